@@ -1,0 +1,49 @@
+"""``none``: the gradient itself. The anchor that every other codec is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import Codec, ExchangeName, Payload, Plane
+
+
+@dataclass(frozen=True)
+class NoCompression(Codec):
+    """Send the gradient in its own dtype through one allreduce per bucket, as DDP itself does.
+
+    Bit-identical to DistributedDataParallel without a hook. Wire bytes per rank and step:
+    ``2 (W-1)/W * n * itemsize``. State: none. Use it to switch compression off without changing
+    anything else, and as the row to compare with.
+    """
+
+    name: ClassVar[str] = "none"
+    exchange: ClassVar[ExchangeName] = "allreduce"
+    lossless: ClassVar[bool] = True
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return (Plane(dtype, 1),)
+
+    def encode(self, x: Tensor) -> Payload:
+        return (x,)
+
+    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+        return payload[0].to(dtype)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
+class Uncompressed(NoCompression):
+    """What a policy gives to the small tensors beside a block codec: ``none``, summed by us.
+
+    Two-shot instead of a ring, because a ring adds in an order that depends on where an element
+    lies in the bucket, and DDP moves it after the first backward: with this a resumed run repeats
+    the uninterrupted one bit for bit at any world size. Same bytes as the ring.
+    """
+
+    exchange: ClassVar[ExchangeName] = "two_shot"

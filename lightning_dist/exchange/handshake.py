@@ -1,0 +1,51 @@
+"""At start-up every rank learns every rank's settings, so that a mismatch is an error, not a hang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Facts = Mapping[str, Any]
+
+
+def all_facts(facts: Facts, *, group: dist.ProcessGroup, device: torch.device) -> list[Facts]:
+    """The JSON-able ``facts`` of every rank, in rank order. Collective."""
+    text = json.dumps(facts, default=repr).encode()
+    length = torch.tensor([len(text)], device=device)
+    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
+    padded = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    received = padded.new_empty(group.size() * int(length))
+    dist.all_gather_single(received, padded, group=group)
+    return [
+        json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in received.view(group.size(), -1)
+    ]
+
+
+def require_equal(facts: list[Facts]) -> None:
+    """Raise if the ranks do not agree.
+
+    Raises:
+        ValueError: names every fact that differs and which ranks have which value.
+    """
+    lines = []
+    for key in facts[0]:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(facts):
+            ranks_of.setdefault(repr(of_rank.get(key)), []).append(rank)
+        if len(ranks_of) > 1:
+            values = "; ".join(
+                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                for value, ranks in ranks_of.items()
+            )
+            lines.append(f"  {key}: {values}")
+    if lines:
+        raise ValueError(
+            "all ranks must compress in the same way, but they differ in\n"
+            + "\n".join(lines)
+            + "\nGive every rank the same settings and the same version of the package."
+        )

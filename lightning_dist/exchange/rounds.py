@@ -1,0 +1,162 @@
+"""One payload between all ranks: the collectives, and nothing of what the bytes mean.
+
+Every exchange has the same three verbs, so that a caller can keep many in flight and still issue
+the collectives of all of them in one order on every rank::
+
+    issue()     first collective, asynchronous
+    advance()   wait for it and issue the second one, if there is one
+    wait()      wait for the last one; afterwards `payloads` are what every rank received, in rank
+                order and bit for bit the same on every rank
+
+Buffers are allocated once and reused; an exchange is used for one step at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.exchange import traffic
+from lightning_dist.exchange.traffic import Sent
+from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.topology import Topology
+
+ReducePayload = Callable[[Payload, Payload], None]
+"""``(received, mean)``: payloads of all ranks ``(W, ...)`` -> payload of their mean ``(1, ...)``."""
+
+
+class Exchange(ABC):
+    """See the module's docstring. ``own (rows, ...)`` is where the caller encodes."""
+
+    own: Payload
+    payloads: Sequence[Payload]  # to be decoded and added in this order
+    sent: Sent  # bytes of one use
+
+    @abstractmethod
+    def issue(self) -> None: ...
+
+    def advance(self) -> None:  # noqa: B027  (exchanges with one collective have nothing to do here)
+        pass
+
+    @abstractmethod
+    def wait(self) -> None: ...
+
+
+class AllReduce(Exchange):
+    """The network adds the payloads. ``keep_own`` keeps a copy of what this rank encoded."""
+
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        blocks: int,
+        *,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        device: torch.device,
+        keep_own: bool,
+        in_place: Tensor | None = None,
+    ) -> None:
+        (plane,) = planes  # several planes cannot be added by one collective
+        if in_place is None:
+            shape = (1, blocks, plane.per_block)
+            self._summed = torch.zeros(shape, dtype=plane.dtype, device=device)
+        else:
+            self._summed = in_place
+        self.own = (torch.zeros_like(self._summed),) if keep_own else (self._summed,)
+        self.payloads = ((self._summed,),)
+        self.sent = traffic.ring_allreduce(self._summed.nbytes, topology)
+        self._group = group
+
+    def issue(self) -> None:
+        if self.own[0] is not self._summed:
+            self._summed.copy_(self.own[0])
+        self._work = dist.all_reduce(self._summed, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class Gather(Exchange):
+    """Every rank receives every payload: the short way for two ranks.
+
+    With W = 2 it moves the bytes of the two-shot exchange in one round and rounds once, not twice.
+    """
+
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        blocks: int,
+        *,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        device: torch.device,
+    ) -> None:
+        world, size = topology.world_size, row_bytes(planes, blocks)
+        self._received = torch.zeros(world, size, dtype=torch.uint8, device=device)
+        self._send = torch.zeros(1, size, dtype=torch.uint8, device=device)
+        self.own = views(self._send, planes, blocks)
+        self.payloads = [views(row.unsqueeze(0), planes, blocks) for row in self._received]
+        self.sent = traffic.ring_all_gather(size, topology)
+        self._group = group
+
+    def issue(self) -> None:
+        self._work = dist.all_gather_single(
+            self._received.view(-1), self._send.view(-1), group=self._group, async_op=True
+        )
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class TwoShot(Exchange):
+    """all_to_all, decode and add this rank's shard, encode the mean, all_gather.
+
+    Row ``r`` of the ``W`` rows of the payload is the shard of rank ``r``.
+    """
+
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        blocks: int,
+        *,
+        reduce: ReducePayload,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        device: torch.device,
+    ) -> None:
+        world, size = topology.world_size, row_bytes(planes, blocks)
+
+        def buffer(rows: int) -> Tensor:
+            return torch.zeros(rows, size, dtype=torch.uint8, device=device)
+
+        self._send, self._shards, self._mean, self._result = map(buffer, (world, world, 1, world))
+        self.own = views(self._send, planes, blocks)
+        self.shards = views(self._shards, planes, blocks)
+        """This rank's shard as every rank encoded it, ``(W, ...)``."""
+        self.mean = views(self._mean, planes, blocks)
+        """The encoded mean of this rank's shard, ``(1, ...)``."""
+        self.payloads = (views(self._result, planes, blocks),)
+        self.sent = traffic.all_to_all(world * size, topology) + traffic.ring_all_gather(
+            size, topology
+        )
+        self._reduce, self._group = reduce, group
+
+    def issue(self) -> None:
+        self._work = dist.all_to_all_single(
+            self._shards.view(-1), self._send.view(-1), group=self._group, async_op=True
+        )
+
+    def advance(self) -> None:
+        self._work.wait()
+        self._reduce(self.shards, self.mean)
+        self._work = dist.all_gather_single(
+            self._result.view(-1), self._mean.view(-1), group=self._group, async_op=True
+        )
+
+    def wait(self) -> None:
+        self._work.wait()

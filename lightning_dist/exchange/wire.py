@@ -1,0 +1,37 @@
+"""The uint8 buffers that travel, and typed views of the planes that lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import Payload, Plane
+
+_ALIGN = 8  # every plane of every row starts at a multiple: typed views need it
+
+
+def row_bytes(planes: Sequence[Plane], blocks: int) -> int:
+    """Bytes of one row that holds ``blocks`` blocks of every plane, padding included."""
+    return sum(_padded(plane.bytes_per_block * blocks) for plane in planes)
+
+
+def views(buffer: Tensor, planes: Sequence[Plane], blocks: int) -> Payload:
+    """Planes of ``buffer (rows, row_bytes)`` as tensors ``(rows, blocks, per_block)``.
+
+    The views share the buffer's memory but not its storage object: torch.compile refuses to write
+    to two views of different dtype that it can see to be of one storage, and these never overlap.
+    """
+    payload = []
+    start = 0
+    for plane in planes:
+        size = plane.bytes_per_block * blocks
+        typed = buffer[:, start : start + size].view(plane.dtype)
+        payload.append(torch.from_dlpack(typed.unflatten(-1, (blocks, plane.per_block))))
+        start += _padded(size)
+    return tuple(payload)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,1 @@
+"""Adapters to the frameworks. They hold no algorithm."""

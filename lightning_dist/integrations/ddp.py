@@ -1,0 +1,189 @@
+"""Plain torch DistributedDataParallel. The other integrations go through here."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
+# themselves and refuses strings.
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.codecs import Codec
+from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.reducer.exposure import ExposureWatch
+from lightning_dist.reducer.kernels import should_compile
+from lightning_dist.reducer.plan import Network
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.residuals import Residuals
+from lightning_dist.reducer.warmup import compile_kernels as compile_now
+from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology, this_host
+
+log = logging.getLogger(__name__)
+
+Groups = Sequence[dist.ProcessGroup]
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    codec: str | Codec = "int8",
+    *,
+    error_feedback: bool | Literal["auto"] = "auto",
+    hierarchical: bool | Literal["auto"] = "auto",
+    min_compress_numel: int | None = None,
+    start_step: int = 0,
+    compile_kernels: bool | Literal["auto"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
+    groups: Groups | None = None,
+) -> Reducer:
+    """Compress the gradients of ``model``. Collective: every rank calls it with the same settings.
+
+    Args:
+        model: a DistributedDataParallel without a communication hook.
+        codec: a name (``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"``) or a codec object.
+        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
+            compressed element. ``"auto"``: where the codec needs it (int8).
+        hierarchical: ``"auto"`` or False. In this version every exchange is flat.
+        min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
+            None: the codec's own choice (4096 for int8, 0 for casts).
+        start_step: synchronised steps before compression starts.
+        compile_kernels: fuse the codec's kernels with torch.compile now (about 20 s the first
+            time). ``"auto"``: for models of 4 Mi compressed elements or more, if a compiler is there.
+        grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
+        groups: two process groups over the ranks of ``model``, for payloads and for flags, used by
+            nothing else. None makes them.
+
+    Returns:
+        The reducer: ``comm_stats()``, ``state_dict()``, ``load_state_dict()``, ``close()``.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect, a model that cannot be
+            compressed, or ranks whose settings differ.
+    """
+    settings = Settings.check(
+        codec,
+        error_feedback=error_feedback,
+        hierarchical=hierarchical,
+        min_compress_numel=min_compress_numel,
+        start_step=start_step,
+        compile_kernels=compile_kernels,
+    )
+    return attach(
+        model,
+        settings,
+        grad_scale=lambda: None if grad_scaler is None else grad_scaler._scale,
+        groups=groups,
+    )
+
+
+def attach(
+    model: DistributedDataParallel,
+    settings: Settings,
+    *,
+    grad_scale: Callable[[], Tensor | None] = lambda: None,
+    residuals: Residuals | None = None,
+    groups: Groups | None = None,
+    timeout: timedelta | None = None,
+) -> Reducer:
+    """What :func:`compress_ddp` does, with checked settings."""
+    require_ddp(model)
+    require_compressible(model.module)
+    data, control = groups or new_groups(model.process_group, timeout=timeout)
+    device = model.device
+    own = {**settings.fingerprint(), "parameters": _shapes(model.module), "host": this_host()}
+    facts = all_facts(own, group=data, device=device)
+    require_equal([{k: v for k, v in fact.items() if k != "host"} for fact in facts])
+    topology = Topology(tuple(fact["host"] for fact in facts), data.rank())
+    network = Network(data, control, topology, device)
+    names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
+    first, several = topology.rank == 0, topology.world_size > 1
+    reducer = Reducer(
+        names,
+        settings=settings,
+        network=network,
+        residuals=residuals,
+        grad_scale=grad_scale,
+        find_unused=model.find_unused_parameters and not model.static_graph,
+        watch=ExposureWatch(network, advice_to=first) if several else None,
+    )
+    numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
+    if several and should_compile(settings.compile_kernels, numel=numel, device=device):
+        compile_now(reducer.planner, settings, {p.dtype for p in names}, say=first)
+
+    def lightning_dist_hook(
+        state: Reducer, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        return state.reduce_bucket(bucket)
+
+    model.register_comm_hook(reducer, lightning_dist_hook)
+    if first:
+        log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
+    return reducer
+
+
+def require_ddp(model: nn.Module) -> None:
+    """Raise ValueError unless ``model`` is a DDP module that still takes a hook."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"compress_ddp needs a DistributedDataParallel, got {type(model).__name__}; wrap the "
+            "model first: DistributedDataParallel(model)"
+        )
+    if model.mixed_precision is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) installs a communication hook of its own "
+            "and takes no second one; use torch.autocast, or Trainer(precision='bf16-mixed')"
+        )
+    hooks = [hook.__qualname__ for _, hook in getattr(model, "_comm_hooks", [])]
+    if hooks:
+        raise ValueError(
+            f"a model takes one communication hook, and {hooks[0]} is registered already; remove "
+            "that registration, or wrap the model in a new DistributedDataParallel"
+        )
+
+
+def require_compressible(module: nn.Module) -> None:
+    """Raise ValueError for models whose gradients cannot be compressed."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            "the model must have a parameter with requires_grad=True, and has none; there is nothing "
+            "to synchronise"
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(
+                f"gradients must be dense, and {name or type(child).__name__!r} was made with "
+                "sparse=True; make it with sparse=False"
+            )
+
+
+def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> Groups:
+    """Two new groups over the ranks of ``like``: payloads and flags. Collective among them."""
+    ranks = dist.get_process_group_ranks(like)
+    backend = dist.get_backend(like)
+    return [
+        dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        for _ in range(2)
+    ]
+
+
+def _plain(name: str) -> str:
+    """Names as in a checkpoint, whether or not the module is wrapped by torch.compile."""
+    return name.replace("_orig_mod.", "")
+
+
+def _shapes(module: nn.Module) -> str:
+    """A short text that differs where parameters differ."""
+    trained = [(_plain(n), *p.shape) for n, p in module.named_parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return f"{len(trained)} tensors, {numel} elements, digest {_digest(repr(trained))}"
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

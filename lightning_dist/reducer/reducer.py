@@ -1,0 +1,253 @@
+"""The way of a gradient: bucket -> (+ residual) -> encode -> exchange -> decode -> bucket.
+
+The residual is kept only once the step is known to be finite on every rank, so that an overflow
+under a GradScaler leaves no trace. That is known when the last bucket has been encoded; until then
+buckets keep their local gradients and the received payloads wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_dist.reducer.executor import executor_for
+from lightning_dist.reducer.exposure import ExposureWatch
+from lightning_dist.reducer.plan import Chunk, Lane, Network, Planner
+from lightning_dist.reducer.policy import Slot, choose_codec, compression_is_on
+from lightning_dist.reducer.residuals import STATE_VERSION, Residuals, check_state
+from lightning_dist.reducer.stats import CommStats
+from lightning_dist.reducer.verdict import Verdict, settle_lane
+from lightning_dist.settings import Settings
+
+
+class Bucket(Protocol):
+    """What the reducer needs of ``torch.distributed.GradBucket``."""
+
+    def buffer(self) -> Tensor: ...
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def parameters(self) -> list[Tensor]: ...
+
+
+@dataclass
+class _Job:
+    """One bucket on its way."""
+
+    index: int
+    is_last: bool
+    gradients: Tensor  # (N,) flat: local in, mean over ranks out
+    parameters: Sequence[Tensor]
+    done: Future[Tensor]
+    lanes: Sequence[Lane] = ()
+
+    def chunks(self) -> list[Chunk]:
+        return [chunk for lane in self.lanes for chunk in lane.chunks]
+
+
+class Reducer:
+    """Replaces DDP's allreduce. One per DistributedDataParallel.
+
+    Args:
+        names: name of every parameter.
+        residuals: to go on from; empty by default.
+        grad_scale: the current scale of a GradScaler as a 0-d tensor, or None for 1. Residuals are
+            kept unscaled, so that a change of the scale does not change their weight.
+        find_unused: whether DDP looks for parameters without a gradient.
+        watch: measures whether compression pays; None does not.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[Tensor, str],
+        *,
+        settings: Settings,
+        network: Network,
+        residuals: Residuals | None = None,
+        grad_scale: Callable[[], Tensor | None] = lambda: None,
+        find_unused: bool = False,
+        watch: ExposureWatch | None = None,
+    ) -> None:
+        self.settings, self.network = settings, network
+        self.residuals = Residuals() if residuals is None else residuals
+        self.stats = CommStats()
+        self.step = 0  # synchronised steps so far
+        self._names, self._grad_scale, self._find_unused = names, grad_scale, find_unused
+        self._watch = watch
+        self.planner = Planner(network, self.residuals, error_feedback=settings.error_feedback)
+        self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
+        self._executor = executor_for(network.device)
+        self._in_flight: list[_Job] = []
+        self._finite: list[Tensor] = []
+        self._scale = torch.ones((), device=network.device)
+        self._failure: BaseException | None = None
+
+    def reduce_bucket(self, bucket: Bucket) -> Future[Tensor]:
+        """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
+
+        The future is ready with that buffer when the whole step is. Collective: every rank calls it
+        for the same buckets in the same order.
+        """
+        device = self.network.device
+        done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
+        job = _Job(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters(), done)
+        if self.network.world_size == 1:
+            done.set_result(job.gradients)
+            return done
+        if self._watch is not None:
+            self._watch.mark()
+        self._executor.submit(partial(self._guarded, job))
+        return done
+
+    def _process(self, job: _Job) -> None:
+        self._enter(job)
+        job.lanes = self._lanes(job)
+        for chunk in job.chunks():
+            chunk.encode(self._scale)
+            if self.settings.error_feedback:
+                self._finite.append(chunk.finite())
+            chunk.exchange.issue()
+        verdict = self._ask() if job.is_last else None
+        for chunk in job.chunks():
+            chunk.exchange.advance()
+        if job.is_last:
+            self._settle(verdict)
+
+    def _settle(self, verdict: Verdict | None) -> None:
+        """Decode every bucket of the step and, where all ranks were finite, keep the residuals."""
+        jobs, self._in_flight = self._in_flight, []
+        ok = torch.ones((), dtype=torch.bool) if verdict is None else verdict.ok()
+        unused = set() if verdict is None else verdict.unused()
+        for job in jobs:
+            for lane in job.lanes:
+                settle_lane(
+                    lane,
+                    job.gradients,
+                    self.residuals,
+                    scale=self._scale,
+                    ok=ok.to(self.network.device),
+                    rank=self.network.rank,
+                    unused=unused,
+                )
+                self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+        self.step += 1
+        self.stats.end_step()
+        self._note_exposure(jobs)
+        for job in jobs:
+            job.done.set_result(job.gradients)
+
+    def _ask(self) -> Verdict | None:
+        lanes = [
+            (job, lane) for job in self._in_flight for lane in job.lanes if lane.keeps_residual
+        ]
+        finite, self._finite = self._finite, []
+        if not lanes:
+            return None  # nothing to commit
+        slots = [(job, slot) for job, lane in lanes for slot in lane.slots if self._find_unused]
+        local = [
+            (job.gradients[slot.offset : slot.offset + slot.numel], slot) for job, slot in slots
+        ]
+        return Verdict(finite, local, self.network)
+
+    def _enter(self, job: _Job) -> None:
+        if self._in_flight and job.index <= self._in_flight[-1].index:
+            # The last backward was cut short by an exception. Its payloads must land before their
+            # buffers are used again; its residuals were never touched.
+            for chunk in [chunk for stale in self._in_flight for chunk in stale.chunks()]:
+                chunk.exchange.wait()
+            self._in_flight, self._finite = [], []
+        if not self._in_flight:
+            scale = self._grad_scale()
+            self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
+        self._in_flight.append(job)
+
+    def _lanes(self, job: _Job) -> Sequence[Lane]:
+        on = compression_is_on(self.settings, step=self.step)
+        key = (job.gradients.data_ptr(), tuple(map(id, job.parameters)), on)
+        cached_key, lanes = self._plans.get(job.index, (None, ()))
+        if key == cached_key:
+            return lanes
+        for index in [index for index in self._plans if index >= job.index]:
+            del self._plans[
+                index
+            ]  # DDP has rebuilt its buckets: free what belonged to the old ones
+        slots_of: dict[Any, list[Slot]] = {}
+        offset = 0
+        for parameter in job.parameters:
+            slot = Slot(self._names[parameter], offset, parameter.numel(), parameter.dim())
+            offset += slot.numel
+            if slot.numel:
+                codec = choose_codec(self.settings, slot, step=self.step)
+                slots_of.setdefault(codec, []).append(slot)
+        lanes = [
+            self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
+        ]
+        self._plans[job.index] = (key, lanes)
+        return lanes
+
+    def _guarded(self, job: _Job) -> None:
+        try:
+            if self._failure is not None:
+                raise RuntimeError("an earlier exchange failed") from self._failure
+            self._process(job)
+        except BaseException as error:  # every waiting future must hear of it, whatever it is
+            self._failure = self._failure or error
+            waiting, self._in_flight = self._in_flight, []
+            for waiter in waiting if job in waiting else [*waiting, job]:
+                waiter.done.set_exception(RuntimeError(f"lightning_dist: {error}"))
+
+    def _note_exposure(self, jobs: Sequence[_Job]) -> None:
+        if self._watch is None:
+            return
+        self._watch.mark()
+        self._watch.end_step(
+            raw_bytes=sum(lane.raw_bytes for job in jobs for lane in job.lanes),
+            last_bucket_bytes=sum(lane.raw_bytes for lane in jobs[-1].lanes),
+        )
+        if self._watch.done:
+            self._watch = None
+
+    def comm_stats(self) -> Mapping[str, Any]:
+        """Bytes this rank sent: totals, ``last_step`` and ``per_codec``; see the guide."""
+        return self.stats.as_mapping()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
+
+        Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
+        as ``{parameter name: (W, numel)}`` on the CPU, unscaled.
+        """
+        residuals = self.residuals.gather(self.network.data)
+        if residuals is None:
+            return None
+        return {
+            "version": STATE_VERSION,
+            "world_size": self.network.world_size,
+            "step": self.step,
+            "residuals": residuals,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
+
+        On another world size every rank starts from the mean residual.
+        """
+        self._plans.clear()  # they hold views of the old residuals
+        if state is None:
+            self.residuals.load({}, rank=0, world_size=1)
+            self.step = 0
+            return
+        check_state(state)
+        self.residuals.load(
+            state["residuals"], rank=self.network.rank, world_size=self.network.world_size
+        )
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """Stop the worker. The process groups stay."""
+        self._executor.close()

@@ -1,0 +1,64 @@
+"""Bytes, counted where they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_dist.exchange.traffic import Sent
+
+
+@dataclass
+class Count:
+    """Bytes this rank sent, and what DDP itself would have sent for the same gradients."""
+
+    raw: int = 0
+    sent: Sent = field(default_factory=Sent)
+
+    def add(self, raw: int, sent: Sent) -> None:
+        self.raw += raw
+        self.sent += sent
+
+    def as_dict(self) -> dict[str, float]:
+        wire = self.sent.total
+        return {
+            "raw_bytes": self.raw,
+            "wire_bytes": wire,
+            "intra_bytes": self.sent.intra,
+            "inter_bytes": self.sent.inter,
+            "ratio": self.raw / wire if wire else 1.0,
+        }
+
+
+class CommStats:
+    """Totals, the last synchronised step, and both per codec."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._total, self._last = Count(), Count()
+        self._by_codec: dict[str, Count] = {}
+        self._running: list[tuple[str, int, Sent]] = []
+
+    def record(self, codec: str, raw: int, sent: Sent) -> None:
+        self._running.append((codec, raw, sent))
+
+    def end_step(self) -> None:
+        self.steps += 1
+        self._last = Count()
+        for codec, raw, sent in self._running:
+            for count in (self._total, self._last, self._by_codec.setdefault(codec, Count())):
+                count.add(raw, sent)
+        self._running = []
+
+    def drop_step(self) -> None:
+        """Forget what a step that failed had recorded."""
+        self._running = []
+
+    def as_mapping(self) -> Mapping[str, Any]:
+        return {
+            **self._total.as_dict(),
+            "steps": self.steps,
+            "last_step": self._last.as_dict(),
+            "per_codec": {codec: count.as_dict() for codec, count in self._by_codec.items()},
+        }

@@ -1,0 +1,83 @@
+"""Worlds of several ranks in one process: real gloo groups, one per thread, over one HashStore.
+
+The only place that makes multi-rank worlds of threads. A collective that one rank does not join
+fails after ``TIMEOUT`` instead of hanging.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.reducer.plan import Network
+from lightning_dist.topology import Topology
+
+TIMEOUT = timedelta(seconds=20)
+T = TypeVar("T")
+
+
+@dataclass
+class Rank:
+    """What one thread of a world knows."""
+
+    rank: int
+    size: int
+    store: dist.Store
+    barrier: threading.Barrier
+    ranks_per_host: int | None = None
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """A gloo group over all ranks; every rank asks for the same names."""
+        store = dist.PrefixStore(name, self.store)
+        group = dist.ProcessGroup(store, self.rank, self.size)
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+        gloo._set_sequence_number_for_group()
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        return group
+
+    def topology(self) -> Topology:
+        per_host = self.ranks_per_host or 1
+        return Topology(tuple(f"host{rank // per_host}" for rank in range(self.size)), self.rank)
+
+    def network(self) -> Network:
+        data, control = self.group("data"), self.group("control")
+        return Network(data, control, self.topology(), torch.device("cpu"))
+
+    def ddp(self, module: nn.Module, **arguments: object) -> DistributedDataParallel:
+        return DistributedDataParallel(module, process_group=self.group("ddp"), **arguments)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [self.group("payload"), self.group("flags")]
+
+
+def run_threads(
+    function: Callable[[Rank], T], size: int, *, ranks_per_host: int | None = None
+) -> list[T]:
+    """Results of ``function`` on every rank of a world of ``size``, in rank order."""
+    store, barrier = dist.HashStore(), threading.Barrier(size, timeout=60)
+    ranks = [Rank(rank, size, store, barrier, ranks_per_host) for rank in range(size)]
+
+    def guarded(rank: Rank) -> T:
+        try:
+            return function(rank)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(guarded, rank) for rank in ranks]
+        errors = [future.exception() for future in futures]
+    first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+    if first:
+        raise first[0]
+    return [future.result() for future in futures]
