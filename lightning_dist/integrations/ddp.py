@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.reducer.exposure import ExposureWatch
-from lightning_dist.reducer.kernels import should_compile
+from lightning_dist.reducer.fusing import should_fuse
 from lightning_dist.reducer.plan import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.residuals import Residuals
-from lightning_dist.reducer.warmup import compile_kernels as compile_now
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
 
@@ -112,8 +111,10 @@ def attach(
         watch=ExposureWatch(network, advice_to=first) if several else None,
     )
     numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
-    if several and should_compile(settings.compile_kernels, numel=numel, device=device):
-        compile_now(reducer.planner, settings, {p.dtype for p in names}, say=first)
+    if several and should_fuse(settings.compile_kernels, numel=numel, device=device):
+        if first:
+            log.warning("compiling the codec's kernels (about 20 s the first time)")
+        reducer.planner.fuse(settings.codec, {p.dtype for p in names if p.requires_grad})
 
     def lightning_dist_hook(
         state: Reducer, bucket: dist.GradBucket

@@ -82,9 +82,9 @@ class ExposureWatch:
         if ours <= ddps or not self._says:
             return
         log.warning(
-            "compression costs more than it saves here: it exposes %.1f ms a step, uncompressed DDP "
-            "would expose about %.1f ms at the %.2f Gbit/s measured at start-up. Use strategy='ddp' "
-            "(or codec='bf16') on this network.",
+            "compression costs more than it saves here: it exposes %.1f ms a step, uncompressed "
+            "DDP would expose about %.1f ms at the %.2f Gbit/s measured at start-up. Use "
+            "strategy='ddp' (or codec='bf16') on this network.",
             ours * 1e3,
             ddps * 1e3,
             self._link * 8 / 1e9,

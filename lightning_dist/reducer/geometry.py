@@ -1,9 +1,9 @@
 """How a flat gradient is cut into rows (one shard a rank), blocks and pieces. Pure arithmetic.
 
-A parameter of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of ``block``
-elements; row ``r`` is what rank ``r`` reduces. The cut depends on the parameter alone and not on the
-bucket it travels in, because DDP moves parameters between buckets after the first backward: the
-same blocks and the same owners before and after mean the same bits.
+A parameter of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of
+``block`` elements; row ``r`` is what rank ``r`` reduces. The cut depends on the parameter alone and
+not on the bucket it travels in, because DDP moves parameters between buckets after the first
+backward: the same blocks and the same owners before and after mean the same bits.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ ones 96 %, and one chunk is encoded while another travels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec, Payload
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
+from lightning_dist.reducer.fusing import Variant, fused_passes
 from lightning_dist.reducer.geometry import Grid, Span
-from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype, keep_block_static
+from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.residuals import Residuals
 from lightning_dist.topology import Topology
@@ -78,11 +79,6 @@ class Chunk:
             tuple(_columns(payload, piece.columns) for payload in exchange.payloads)
             for piece in pieces
         ]
-        keep_block_static((tuple(self._own), tuple(self._payloads)))
-        for piece in pieces:
-            keep_block_static(
-                (piece.grad,) if piece.residual is None else (piece.grad, piece.residual)
-            )
         # An exchange on the bucket's own memory needs no decoding back into it.
         self._in_place = exchange.own[0].data_ptr() == pieces[0].grad.data_ptr()
 
@@ -105,7 +101,6 @@ class Chunk:
                 shards = _columns(self.exchange.shards, piece.columns)
                 mean = _columns(self.exchange.mean, piece.columns)
                 row = piece.residual[rank : rank + 1]
-                keep_block_static((row, shards, mean))
                 self.kernels.carry(row, scale, ok, shards, mean)
             piece.store()
 
@@ -123,22 +118,36 @@ class Lane:
 
 
 class Planner:
-    """Builds lanes; owns one set of kernels per codec."""
+    """Builds lanes; owns one set of kernels per codec and dtype."""
 
     def __init__(self, network: Network, residuals: Residuals, *, error_feedback: bool) -> None:
         self.network, self._residuals = network, residuals
         self._error_feedback = error_feedback
-        self._kernels: dict[Codec, Kernels] = {}
+        self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
 
-    def kernels(self, codec: Codec) -> Kernels:
-        if codec not in self._kernels:
+    def kernels(self, codec: Codec, dtype: torch.dtype) -> Kernels:
+        """Kernels for gradients of ``dtype``."""
+        if (codec, dtype) not in self._kernels:
             world = self.network.world_size
             share = 1.0 / world
             factors = Factors(mean=share) if world == 2 else Factors()
             if codec.exchange == "allreduce":
                 factors = Factors(encode=share, own=float(world))
-            self._kernels[codec] = Kernels(codec, factors=factors, world_size=world)
-        return self._kernels[codec]
+            self._kernels[codec, dtype] = Kernels(codec, factors=factors, world_size=world)
+        return self._kernels[codec, dtype]
+
+    def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
+        """Compile the kernels of ``codec`` for gradients of ``dtypes``."""
+        for dtype in dtypes:
+            kernels = self.kernels(codec, dtype)
+            variant = Variant(
+                kernels.passes,
+                dtype=dtype,
+                rows=self.rows(codec),
+                residual=self._error_feedback and not codec.lossless,
+                device=self.network.device,
+            )
+            kernels.use(fused_passes(variant))
 
     def rows(self, codec: Codec) -> int:
         """Two ranks and linear codecs exchange whole payloads, otherwise one row per rank."""
@@ -149,7 +158,7 @@ class Planner:
         """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used."""
         keeps = self._error_feedback and not codec.lossless
         chunks = [
-            Chunk(pieces, self._exchange(codec, pieces, bucket), self.kernels(codec))
+            Chunk(pieces, self._exchange(codec, pieces, bucket), self.kernels(codec, bucket.dtype))
             for pieces in self._chunked(codec, slots, bucket, keeps)
         ]
         numel = sum(slot.numel for slot in slots)
@@ -226,12 +235,9 @@ class Planner:
                 keep_own=pieces[0].residual is not None,
                 in_place=pieces[0].grad if whole else None,
             )
-        make = partial(TwoShot, reduce=self.kernels(codec).reduce)
+        make = partial(TwoShot, reduce=self.kernels(codec, bucket.dtype).reduce)
         build = Gather if net.world_size == 2 else make
-        exchange = build(planes, blocks, group=net.data, topology=net.topology, device=net.device)
-        if isinstance(exchange, TwoShot):
-            keep_block_static((exchange.shards, exchange.mean))
-        return exchange
+        return build(planes, blocks, group=net.data, topology=net.topology, device=net.device)
 
 
 def _runs(slots: Sequence[Slot]) -> list[list[Slot]]:

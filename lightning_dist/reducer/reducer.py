@@ -102,7 +102,8 @@ class Reducer:
         if self._watch is not None:
             self._watch.mark()
         self._executor.submit(partial(self._guarded, job))
-        return done
+        # A future carries an exception to DDP's C++ side only through `then`.
+        return done if device.type == "cuda" else done.then(_value)
 
     def _process(self, job: _Job) -> None:
         self._enter(job)
@@ -251,3 +252,7 @@ class Reducer:
     def close(self) -> None:
         """Stop the worker. The process groups stay."""
         self._executor.close()
+
+
+def _value(done: Future[Tensor]) -> Tensor:
+    return done.value()

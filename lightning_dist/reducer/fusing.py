@@ -1,0 +1,170 @@
+"""Fused kernels: each pass of ``kernels.py`` as one loop over memory, compiled at set-up.
+
+torch.compile's own front end is not used: it guards on every property of every argument and would
+recompile, inside a backward pass, when DDP changes its buckets. Here a pass is traced once with the
+number of blocks and all strides symbolic and handed to the same code generator (C++ on CPU, Triton
+on CUDA). This file holds every private name of torch that this takes; if one of them goes, the
+kernels stay eager and a warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import Payload
+from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.reducer.kernels import Passes, compute_dtype
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[..., None]
+
+FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
+_one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals
+_BLOCKS = 96  # any number that is not 0 or 1: it becomes a symbol
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a compiled pass is specialised for."""
+
+    passes: Passes
+    dtype: torch.dtype  # of the gradients
+    rows: int
+    residual: bool
+    device: torch.device
+
+
+def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.device) -> bool:
+    """``auto``: where a compiler is there and the model is large enough to win the time back.
+
+    Raises:
+        ValueError: ``wish`` is True and there is no compiler.
+    """
+    if wish is False:
+        return False
+    if device.type == "cuda":
+        there = bool(torch.utils._triton.has_triton())
+    else:
+        there = any(shutil.which(name) for name in ("g++", "clang++"))
+    if wish is True and not there:
+        raise ValueError(
+            f"compile_kernels=True needs a compiler for {device.type} (g++ or clang++ on CPU, "
+            "Triton on CUDA) and found none; install one or use 'auto'"
+        )
+    return there and (wish is True or numel >= FUSE_FROM_ELEMENTS)
+
+
+def fused_passes(variant: Variant) -> Mapping[str, Pass]:
+    """Compiled passes by name. Empty, with a warning, where the tool chain fails."""
+    with _one_at_a_time:
+        return _fused_passes(variant)
+
+
+@cache  # a second fit must not compile again
+def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
+    start = time.perf_counter()
+    fused: dict[str, Pass] = {}
+    try:
+        for name, arguments in _examples(variant).items():
+            compiled = _compile(getattr(variant.passes, name), arguments)
+            if _agrees(compiled, getattr(variant.passes, name), arguments):
+                fused[name] = compiled
+            else:
+                log.warning("the fused %s pass differs from the eager one: not used", name)
+    except Exception as error:  # a broken tool chain must not stop a training run
+        log.warning("compiling failed, the kernels stay eager (same bytes, slower): %s", error)
+        return {}
+    codec = variant.passes.codec.name
+    log.info("compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
+    return fused
+
+
+def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
+    from torch._inductor.compile_fx import compile_fx  # 5 s to import: only where it is used
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils import _pytree as pytree
+
+    tensors, spec = pytree.tree_flatten(arguments)
+
+    def flat_function(*flat: Tensor | None) -> tuple[()]:
+        function(*pytree.tree_unflatten(list(flat), spec))
+        return ()
+
+    with torch.no_grad():
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        fakes = [None if t is None else _symbolic(t, mode, str(i)) for i, t in enumerate(tensors)]
+        with mode:
+            graph = make_fx(flat_function)(*fakes)
+        run = compile_fx(graph, fakes)
+
+    def fused(*call: Any) -> None:
+        run(*pytree.tree_leaves(call, is_leaf=lambda leaf: leaf is None))
+
+    return fused
+
+
+def _symbolic(tensor: Tensor, mode: Any, name: str) -> Any:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC][: tensor.dim()]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+
+
+def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
+    """Arguments of every pass, each tensor with row strides of its own, as in a bucket."""
+    codec, rows, world = variant.passes.codec, variant.rows, variant.passes.world_size
+    generator = torch.Generator().manual_seed(0)
+
+    def dense(dtype: torch.dtype, spare: int, size: float) -> Tensor:
+        shape = (rows, _BLOCKS + spare, codec.block)
+        values = torch.randn(shape, generator=generator) * size
+        return values.to(variant.device, dtype)[:, :_BLOCKS]
+
+    def payload(of: int) -> Payload:
+        planes, blocks = codec.planes(variant.dtype), _BLOCKS + 3
+        buffer = torch.zeros(
+            of, row_bytes(planes, blocks), dtype=torch.uint8, device=variant.device
+        )
+        return tuple(plane[:, :_BLOCKS] for plane in views(buffer, planes, blocks))
+
+    grad = dense(variant.dtype, 1, 1.0)
+    residual = dense(compute_dtype(variant.dtype), 2, 0.01) if variant.residual else None
+    scale = torch.ones((), device=variant.device)
+    ok = torch.ones((), dtype=torch.bool, device=variant.device)
+    whole = rows == 1 and codec.exchange == "two_shot"
+    received = tuple(payload(rows) for _ in range(world if whole else 1))
+    examples: dict[str, tuple[Any, ...]] = {
+        "encode": (grad, residual, scale, payload(rows)),
+        "settle": (grad, residual, scale, ok, payload(rows), received),
+    }
+    if rows > 1:
+        examples["reduce"] = (payload(world), payload(1))
+        if residual is not None:
+            examples["carry"] = (residual[:1], scale, ok, payload(world), payload(1))
+    return examples
+
+
+@torch.no_grad()
+def _agrees(compiled: Pass, eager: Pass, arguments: tuple[Any, ...]) -> bool:
+    from torch.utils import _pytree as pytree
+
+    copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, arguments)
+    compiled(*arguments)
+    eager(*copy)
+    pairs = zip(pytree.tree_leaves(arguments), pytree.tree_leaves(copy), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
