@@ -43,8 +43,8 @@ class Codec(ABC):
     ``name``
         what users write in ``codec="..."``.
     ``exchange``
-        ``"allreduce"`` when payloads may be added by the network (the codec is linear), ``"two_shot"``
-        when they must be decoded before they are added.
+        ``"allreduce"`` when payloads may be added by the network (the codec is linear),
+        ``"two_shot"`` when they must be decoded before they are added.
     ``lossless``
         decode(encode(x)) == x, so there is never a residual.
     ``min_numel``

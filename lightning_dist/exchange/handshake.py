@@ -1,4 +1,4 @@
-"""At start-up every rank learns every rank's settings, so that a mismatch is an error, not a hang."""
+"""Every rank learns every rank's settings at start-up: a mismatch is an error and not a hang."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.topology import Topology
 
 ReducePayload = Callable[[Payload, Payload], None]
-"""``(received, mean)``: payloads of all ranks ``(W, ...)`` -> payload of their mean ``(1, ...)``."""
+"""``(received, mean)``: all ranks' payloads ``(W, ...)`` -> the payload of their mean ``(1, ...)``."""
 
 
 class Exchange(ABC):
@@ -40,7 +40,7 @@ class Exchange(ABC):
     @abstractmethod
     def issue(self) -> None: ...
 
-    def advance(self) -> None:  # noqa: B027  (exchanges with one collective have nothing to do here)
+    def advance(self) -> None:  # noqa: B027  (nothing to do after a single collective)
         pass
 
     @abstractmethod

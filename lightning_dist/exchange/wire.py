@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from lightning_dist.codecs.base import Payload, Plane
 
@@ -28,7 +28,8 @@ def views(buffer: Tensor, planes: Sequence[Plane], blocks: int) -> Payload:
     for plane in planes:
         size = plane.bytes_per_block * blocks
         typed = buffer[:, start : start + size].view(plane.dtype)
-        payload.append(torch.from_dlpack(typed.unflatten(-1, (blocks, plane.per_block))))
+        shaped = typed.view(len(buffer), blocks, plane.per_block)
+        payload.append(from_dlpack(shaped))
         start += _padded(size)
     return tuple(payload)
 

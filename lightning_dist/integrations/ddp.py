@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
 # themselves and refuses strings.
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.codecs import Codec
@@ -19,7 +21,6 @@ from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
 from lightning_dist.reducer.plan import Network
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.residuals import Residuals
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
 
@@ -51,8 +52,8 @@ def compress_ddp(
         min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
             None: the codec's own choice (4096 for int8, 0 for casts).
         start_step: synchronised steps before compression starts.
-        compile_kernels: fuse the codec's kernels with torch.compile now (about 20 s the first
-            time). ``"auto"``: for models of 4 Mi compressed elements or more, if a compiler is there.
+        compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
+            models of 4 Mi elements or more where a compiler is there.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
         groups: two process groups over the ranks of ``model``, for payloads and for flags, used by
             nothing else. None makes them.
@@ -85,11 +86,16 @@ def attach(
     settings: Settings,
     *,
     grad_scale: Callable[[], Tensor | None] = lambda: None,
-    residuals: Residuals | None = None,
+    continue_from: Reducer | None = None,
     groups: Groups | None = None,
     timeout: timedelta | None = None,
 ) -> Reducer:
-    """What :func:`compress_ddp` does, with checked settings."""
+    """What :func:`compress_ddp` does, with checked settings.
+
+    Args:
+        continue_from: the reducer of an earlier fit; its residuals and step count go on.
+        timeout: of the new process groups.
+    """
     require_ddp(model)
     require_compressible(model.module)
     data, control = groups or new_groups(model.process_group, timeout=timeout)
@@ -105,20 +111,21 @@ def attach(
         names,
         settings=settings,
         network=network,
-        residuals=residuals,
+        residuals=None if continue_from is None else continue_from.residuals,
         grad_scale=grad_scale,
         find_unused=model.find_unused_parameters and not model.static_graph,
         watch=ExposureWatch(network, advice_to=first) if several else None,
     )
+    if continue_from is not None:
+        reducer.step = continue_from.step
+        reducer.residuals.keep_only({names[p]: p.numel() for p in names if p.requires_grad})
     numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
     if several and should_fuse(settings.compile_kernels, numel=numel, device=device):
         if first:
             log.warning("compiling the codec's kernels (about 20 s the first time)")
         reducer.planner.fuse(settings.codec, {p.dtype for p in names if p.requires_grad})
 
-    def lightning_dist_hook(
-        state: Reducer, bucket: dist.GradBucket
-    ) -> torch.futures.Future[Tensor]:
+    def lightning_dist_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state.reduce_bucket(bucket)
 
     model.register_comm_hook(reducer, lightning_dist_hook)
@@ -151,8 +158,8 @@ def require_compressible(module: nn.Module) -> None:
     """Raise ValueError for models whose gradients cannot be compressed."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
-            "the model must have a parameter with requires_grad=True, and has none; there is nothing "
-            "to synchronise"
+            "the model must have a parameter with requires_grad=True, and has none; unfreeze one, "
+            "or run without a distributed strategy"
         )
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
@@ -185,6 +192,4 @@ def _shapes(module: nn.Module) -> str:
 
 
 def _digest(text: str) -> str:
-    import hashlib
-
     return hashlib.sha256(text.encode()).hexdigest()[:12]

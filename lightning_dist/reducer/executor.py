@@ -49,7 +49,7 @@ class SideStream:
     """One CUDA stream. There waiting only orders streams, so tasks run where they are submitted."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
     def submit(self, task: Task) -> None:

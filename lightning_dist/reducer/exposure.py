@@ -35,9 +35,9 @@ def measure_link(network: Network) -> float:
 class ExposureWatch:
     """Compares the exposed communication of the first steps with what plain DDP would expose.
 
-    Exposed: from the last bucket's gradients being there to the mean being there. DDP's is predicted
-    from the measured link: the bytes that do not fit under the backward pass, and never less than
-    the last bucket's.
+    Exposed: from the last bucket's gradients being there to the mean being there. DDP's is
+    predicted from the measured link: the bytes that do not fit under the backward pass, and never
+    less than the last bucket's.
     """
 
     def __init__(self, network: Network, *, advice_to: bool) -> None:
@@ -56,7 +56,7 @@ class ExposureWatch:
     def mark(self) -> None:
         """Now, on the caller's stream: at a bucket's arrival and when a step is settled."""
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:

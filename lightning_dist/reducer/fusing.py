@@ -77,8 +77,9 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
     fused: dict[str, Pass] = {}
     try:
         for name, arguments in _examples(variant).items():
-            compiled = _compile(getattr(variant.passes, name), arguments)
-            if _agrees(compiled, getattr(variant.passes, name), arguments):
+            eager = getattr(variant.passes, name)
+            compiled = _compile(eager, arguments)
+            if _agrees(compiled, eager, arguments):
                 fused[name] = compiled
             else:
                 log.warning("the fused %s pass differs from the eager one: not used", name)
@@ -108,7 +109,7 @@ def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
         fakes = [None if t is None else _symbolic(t, mode, str(i)) for i, t in enumerate(tensors)]
         with mode:
             graph = make_fx(flat_function)(*fakes)
-        run = compile_fx(graph, fakes)
+        run: Any = compile_fx(graph, fakes)
 
     def fused(*call: Any) -> None:
         run(*pytree.tree_leaves(call, is_leaf=lambda leaf: leaf is None))
@@ -121,7 +122,7 @@ def _symbolic(tensor: Tensor, mode: Any, name: str) -> Any:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC][: tensor.dim()]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
 
 

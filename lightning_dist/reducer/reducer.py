@@ -200,7 +200,8 @@ class Reducer:
             self._failure = self._failure or error
             waiting, self._in_flight = self._in_flight, []
             for waiter in waiting if job in waiting else [*waiting, job]:
-                waiter.done.set_exception(RuntimeError(f"lightning_dist: {error}"))
+                failed = RuntimeError(f"lightning_dist: {error}")
+                waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
 
     def _note_exposure(self, jobs: Sequence[_Job]) -> None:
         if self._watch is None:
@@ -223,7 +224,7 @@ class Reducer:
         Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled.
         """
-        residuals = self.residuals.gather(self.network.data)
+        residuals = self.residuals.gather(self.network.data, device=self.network.device)
         if residuals is None:
             return None
         return {
@@ -250,8 +251,13 @@ class Reducer:
         self.step = int(state["step"])
 
     def close(self) -> None:
-        """Stop the worker. The process groups stay."""
+        """Stop the worker and take the residuals off the accelerator.
+
+        The process groups stay, and so does :meth:`state_dict`.
+        """
         self._executor.close()
+        self._plans.clear()
+        self.residuals.to(torch.device("cpu"))
 
 
 def _value(done: Future[Tensor]) -> Tensor:

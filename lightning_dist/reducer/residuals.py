@@ -48,19 +48,23 @@ class Residuals:
     def nbytes(self) -> int:
         return sum(residual.nbytes for residual in self._flat.values())
 
+    def keep_only(self, numel: Mapping[str, int]) -> None:
+        """Forget the residuals of parameters that are not in ``numel`` or have another size."""
+        self._flat = {n: r for n, r in self._flat.items() if numel.get(n) == r.numel()}
+
     def to(self, device: torch.device) -> None:
         """Move all residuals, for instance off an accelerator after a fit."""
         self._flat = {name: residual.to(device) for name, residual in self._flat.items()}
 
-    def gather(self, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
+    def gather(self, group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Tensor] | None:
         """All ranks' residuals ``{name: (W, numel)}`` on the CPU of rank 0 of ``group``; else None.
 
-        Collective, one parameter at a time. Call it between backward passes.
+        Collective, one parameter at a time over ``device``. Call it between backward passes.
         """
         first = group.rank() == 0
         gathered = {}
         for name in sorted(self._flat):
-            mine = self._flat[name]
+            mine = self._flat[name].to(device)
             rows = [torch.empty_like(mine) for _ in range(group.size())] if first else None
             dist.gather(mine, rows, group=group, group_dst=0)
             if rows is not None:

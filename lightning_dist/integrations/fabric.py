@@ -1,0 +1,87 @@
+"""``Fabric(strategy="compressed_ddp")``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.ddp import attach, require_compressible
+from lightning_dist.integrations.refusals import refuse_ddp_arguments, refuse_pytorch_lightning
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+
+CHECKPOINT_KEY = "lightning_dist"
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """Fabric's DDP with compressed gradients; arguments as the Lightning strategy of that name.
+
+    Every module given to ``fabric.setup`` gets a reducer of its own. ``fabric.save`` stores their
+    residuals under ``"lightning_dist"``; ``fabric.load`` after ``fabric.setup`` restores them.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec = "int8",
+        error_feedback: bool | Literal["auto"] = "auto",
+        hierarchical: bool | Literal["auto"] = "auto",
+        min_compress_numel: int | None = None,
+        start_step: int = 0,
+        compile_kernels: bool | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        refuse_ddp_arguments(kwargs)
+        refuse_pytorch_lightning(**kwargs)
+        self._settings = Settings.check(
+            codec,
+            error_feedback=error_feedback,
+            hierarchical=hierarchical,
+            min_compress_numel=min_compress_numel,
+            start_step=start_step,
+            compile_kernels=compile_kernels,
+        )
+        self.reducers: list[Reducer] = []
+        super().__init__(**kwargs)
+
+    @override
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        require_compressible(module)
+        model = super().setup_module(module)
+        self.reducers.append(
+            attach(model, self._settings, grad_scale=self._grad_scale, timeout=self._timeout)
+        )
+        return model
+
+    def _grad_scale(self) -> Tensor | None:
+        scaler = getattr(self.precision, "scaler", None)
+        return None if scaler is None else scaler._scale
+
+    def comm_stats(self) -> list[Mapping[str, Any]]:
+        """Bytes this rank sent, for each module in the order of ``fabric.setup``."""
+        return [reducer.comm_stats() for reducer in self.reducers]
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        states = [reducer.state_dict() for reducer in self.reducers]
+        super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest = super().load_checkpoint(*args, **kwargs)
+        for reducer, state in zip(self.reducers, rest.pop(CHECKPOINT_KEY, []), strict=False):
+            reducer.load_state_dict(state)
+        return rest
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        from lightning_dist.integrations.registration import register_fabric
+
+        register_fabric(strategy_registry)

@@ -1,0 +1,38 @@
+"""What no strategy of ours accepts, refused before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+
+
+def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of DDP that cannot take effect beside our hook."""
+    for name in _HOOK_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"a model takes one communication hook and compressed_ddp registers its own, got "
+                f"{name}={arguments[name]!r}; leave it out, or use DDPStrategy with that hook"
+            )
+    if arguments.get("mixed_precision") is not None:
+        raise ValueError(
+            "DDP's mixed_precision= installs a communication hook of its own, and a model takes "
+            "one; leave it out and use precision='bf16-mixed' or '16-mixed'"
+        )
+
+
+def refuse_pytorch_lightning(**objects: Any) -> None:
+    """Raise ValueError for objects of the package `pytorch_lightning`.
+
+    It holds a second copy of every class, so that isinstance fails in places far from here.
+    """
+    for role, given in objects.items():
+        classes = [cls.__module__.split(".")[0] for cls in type(given).__mro__]
+        if "pytorch_lightning" in classes:
+            raise ValueError(
+                f"lightning_dist works with the package 'lightning', and {role} "
+                f"({type(given).__name__}) comes from 'pytorch_lightning', whose classes are "
+                "different ones; write 'import lightning as L', not 'import pytorch_lightning'"
+            )
