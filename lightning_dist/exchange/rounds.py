@@ -27,7 +27,7 @@ from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.topology import Topology
 
 ReducePayload = Callable[[Payload, Payload], None]
-"""``(received, mean)``: all ranks' payloads ``(W, ...)`` -> the payload of their mean ``(1, ...)``."""
+"""``(received, mean)``: payloads of all ranks ``(W, ...)`` -> one of their mean ``(1, ...)``."""
 
 
 class Exchange(ABC):
