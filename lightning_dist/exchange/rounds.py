@@ -36,6 +36,7 @@ class Exchange(ABC):
     own: Payload
     payloads: Sequence[Payload]  # to be decoded and added in this order
     sent: Sent  # bytes of one use
+    nbytes: int  # of the buffers
 
     @abstractmethod
     def issue(self) -> None: ...
@@ -70,6 +71,7 @@ class AllReduce(Exchange):
         self.own = (torch.zeros_like(self._summed),) if keep_own else (self._summed,)
         self.payloads = ((self._summed,),)
         self.sent = traffic.ring_allreduce(self._summed.nbytes, topology)
+        self.nbytes = self._summed.nbytes * (keep_own + (in_place is None))
         self._group = group
 
     def issue(self) -> None:
@@ -98,15 +100,16 @@ class Gather(Exchange):
     ) -> None:
         world, size = topology.world_size, row_bytes(planes, blocks)
         self._received = torch.zeros(world, size, dtype=torch.uint8, device=device)
-        self._send = torch.zeros(1, size, dtype=torch.uint8, device=device)
-        self.own = views(self._send, planes, blocks)
+        self._send = self._received[topology.rank]  # gathered in place
         self.payloads = [views(row.unsqueeze(0), planes, blocks) for row in self._received]
+        self.own = self.payloads[topology.rank]
         self.sent = traffic.ring_all_gather(size, topology)
+        self.nbytes = self._received.nbytes
         self._group = group
 
     def issue(self) -> None:
         self._work = dist.all_gather_single(
-            self._received.view(-1), self._send.view(-1), group=self._group, async_op=True
+            self._received.view(-1), self._send, group=self._group, async_op=True
         )
 
     def wait(self) -> None:
@@ -134,7 +137,8 @@ class TwoShot(Exchange):
         def buffer(rows: int) -> Tensor:
             return torch.zeros(rows, size, dtype=torch.uint8, device=device)
 
-        self._send, self._shards, self._mean, self._result = map(buffer, (world, world, 1, world))
+        self._send, self._shards, self._result = buffer(world), buffer(world), buffer(world)
+        self._mean = self._result[topology.rank].unsqueeze(0)  # gathered in place
         self.own = views(self._send, planes, blocks)
         self.shards = views(self._shards, planes, blocks)
         """This rank's shard as every rank encoded it, ``(W, ...)``."""
@@ -144,6 +148,7 @@ class TwoShot(Exchange):
         self.sent = traffic.all_to_all(world * size, topology) + traffic.ring_all_gather(
             size, topology
         )
+        self.nbytes = 3 * self._send.nbytes
         self._reduce, self._group = reduce, group
 
     def issue(self) -> None:

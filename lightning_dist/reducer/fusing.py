@@ -112,9 +112,19 @@ def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
         run: Any = compile_fx(graph, fakes)
 
     def fused(*call: Any) -> None:
-        run(*pytree.tree_leaves(call, is_leaf=lambda leaf: leaf is None))
+        run(*_leaves(call))
 
     return fused
+
+
+def _leaves(tree: tuple[Any, ...]) -> list[Tensor | None]:
+    flat: list[Tensor | None] = []
+    for part in tree:
+        if isinstance(part, tuple):
+            flat.extend(_leaves(part))
+        else:
+            flat.append(part)
+    return flat
 
 
 def _symbolic(tensor: Tensor, mode: Any, name: str) -> Any:

@@ -218,6 +218,14 @@ class Reducer:
         """Bytes this rank sent: totals, ``last_step`` and ``per_codec``; see the guide."""
         return self.stats.as_mapping()
 
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
+        chunks = [c for _, lanes in self._plans.values() for lane in lanes for c in lane.chunks]
+        return {
+            "residual_bytes": self.residuals.nbytes,
+            "buffer_bytes": sum(chunk.exchange.nbytes for chunk in chunks),
+        }
+
     def state_dict(self) -> dict[str, Any] | None:
         """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
 

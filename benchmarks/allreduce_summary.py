@@ -1,0 +1,97 @@
+"""From the samples of the step-time benchmark to its rows, and from the rows to its table.
+
+What the columns mean is in `benchmarks/allreduce.py`.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.allreduce_settings import COMPUTE_ROW, DDP_ROW, FP16_ROW, GRADIENT_BYTES
+from benchmarks.report import print_table, quantile
+
+
+def summarize(
+    samples_of: dict[str, list[dict[str, Any]]],
+    *,
+    hosts: int,
+    ranks_per_host: int,
+    link_mbit: float | None,
+) -> list[dict[str, Any]]:
+    """The samples of one link as rows of the JSON, one per codec."""
+    world_size = hosts * ranks_per_host
+    allreduce_bytes = round(GRADIENT_BYTES * 2 * (world_size - 1) / world_size)
+    steps_ms = {
+        name: [sample["step_s"] * 1e3 for sample in samples] for name, samples in samples_of.items()
+    }
+    rows = []
+    for name, samples in samples_of.items():
+        step_ms = median(steps_ms[name])
+        host_bytes = median(sample["tx_bytes"] for sample in samples)
+        added_ms = step_ms - median(steps_ms[COMPUTE_ROW])
+        silent = name == COMPUTE_ROW
+        raw_bytes, counted_bytes = samples[-1]["raw_bytes"], samples[-1]["counted_bytes"]
+        if counted_bytes is None:
+            raw_bytes = 0 if silent else allreduce_bytes
+        else:
+            counted_bytes = round(counted_bytes / ranks_per_host)
+        limit_pct = None
+        if link_mbit is not None and not silent and added_ms > 0:
+            limit_pct = host_bytes * 8 / (link_mbit * 1e6) / (added_ms / 1e3) * 100
+        rows.append(
+            {
+                "codec": name,
+                "hosts": hosts,
+                "ranks_per_host": ranks_per_host,
+                "link_mbit": link_mbit,
+                "step_ms_median": step_ms,
+                "step_ms_p10": quantile(steps_ms[name], 0.1),
+                "step_ms_p90": quantile(steps_ms[name], 0.9),
+                "wire_bytes": round(host_bytes / ranks_per_host),
+                "counted_wire_bytes": counted_bytes,
+                "raw_bytes": raw_bytes,
+                "wire_limit_pct": limit_pct,
+                "speedup_vs_fp32": median(steps_ms[DDP_ROW]) / step_ms,
+                "speedup_vs_fp16": median(steps_ms[FP16_ROW]) / step_ms,
+                "replicas_identical": None if silent else all(s["identical"] for s in samples),
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The rows of one link as a table."""
+    link = link_name(rows[0]["link_mbit"])
+    print_table(
+        f"{rows[0]['hosts']} hosts x {rows[0]['ranks_per_host']} ranks, {link}",
+        columns=(
+            "codec", "step ms", "p10", "p90", "wire MB", "counted MB", "raw MB",
+            "% of wire", "x fp32", "x fp16", "identical",
+        ),
+        rows=(
+            (
+                row["codec"],
+                row["step_ms_median"],
+                row["step_ms_p10"],
+                row["step_ms_p90"],
+                _megabytes(row["wire_bytes"]),
+                _megabytes(row["counted_wire_bytes"]),
+                _megabytes(row["raw_bytes"]),
+                row["wire_limit_pct"],
+                f"{row['speedup_vs_fp32']:.2f}",
+                f"{row['speedup_vs_fp16']:.2f}",
+                {True: "yes", False: "NO", None: None}[row["replicas_identical"]],
+            )
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def link_name(link_mbit: float | None) -> str:
+    """A link for people."""
+    return "unshaped" if link_mbit is None else f"{link_mbit:g} Mbit/s"
+
+
+def _megabytes(count: int | None) -> str | None:
+    return None if count is None else f"{count / 1e6:.2f}"
