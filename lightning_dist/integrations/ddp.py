@@ -146,6 +146,11 @@ def require_ddp(model: nn.Module) -> None:
             "DistributedDataParallel(mixed_precision=...) installs a communication hook of its own "
             "and takes no second one; use torch.autocast, or Trainer(precision='bf16-mixed')"
         )
+    if model.skip_all_reduce_unused_params:
+        raise ValueError(
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
+            "compressed step ends with the last one; leave it out"
+        )
     hooks = [hook.__qualname__ for _, hook in getattr(model, "_comm_hooks", [])]
     if hooks:
         raise ValueError(

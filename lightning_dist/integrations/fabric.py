@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
@@ -11,44 +11,21 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dist.codecs import Codec
+from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.ddp import attach, require_compressible
-from lightning_dist.integrations.refusals import refuse_ddp_arguments, refuse_pytorch_lightning
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
-
-CHECKPOINT_KEY = "lightning_dist"
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     """Fabric's DDP with compressed gradients; arguments as the Lightning strategy of that name.
 
     Every module given to ``fabric.setup`` gets a reducer of its own. ``fabric.save`` stores their
     residuals under ``"lightning_dist"``; ``fabric.load`` after ``fabric.setup`` restores them.
     """
 
-    def __init__(
-        self,
-        codec: str | Codec = "int8",
-        error_feedback: bool | Literal["auto"] = "auto",
-        hierarchical: bool | Literal["auto"] = "auto",
-        min_compress_numel: int | None = None,
-        start_step: int = 0,
-        compile_kernels: bool | Literal["auto"] = "auto",
-        **kwargs: Any,
-    ) -> None:
-        refuse_ddp_arguments(kwargs)
-        refuse_pytorch_lightning(**kwargs)
-        self._settings = Settings.check(
-            codec,
-            error_feedback=error_feedback,
-            hierarchical=hierarchical,
-            min_compress_numel=min_compress_numel,
-            start_step=start_step,
-            compile_kernels=compile_kernels,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.reducers: list[Reducer] = []
-        super().__init__(**kwargs)
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

@@ -3,71 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs import Codec
+from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.ddp import attach, require_compressible
-from lightning_dist.integrations.refusals import refuse_ddp_arguments, refuse_pytorch_lightning
-from lightning_dist.settings import Settings
+from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from lightning_dist.reducer.reducer import Reducer
 
-CHECKPOINT_KEY = "lightning_dist"
 
-
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
 
-    Args:
-        codec: ``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"``, or a codec object.
-        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
-            compressed element. ``"auto"``: where the codec needs it (int8).
-        hierarchical: ``"auto"`` or False. In this version every exchange is flat.
-        min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
-            None: the codec's own choice (4096 for int8, 0 for casts).
-        start_step: synchronised steps before compression starts.
-        compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time). ``"auto"``:
-            for models of 4 Mi elements or more where a compiler is there.
-        **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s arguments.
+    Arguments: see :class:`~lightning_dist.integrations.arguments.CompressionArguments`, and
+    everything ``DDPStrategy`` takes.
 
     Residuals of all ranks are in the checkpoint under ``"lightning_dist"``. Such a checkpoint loads
     under plain ``ddp`` and a plain one loads here.
-
-    Raises:
-        ValueError: a setting that is out of range or cannot take effect.
     """
 
-    def __init__(
-        self,
-        codec: str | Codec = "int8",
-        error_feedback: bool | Literal["auto"] = "auto",
-        hierarchical: bool | Literal["auto"] = "auto",
-        min_compress_numel: int | None = None,
-        start_step: int = 0,
-        compile_kernels: bool | Literal["auto"] = "auto",
-        **kwargs: Any,
-    ) -> None:
-        refuse_ddp_arguments(kwargs)
-        refuse_pytorch_lightning(**kwargs)
-        self._settings = Settings.check(
-            codec,
-            error_feedback=error_feedback,
-            hierarchical=hierarchical,
-            min_compress_numel=min_compress_numel,
-            start_step=start_step,
-            compile_kernels=compile_kernels,
-        )
-        self._reducer: Reducer | None = None
-        self._logged_step = 0
-        super().__init__(**kwargs)
+    _reducer: Reducer | None = None
+    _logged_step = 0
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

@@ -21,6 +21,11 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
             "DDP's mixed_precision= installs a communication hook of its own, and a model takes "
             "one; leave it out and use precision='bf16-mixed' or '16-mixed'"
         )
+    if arguments.get("skip_all_reduce_unused_params"):
+        raise ValueError(
+            "skip_all_reduce_unused_params=True makes DDP skip buckets, and the compressed step "
+            "ends with the last one; leave it out"
+        )
 
 
 def refuse_pytorch_lightning(**objects: Any) -> None:

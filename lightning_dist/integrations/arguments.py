@@ -1,0 +1,55 @@
+"""The arguments that both strategies take, Lightning's and Fabric's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.refusals import refuse_ddp_arguments, refuse_pytorch_lightning
+from lightning_dist.settings import Settings
+
+CHECKPOINT_KEY = "lightning_dist"
+
+
+class CompressionArguments:
+    """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
+
+    def __init__(
+        self,
+        codec: str | Codec = "int8",
+        error_feedback: bool | Literal["auto"] = "auto",
+        hierarchical: bool | Literal["auto"] = "auto",
+        min_compress_numel: int | None = None,
+        start_step: int = 0,
+        compile_kernels: bool | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments; nothing here may depend on rank or device.
+
+        Args:
+            codec: ``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"``, or a codec object.
+            error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
+                per compressed element. ``"auto"``: where the codec needs it (int8).
+            hierarchical: ``"auto"`` or False. In this version every exchange is flat.
+            min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses
+                all. None: the codec's own choice (4096 for int8, 0 for casts).
+            start_step: synchronised steps before compression starts.
+            compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
+                ``"auto"``: for models of 4 Mi elements or more where a compiler is there.
+            **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
+                arguments.
+
+        Raises:
+            ValueError: a setting that is out of range or cannot take effect.
+        """
+        refuse_ddp_arguments(kwargs)
+        refuse_pytorch_lightning(**kwargs)
+        self._settings = Settings.check(
+            codec,
+            error_feedback=error_feedback,
+            hierarchical=hierarchical,
+            min_compress_numel=min_compress_numel,
+            start_step=start_step,
+            compile_kernels=compile_kernels,
+        )
+        super().__init__(**kwargs)
