@@ -66,6 +66,7 @@ class Int8(Codec):
 
     def error_bound(self, x: Tensor) -> Tensor:
         amax = x.abs().amax(-1, keepdim=True)
+        amax = torch.where(amax <= torch.finfo(torch.float32).max, amax, torch.inf)
         # The second term: x / s is rounded once before it is rounded to an integer, and blocks
         # whose scale is subnormal lose everything.
         return amax * (_HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * _SMALLEST_NORMAL

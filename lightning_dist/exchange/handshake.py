@@ -33,7 +33,7 @@ def require_equal(facts: list[Facts]) -> None:
         ValueError: names every fact that differs and which ranks have which value.
     """
     lines = []
-    for key in facts[0]:
+    for key in dict.fromkeys(key for of_rank in facts for key in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(facts):
             ranks_of.setdefault(repr(of_rank.get(key)), []).append(rank)

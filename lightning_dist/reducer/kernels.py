@@ -28,7 +28,7 @@ class Factors:
 
     encode: float = 1.0  # gradient -> what is encoded
     own: float = 1.0  # own decoded payload -> what it stands for
-    mean: float = 1.0  # sum of the received payloads -> mean gradient
+    mean: float = 1.0  # weight of each received payload in the mean
 
 
 class Kernels:
@@ -44,7 +44,7 @@ class Kernels:
         self._call("encode", grad, residual, scale, own)
 
     def reduce(self, shards: Payload, mean: Payload) -> None:
-        """``mean <- C(1/W * sum_r D(shards[r]))``, added in rank order."""
+        """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
         self._call("reduce", shards, mean)
 
     def settle(
@@ -101,8 +101,7 @@ class Passes:
         _write(own, self.codec.encode(x))
 
     def reduce(self, shards: Payload, mean: Payload) -> None:
-        total = self._sum_of_ranks(shards, torch.float32)
-        _write(mean, self.codec.encode(total * (1.0 / self.world_size)))
+        _write(mean, self.codec.encode(self._mean_of_ranks(shards, torch.float32)))
 
     def settle(
         self,
@@ -118,23 +117,29 @@ class Passes:
             sent = self.codec.decode(own, dtype) * self.factors.own
             lost = (_with_residual(grad, residual, scale) - sent) / scale
             residual.copy_(torch.where(ok, lost, residual))
-        total = self.codec.decode(payloads[0], dtype)
-        for payload in payloads[1:]:
-            total = total + self.codec.decode(payload, dtype)
-        grad.copy_(total * self.factors.mean if self.factors.mean != 1 else total)
+        grad.copy_(self._weighted_sum(payloads, dtype, weight=self.factors.mean))
 
     def carry(
         self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload
     ) -> None:
-        total = self._sum_of_ranks(shards, residual.dtype)
-        kept_back = total - self.codec.decode(mean, residual.dtype) * self.world_size
+        exact = self._mean_of_ranks(shards, residual.dtype)
+        kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
         residual.copy_(torch.where(ok, residual + kept_back / scale, residual))
 
-    def _sum_of_ranks(self, shards: Payload, dtype: torch.dtype) -> Tensor:
-        total = self.codec.decode(tuple(plane[:1] for plane in shards), dtype)
-        for rank in range(1, self.world_size):
-            row = tuple(plane[rank : rank + 1] for plane in shards)
-            total = total + self.codec.decode(row, dtype)
+    def _mean_of_ranks(self, shards: Payload, dtype: torch.dtype) -> Tensor:
+        rows = [tuple(plane[r : r + 1] for plane in shards) for r in range(self.world_size)]
+        return self._weighted_sum(rows, dtype, weight=1.0 / self.world_size)
+
+    def _weighted_sum(
+        self, payloads: Sequence[Payload], dtype: torch.dtype, *, weight: float
+    ) -> Tensor:
+        """In the order given. Each is weighted before it is added: a mean does not overflow."""
+        total: Tensor | None = None
+        for payload in payloads:
+            part = self.codec.decode(payload, dtype)
+            part = part * weight if weight != 1 else part
+            total = part if total is None else total + part
+        assert total is not None
         return total
 
 

@@ -35,7 +35,7 @@ class Bucket(Protocol):
     def parameters(self) -> list[Tensor]: ...
 
 
-@dataclass
+@dataclass(eq=False)  # buckets are compared by identity
 class _Job:
     """One bucket on its way."""
 
@@ -121,7 +121,7 @@ class Reducer:
 
     def _settle(self, verdict: Verdict | None) -> None:
         """Decode every bucket of the step and, where all ranks were finite, keep the residuals."""
-        jobs, self._in_flight = self._in_flight, []
+        jobs = self._in_flight
         ok = torch.ones((), dtype=torch.bool) if verdict is None else verdict.ok()
         unused = set() if verdict is None else verdict.unused()
         for job in jobs:
@@ -139,6 +139,7 @@ class Reducer:
         self.step += 1
         self.stats.end_step()
         self._note_exposure(jobs)
+        self._in_flight = []
         for job in jobs:
             job.done.set_result(job.gradients)
 
