@@ -7,9 +7,10 @@ fails after ``TIMEOUT`` instead of hanging.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,6 +23,9 @@ from lightning_dist.reducer.plan import Network
 from lightning_dist.topology import Topology
 
 TIMEOUT = timedelta(seconds=20)
+# A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
+# thread while it holds the interpreter lock), so the groups of a world outlive the next worlds.
+_RECENT: deque[list[dist.ProcessGroup]] = deque(maxlen=4)
 T = TypeVar("T")
 
 
@@ -34,6 +38,7 @@ class Rank:
     store: dist.Store
     barrier: threading.Barrier
     ranks_per_host: int | None = None
+    alive: list[dist.ProcessGroup] = field(default_factory=list)
 
     def group(self, name: str) -> dist.ProcessGroup:
         """A gloo group over all ranks; every rank asks for the same names."""
@@ -43,6 +48,7 @@ class Rank:
         gloo._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.alive.append(group)
         return group
 
     def topology(self) -> Topology:
@@ -66,6 +72,10 @@ def run_threads(
     """Results of ``function`` on every rank of a world of ``size``, in rank order."""
     store, barrier = dist.HashStore(), threading.Barrier(size, timeout=60)
     ranks = [Rank(rank, size, store, barrier, ranks_per_host) for rank in range(size)]
+    alive: list[dist.ProcessGroup] = []
+    _RECENT.append(alive)
+    for rank in ranks:
+        rank.alive = alive
 
     def guarded(rank: Rank) -> T:
         try:

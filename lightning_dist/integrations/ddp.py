@@ -151,7 +151,7 @@ def require_ddp(model: nn.Module) -> None:
             "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
             "compressed step ends with the last one; leave it out"
         )
-    hooks = [hook.__qualname__ for _, hook in getattr(model, "_comm_hooks", [])]
+    hooks = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
     if hooks:
         raise ValueError(
             f"a model takes one communication hook, and {hooks[0]} is registered already; remove "

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -67,8 +68,11 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
 
 def fused_passes(variant: Variant) -> Mapping[str, Pass]:
     """Compiled passes by name. Empty, with a warning, where the tool chain fails."""
-    with _one_at_a_time:
-        return _fused_passes(variant)
+    # In a thread of its own: the compiler leaves Python objects in the state that torch copies from
+    # the calling thread into every collective, and a gloo group whose last collective still holds
+    # one waits for ever when it is destroyed.
+    with _one_at_a_time, ThreadPoolExecutor(1) as compiler:
+        return compiler.submit(_fused_passes, variant).result()
 
 
 @cache  # a second fit must not compile again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ SCRIPT = Path(__file__).with_name("count_bytes.py")
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2), (3, 1)], ids=lambda p: f"{p[0]}x{p[1]}")
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[dict[str, dict[str, int]]]]]:
+def ranks(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, dict[str, int]]]]:
     """(ranks per host, what every rank printed)."""
     hosts, per_host = request.param
     try:
@@ -25,7 +24,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[dict[str, 
             printed = testbed.launch(argv, ranks_per_host=per_host, timeout_s=100)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
-    yield per_host, [json.loads(text.strip().splitlines()[-1]) for text in printed]
+    return per_host, [json.loads(text.strip().splitlines()[-1]) for text in printed]
 
 
 @pytest.mark.root

@@ -1,0 +1,120 @@
+"""Modules whose gradients are what a test feeds them, behind a real DDP with our reducer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Rank
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.reducer.reducer import Reducer
+
+Shapes = Mapping[str, tuple[int, ...]]
+Tensors = dict[str, Tensor]
+
+SHAPES: Shapes = {"first": (40, 48), "bias": (40,), "second": (33, 50)}
+"""With blocks of 256 no matrix is whole in blocks or rows; ``bias`` is 1-D."""
+
+
+class Fed(nn.Module):
+    """``d loss / d p = feed[name of p]``; a parameter that is not fed is not used."""
+
+    def __init__(self, shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator).to(dtype)
+            self.register_parameter(name, nn.Parameter(values))
+
+    def forward(self, feed: Tensors) -> Tensor:
+        parameters = dict(self.named_parameters())
+        return torch.stack([(parameters[name] * value).sum() for name, value in feed.items()]).sum()
+
+
+def feed(
+    rank: int, step: int, shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32
+) -> Tensors:
+    """Random gradients, other ones for every rank and step, the same in every run."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+@contextmanager
+def compressed(
+    rank: Rank,
+    module: nn.Module,
+    codec: str | Codec = "int8",
+    *,
+    ddp: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[DistributedDataParallel, Reducer]]:
+    """``module`` in a real DDP with our hook; one per world, since names of groups are fixed."""
+    model = rank.ddp(module, **(ddp or {}))
+    reducer = compress_ddp(model, codec, groups=rank.groups(), **settings)
+    try:
+        yield model, reducer
+    finally:
+        reducer.close()
+
+
+def backward(model: nn.Module, feed: Tensors) -> Tensors:
+    """One forward and backward; the gradients it leaves."""
+    model.zero_grad()
+    model(feed).backward()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> Tensors:
+    named = getattr(model, "module", model).named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def residuals(reducer: Reducer) -> Tensors:
+    return {name: reducer.residuals[name].clone() for name in reducer.residuals.names()}
+
+
+def mean(of_ranks: Sequence[Tensors]) -> Tensors:
+    return {name: sum(t[name] for t in of_ranks) / len(of_ranks) for name in of_ranks[0]}  # type: ignore[misc]
+
+
+def digest(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:
+    """Equal if and only if all bits are."""
+    values = tensors.values() if isinstance(tensors, Mapping) else tensors
+    flat = [t.detach().contiguous().flatten().view(torch.uint8) for t in values]
+    return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
+
+
+def step_digest(gradients: Tensors, reducer: Reducer) -> str:
+    """Digest of all that a step leaves: gradients and residuals."""
+    trees = (gradients, residuals(reducer))
+    return digest([tree[name] for tree in trees for name in sorted(tree)])
+
+
+@dataclass
+class FakeBucket:
+    """What the reducer needs of DDP's GradBucket, which has no constructor."""
+
+    flat: Tensor
+    of: list[Tensor] = field(default_factory=list)
+    number: int = 0
+    last: bool = True
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def parameters(self) -> list[Tensor]:
+        return self.of

@@ -1,0 +1,136 @@
+"""One worker, one queue: order, and that a failure reaches whoever waits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from feeding import FakeBucket
+from worlds import Rank, run_threads
+
+from lightning_dist.exchange.rounds import AllReduce, Gather
+from lightning_dist.reducer.executor import Worker, executor_for
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+
+LIMIT = 10
+
+
+def test_tasks_run_in_the_order_in_which_they_came_on_one_thread() -> None:
+    worker = Worker("lightning_dist test")
+    ran: list[tuple[int, str]] = []
+    for number in range(200):
+        worker.submit(lambda n=number: ran.append((n, threading.current_thread().name)))
+    worker.close()
+    assert ran == [(number, "lightning_dist test") for number in range(200)]
+
+
+def test_tasks_run_without_autograd() -> None:
+    worker = Worker("lightning_dist test")
+    modes: list[bool] = []
+    worker.submit(lambda: modes.append(torch.is_grad_enabled()))
+    worker.close()
+    assert modes == [False]
+    assert torch.is_grad_enabled()
+
+
+def test_close_waits_for_what_was_submitted_and_ends_the_thread() -> None:
+    before = set(threading.enumerate())
+    worker, gate = executor_for(torch.device("cpu")), threading.Event()
+    ran = []
+    worker.submit(lambda: (gate.wait(LIMIT), ran.append(1)))
+    gate.set()
+    worker.close()
+    assert ran == [1]
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_side_stream_waits_for_the_current_one() -> None:
+    device = torch.device("cuda")
+    stream = executor_for(device)
+    x = torch.zeros(1 << 22, device=device)
+    for _ in range(10):
+        x.add_(1)
+    out = []
+    stream.submit(lambda: out.append(x.sum()))
+    stream.close()
+    assert out[0].item() == 10 * x.numel()
+
+
+class _BrokenLink(RuntimeError):
+    pass
+
+
+def two_buckets(rank: Rank) -> list[str]:
+    """What the futures of a step of two buckets say; "pending" for one that was left waiting."""
+    weights = [torch.zeros(40, 48), torch.zeros(33, 50)]
+    names = {weights[0]: "first", weights[1]: "second"}
+    settings = Settings.check("int8", min_compress_numel=0)
+    reducer = Reducer(names, settings=settings, network=rank.network())
+    try:
+        futures = [
+            reducer.reduce_bucket(FakeBucket(torch.ones(w.numel()), [w], number, number == 1))
+            for number, w in enumerate(weights)
+        ]
+        return say(reducer, futures)
+    finally:
+        reducer.close()
+
+
+def say(reducer: Reducer, futures: list[torch.futures.Future[torch.Tensor]]) -> list[str]:
+    """Outcome of each future once the worker has nothing left to do."""
+    idle = threading.Event()
+    reducer._executor.submit(idle.set)
+    assert idle.wait(LIMIT), "the worker is gone or stuck"
+    said = []
+    for future in futures:
+        try:
+            said.append(f"{future.value().mean():.2f}" if future.done() else "pending")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_every_bucket_gets_its_mean() -> None:
+    assert run_threads(two_buckets, 2) == [["1.00", "1.00"]] * 2
+
+
+@pytest.mark.parametrize("verb", ["issue", "wait"])
+def test_a_failing_exchange_reaches_every_waiting_bucket(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that is left pending blocks the backward pass for ever: DDP waits without limit."""
+
+    def fail(self: Gather) -> None:
+        raise _BrokenLink("the link broke")
+
+    monkeypatch.setattr(Gather, verb, fail)
+    for said in run_threads(two_buckets, 2):
+        assert len(said) == 2
+        assert "lightning_dist: the link broke" in " ".join(said)
+        assert all("lightning_dist: " in message for message in said), said
+
+
+def test_after_a_failure_every_later_bucket_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are no longer in step: going on would mix payloads of different buckets."""
+
+    def body(rank: Rank) -> list[str]:
+        weight = torch.zeros(40, 48)
+        settings = Settings.check("fp16")
+        reducer = Reducer({weight: "weight"}, settings=settings, network=rank.network())
+        buckets = [FakeBucket(torch.ones(weight.numel()), [weight]) for _ in range(2)]
+        try:
+            return say(reducer, [reducer.reduce_bucket(bucket) for bucket in buckets])
+        finally:
+            reducer.close()
+
+    def fail(self: AllReduce) -> None:
+        raise _BrokenLink("the link broke")
+
+    monkeypatch.setattr(AllReduce, "issue", fail)
+    ((first, second),) = run_threads(body, 2)[:1]
+    assert "the link broke" in first
+    assert "an earlier exchange failed" in second

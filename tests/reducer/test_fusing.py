@@ -1,0 +1,146 @@
+"""Fused kernels give the bytes of the eager ones, and nothing is compiled in a backward pass.
+
+Compiling takes most of this file's time, so there is one compilation in the whole suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from arguments import PASSES, arguments, same_bits
+from feeding import Fed, backward, compressed, feed, step_digest
+from torch._inductor import metrics
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import Int8
+from lightning_dist.reducer import fusing
+from lightning_dist.reducer.kernels import Factors, Kernels
+
+CPU = torch.device("cpu")
+SIZE = 3  # with three ranks one variant has all four passes
+SHAPES = {"first": (128, 130), "bias": (130,), "second": (256, 128)}  # 16 blocks a row and more
+
+eager = Kernels(Int8(), factors=Factors(), world_size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def fused() -> Mapping[str, Callable[..., None]]:
+    variant = fusing.Variant(eager.passes, torch.float32, rows=SIZE, residual=True, device=CPU)
+    return fusing.fused_passes(variant)
+
+
+def test_every_pass_is_fused(fused: Mapping[str, object]) -> None:
+    assert set(fused) == set(PASSES)
+    assert metrics.generated_kernel_count >= len(PASSES)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("blocks", "offset"), [(16, 0), (17, 3), (96, 256), (301, 1)])
+@pytest.mark.parametrize("ok", [True, False])
+def test_fused_passes_give_the_bytes_of_the_eager_ones(
+    fused: Mapping[str, Callable[..., None]], name: str, blocks: int, offset: int, ok: bool
+) -> None:
+    """Any number of blocks, any strides, any place in the bucket."""
+
+    def fresh() -> tuple[object, ...]:
+        of_passes = arguments(Int8(), rows=SIZE, blocks=blocks, offset=offset, ok=ok)
+        grad = of_passes["encode"][0]
+        grad[0, 0] = 0
+        grad[1, 1] *= 1e-40
+        grad[2, 2, 7] = 1e30
+        return of_passes[name]
+
+    by_fused, by_eager = fresh(), fresh()
+    with torch.no_grad():
+        fused[name](*by_fused)
+        getattr(eager, name)(*by_eager)
+    assert same_bits(by_fused, by_eager)
+    changes = name in ("encode", "reduce", "settle") or ok
+    assert same_bits(by_fused, fresh()) is not changes, "the pass did nothing"
+
+
+def run(rank: Rank, *, compile_kernels: bool) -> tuple[list[str], list[int], set[str]]:
+    """Digests of 4 steps, kernels generated in each, and which fused passes were called."""
+    called: set[str] = set()
+
+    def counted(name: str, kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*tensors: object) -> None:
+            called.add(name)
+            kernel(*tensors)
+
+        return call
+
+    settings = {"compile_kernels": compile_kernels, "ddp": {"bucket_cap_mb": 0.05}}
+    with compressed(rank, Fed(SHAPES), **settings) as (model, reducer):
+        kernels = reducer.planner.kernels(Int8(), torch.float32)
+        kernels.use({name: counted(name, kernel) for name, kernel in kernels._fused.items()})
+        rank.barrier.wait()
+        digests, generated = [], [metrics.generated_kernel_count]
+        for step in range(4):
+            gradients = backward(model, feed(rank.rank, step, SHAPES))
+            digests.append(step_digest(gradients, reducer))
+            generated.append(metrics.generated_kernel_count)
+        assert len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 1
+    return digests, generated, called
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_real_step_runs_fused_and_compiles_nothing() -> None:
+    """Also when DDP rebuilds its buckets after the first step; with the bits of eager kernels."""
+    misses = fusing._fused_passes.cache_info().misses
+    by_fused = run_threads(lambda rank: run(rank, compile_kernels=True), SIZE)
+    assert fusing._fused_passes.cache_info().misses == misses
+    for _, generated, called in by_fused:
+        assert generated == [generated[0]] * 5
+        assert called == set(PASSES)
+    by_eager = run_threads(lambda rank: run(rank, compile_kernels=False), SIZE)
+    assert [called for _, _, called in by_eager] == [set()] * SIZE
+    assert [digests for digests, _, _ in by_fused] == [digests for digests, _, _ in by_eager]
+
+
+def test_small_models_are_not_compiled_unless_asked() -> None:
+    large, small = fusing.FUSE_FROM_ELEMENTS, fusing.FUSE_FROM_ELEMENTS - 1
+    assert fusing.should_fuse("auto", numel=large, device=CPU)
+    assert not fusing.should_fuse("auto", numel=small, device=CPU)
+    assert fusing.should_fuse(True, numel=1, device=CPU)
+    assert not fusing.should_fuse(False, numel=large, device=CPU)
+
+
+def test_without_a_compiler_auto_is_eager_and_true_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert not fusing.should_fuse("auto", numel=fusing.FUSE_FROM_ELEMENTS, device=CPU)
+    with pytest.raises(ValueError, match=r"compile_kernels=True needs a compiler for cpu \(g\+\+"):
+        fusing.should_fuse(True, numel=1, device=CPU)
+
+
+def other_variant(block_size: int) -> fusing.Variant:
+    passes = Kernels(Int8(block_size), factors=Factors(), world_size=2).passes
+    return fusing.Variant(passes, torch.float32, rows=1, residual=True, device=CPU)
+
+
+def test_a_broken_tool_chain_leaves_the_kernels_eager(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(function: object, arguments: object) -> None:
+        raise RuntimeError("no such header")
+
+    monkeypatch.setattr(fusing, "_compile", fail)
+    assert fusing.fused_passes(other_variant(32)) == {}
+    assert "the kernels stay eager (same bytes, slower): no such header" in caplog.text
+
+
+def test_a_kernel_that_gives_other_bytes_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here: one that does nothing, and one that is right."""
+
+    def miscompile(function: Callable[..., None], arguments: object) -> Callable[..., None]:
+        return function if function.__name__ == "encode" else lambda *tensors: None
+
+    monkeypatch.setattr(fusing, "_compile", miscompile)
+    assert set(fusing.fused_passes(other_variant(48))) == {"encode"}
+    assert "the fused settle pass differs from the eager one: not used" in caplog.text

@@ -1,0 +1,92 @@
+"""A backward pass that an exception cuts short on all ranks leaves no trace in the next one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from feeding import FakeBucket, Tensors, digest, feed, residuals
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.exchange.rounds import AllReduce, TwoShot
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+
+SHAPES = {"first": (40, 48), "second": (33, 50), "third": (16, 70)}
+INTERRUPTED = 2
+
+
+class Model:
+    """A reducer and three buckets of one parameter each."""
+
+    def __init__(self, rank: Rank, codec: str) -> None:
+        self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.flats = {name: torch.zeros(p.numel()) for name, p in self.parameters.items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
+        settings = Settings.check(codec, error_feedback=True, min_compress_numel=0)
+        self.reducer = Reducer(names, settings=settings, network=rank.network())
+
+    def reduce(self, given: Tensors, buckets: int = 3) -> list[torch.futures.Future[Tensor]]:
+        """Hand over the first ``buckets`` buckets of a step."""
+        futures = []
+        for number, (name, parameter) in enumerate(list(self.parameters.items())[:buckets]):
+            flat = self.flats[name].copy_(given[name].flatten())
+            bucket = FakeBucket(flat, [parameter], number, last=number == 2)
+            futures.append(self.reducer.reduce_bucket(bucket))
+        return futures
+
+
+@pytest.mark.parametrize("buckets", [1, 2])
+@pytest.mark.parametrize(
+    ("codec", "size"), [("int8", 2), ("int8", 3), ("int8", 4), ("fp16", 2), ("fp16", 3)]
+)
+def test_the_next_step_is_clean(codec: str, size: int, buckets: int) -> None:
+    """Gradients and residuals afterwards equal a run in which that step never began."""
+
+    def body(rank: Rank, interrupted: bool) -> list[str]:
+        model, digests = Model(rank, codec), []
+        try:
+            for step in range(4):
+                if interrupted and step == INTERRUPTED:
+                    model.reduce(feed(rank.rank, 77, SHAPES), buckets)
+                torch.futures.wait_all(model.reduce(feed(rank.rank, step, SHAPES)))
+                digests.append(digest([*model.flats.values(), *residuals(model.reducer).values()]))
+            assert model.reducer.comm_stats()["steps"] == 4
+            return digests
+        finally:
+            model.reducer.close()
+
+    clean = run_threads(lambda rank: body(rank, interrupted=False), size)
+    assert run_threads(lambda rank: body(rank, interrupted=True), size) == clean
+
+
+@pytest.mark.parametrize("exchange", [AllReduce, TwoShot])
+def test_a_failure_of_what_was_left_over_reaches_the_new_step(
+    exchange: type[AllReduce | TwoShot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for the payloads of the interrupted step fails: the new step must say so."""
+
+    def fail(self: object) -> None:
+        raise RuntimeError("the link broke")
+
+    def body(rank: Rank) -> str:
+        model = Model(rank, "int8" if exchange is TwoShot else "fp16")
+        try:
+            model.reduce(feed(rank.rank, 0, SHAPES), 1)
+            rank.barrier.wait()
+            monkeypatch.setattr(exchange, "wait", fail)
+            model.flats = {name: flat.clone() for name, flat in model.flats.items()}
+            (future,) = model.reduce(feed(rank.rank, 1, SHAPES), 1)
+            idle = threading.Event()
+            model.reducer._executor.submit(idle.set)
+            assert idle.wait(10), "the worker is gone"
+            assert future.done(), "nobody told the new step"
+            with pytest.raises(RuntimeError, match="the link broke"):
+                future.value()
+            return "told"
+        finally:
+            model.reducer.close()
+
+    assert run_threads(body, 3) == ["told"] * 3

@@ -1,0 +1,60 @@
+"""Contract 1: replicas stay bit-identical after every step, whatever the settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from feeding import compressed, digest
+from torch import nn
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import CODECS, Int8
+
+ROWS = [(name, feedback) for name in CODECS for feedback in (False, True) if name != "none"]
+
+
+def network() -> nn.Sequential:
+    """A network of linear layers with weights equal in every run."""
+    net = nn.Sequential(
+        nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20), nn.Tanh(), nn.Linear(20, 1)
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return net
+
+
+def train(rank: Rank, steps: int, codec: str | Int8, **settings: object) -> list[str]:
+    """Digests of all parameters, before training and after every step."""
+    module = network()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank.rank)
+    with compressed(rank, module, codec, ddp={"bucket_cap_mb": 0.005}, **settings) as (model, _):
+        digests = [digest(module.parameters())]
+        for _ in range(steps):
+            x = torch.randn(8, 30, generator=generator)
+            optimizer.zero_grad()
+            (model(x).squeeze(1) - x.sum(1) * rank.rank).square().mean().backward()
+            optimizer.step()
+            digests.append(digest(module.parameters()))
+    return digests
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("codec", "error_feedback"), [("none", False), *ROWS])
+def test_replicas_are_bit_identical_after_every_step(
+    codec: str, error_feedback: bool, size: int
+) -> None:
+    settings = {"error_feedback": error_feedback, "min_compress_numel": 256}
+    ranks = run_threads(lambda rank: train(rank, 4, codec, **settings), size)
+    assert ranks == [ranks[0]] * size
+    assert len(set(ranks[0])) == 5, "every step must have changed the parameters"
+
+
+@pytest.mark.parametrize("settings", [{"min_compress_numel": 0}, {"start_step": 2}], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_policies_keep_replicas_identical(settings: dict[str, int], size: int) -> None:
+    """All tensors compressed, and compression that starts in the middle."""
+    ranks = run_threads(lambda rank: train(rank, 4, Int8(block_size=32), **settings), size)
+    assert ranks == [ranks[0]] * size

@@ -1,0 +1,123 @@
+"""The layer rule of ARCHITECTURE.md: nothing points up. Read from the sources, not by importing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_dist
+
+PACKAGE = Path(lightning_dist.__file__).parent
+FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "wandb")
+
+FORBIDDEN = {
+    "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
+    "topology.py": ("torch", "lightning_dist"),
+    "exchange": ("lightning_dist.settings",),
+    "reducer": (),
+    "settings.py": ("lightning_dist.exchange",),
+}
+"""What a layer must not import, beside the frameworks and the layers above it."""
+
+UPPER = ("lightning_dist.reducer", "lightning_dist.integrations")
+
+
+def forbidden(layer: str) -> tuple[str, ...]:
+    above = UPPER[1:] if layer == "reducer" else UPPER
+    return (*FRAMEWORKS, *above, *FORBIDDEN[layer])
+
+
+def imported(source: str, *, package: str) -> Iterator[str]:
+    """Full names of everything that ``source`` imports, wherever in the file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+            module = ".".join([*(parts if node.level else []), *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant))
+
+
+def violations(source: str, layer: str, *, package: str = "lightning_dist.x") -> list[str]:
+    names = sorted(set(imported(source, package=package)))
+    return [
+        name
+        for name in names
+        if any(name == rule or name.startswith(f"{rule}.") for rule in forbidden(layer))
+    ]
+
+
+def files(layer: str) -> list[Path]:
+    path = PACKAGE / layer
+    return [path] if path.suffix else sorted(path.rglob("*.py"))
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN)
+def test_a_layer_imports_nothing_above_it(layer: str) -> None:
+    assert files(layer), "the layer has moved: move the rule too"
+    found = {
+        str(file.relative_to(PACKAGE)): bad
+        for file in files(layer)
+        if (bad := violations(file.read_text(), layer, package=f"lightning_dist.{layer}"))
+    }
+    assert found == {}
+
+
+def test_every_module_has_a_rule_or_is_on_top() -> None:
+    on_top = {"__init__.py", "_version.py", "fabric.py", "integrations"}
+    modules = {
+        p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert modules - on_top == set(FORBIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("source", "layer", "bad"),
+    [
+        ("import torch.distributed as dist", "codecs", "torch.distributed"),
+        ("from torch import distributed", "codecs", "torch.distributed"),
+        ("from torch.distributed import all_reduce", "codecs", "torch.distributed.all_reduce"),
+        ("def f():\n    import wandb", "reducer", "wandb"),
+        ("from lightning.pytorch import Trainer", "reducer", "lightning.pytorch.Trainer"),
+        ("import accelerate.utils", "exchange", "accelerate.utils"),
+        ("from ..reducer import plan", "exchange", "lightning_dist.reducer.plan"),
+        ("from lightning_dist import integrations", "reducer", "lightning_dist.integrations"),
+        ("import_module('lightning_dist.reducer.plan')", "exchange", "lightning_dist.reducer.plan"),
+        ("if True:\n from lightning_dist.exchange.wire import views", "codecs", "lightning_dist."),
+    ],
+)
+def test_the_checker_can_fail(source: str, layer: str, bad: str) -> None:
+    (found,) = violations(source, layer, package=f"lightning_dist.{layer}")
+    assert found.startswith(bad)
+
+
+def test_the_checker_lets_the_rest_pass() -> None:
+    source = (
+        "import torch\nimport lightning_dist.codecs\nimport wandb_like\nfrom torch import Tensor"
+    )
+    assert violations(source, "reducer") == []
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after ``statement``."""
+    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_neither_accelerate_nor_wandb() -> None:
+    loaded = loaded_after("import lightning_dist")
+    assert "lightning_dist" in loaded
+    assert not loaded & {"accelerate", "wandb"}
+
+
+def test_that_test_can_fail() -> None:
+    assert "wave" in loaded_after("import wave")
+    assert "wave" not in loaded_after("import json")

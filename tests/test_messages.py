@@ -1,0 +1,70 @@
+"""What a user reads when something is wrong. Messages are part of the product: tested whole.
+
+Each says the rule, the value received, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_dist.codecs import Int8, resolve_codec
+from lightning_dist.settings import Settings
+
+
+def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the callers compare the whole text)
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("codec", ["int7", "", 8, None, Int8])
+def test_unknown_codec(codec: Any) -> None:
+    assert message(resolve_codec, codec) == (
+        "codec must be one of 'none', 'fp16', 'bf16', 'int8' or a codec object such as "
+        f"lightning_dist.Int8(block_size=128), got {codec!r}"
+    )
+
+
+@pytest.mark.parametrize("block_size", [3, 0, -16, 17, 65552])
+def test_block_size(block_size: int) -> None:
+    assert message(Int8, block_size=block_size) == (
+        "int8: block_size must be a multiple of 16 from 16 to 65536, got "
+        f"{block_size}; 256 is the measured default"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            {"error_feedback": "yes"},
+            "error_feedback must be True, False or 'auto', got 'yes'",
+        ),
+        (
+            {"hierarchical": True},
+            "hierarchical must be 'auto' or False in this version, got True: the hierarchical "
+            "exchange is not built yet, all exchanges are flat; leave it out",
+        ),
+        (
+            {"min_compress_numel": -1},
+            "min_compress_numel must be 0 (compress every tensor) or more elements, got -1",
+        ),
+        ({"start_step": -5}, "start_step must be 0 or more synchronised steps, got -5"),
+        (
+            {"compile_kernels": "always"},
+            "compile_kernels must be True, False or 'auto', got 'always'",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_out_of_range(setting: dict[str, Any], text: str) -> None:
+    assert message(Settings.check, **setting) == text
+
+
+def test_settings_at_their_edges_are_taken() -> None:
+    settings = Settings.check(min_compress_numel=0, start_step=0, hierarchical=False)
+    assert (settings.min_compress_numel, settings.start_step) == (0, 0)
+    assert (Int8(16).block, Int8(65536).block) == (16, 65536)
