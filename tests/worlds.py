@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.reducer.plan import Network
+from lightning_dist.reducer.network import Network
 from lightning_dist.topology import Topology
 
 TIMEOUT = timedelta(seconds=20)

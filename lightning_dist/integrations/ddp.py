@@ -19,7 +19,7 @@ from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
-from lightning_dist.reducer.plan import Network
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dist.reducer.plan import Network
+from lightning_dist.reducer.network import Network
 
 log = logging.getLogger(__name__)
 

@@ -1,120 +1,29 @@
 """What happens to one bucket, worked out once and reused until DDP changes its layout.
 
 bucket -> lanes (one codec each) -> chunks (one exchange each) -> pieces (one kernel call each).
-Chunks exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
-ones 96 %, and one chunk is encoded while another travels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, Payload
+from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
+from lightning_dist.reducer.chunk import Chunk, Lane, Piece
 from lightning_dist.reducer.fusing import Variant, fused_passes
 from lightning_dist.reducer.geometry import Grid, Span
 from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.residuals import Residuals
-from lightning_dist.topology import Topology
 
 CHUNK_ELEMENTS = 1 << 18  # 1 MB of float32 gradient; measured best of 256 Ki and 1 Mi
 _LEAST_ROW_ELEMENTS = 1 << 15  # many ranks: larger chunks rather than tiny messages
-
-
-@dataclass(frozen=True)
-class Network:
-    """The groups and places that a reducer works with."""
-
-    data: dist.ProcessGroup  # payloads; used by nobody else
-    control: dist.ProcessGroup  # a few flags a step, which must not queue behind payloads
-    topology: Topology
-    device: torch.device
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
-
-    @property
-    def rank(self) -> int:
-        return self.topology.rank
-
-
-@dataclass
-class Piece:
-    """Views of one parameter's part of a chunk; ``staged`` where rows are not filled."""
-
-    name: str
-    grad: Tensor  # (rows, blocks, block)
-    residual: Tensor | None
-    columns: slice  # blocks of the chunk's payload
-    staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
-
-    def load(self) -> None:
-        if self.staged:
-            self.grad.zero_()
-            if self.residual is not None:
-                self.residual.zero_()
-            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
-
-    def store(self) -> None:
-        if self.staged:
-            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
-
-
-class Chunk:
-    """Pieces that travel together."""
-
-    def __init__(self, pieces: Sequence[Piece], exchange: Exchange, kernels: Kernels) -> None:
-        self.pieces, self.exchange, self.kernels = pieces, exchange, kernels
-        self._own = [_columns(exchange.own, piece.columns) for piece in pieces]
-        self._payloads = [
-            tuple(_columns(payload, piece.columns) for payload in exchange.payloads)
-            for piece in pieces
-        ]
-        # An exchange on the bucket's own memory needs no decoding back into it.
-        self._in_place = exchange.own[0].data_ptr() == pieces[0].grad.data_ptr()
-
-    def encode(self, scale: Tensor) -> None:
-        for piece, own in zip(self.pieces, self._own, strict=True):
-            piece.load()
-            self.kernels.encode(piece.grad, piece.residual, scale, own)
-
-    def finite(self) -> Tensor:
-        """0-d bool, between :meth:`encode` and the exchange."""
-        return self.kernels.codec.finite(self.exchange.own)
-
-    def settle(self, scale: Tensor, ok: Tensor, rank: int) -> None:
-        self.exchange.wait()
-        if self._in_place:
-            return
-        for piece, own, payloads in zip(self.pieces, self._own, self._payloads, strict=True):
-            self.kernels.settle(piece.grad, piece.residual, scale, ok, own, payloads)
-            if piece.residual is not None and isinstance(self.exchange, TwoShot):
-                shards = _columns(self.exchange.shards, piece.columns)
-                mean = _columns(self.exchange.mean, piece.columns)
-                row = piece.residual[rank : rank + 1]
-                self.kernels.carry(row, scale, ok, shards, mean)
-            piece.store()
-
-
-@dataclass
-class Lane:
-    """The parameters of a bucket that share a codec."""
-
-    codec: Codec
-    slots: Sequence[Slot]
-    chunks: Sequence[Chunk]
-    keeps_residual: bool
-    raw_bytes: int  # what DDP itself would send for these parameters
-    sent: Sent
 
 
 class Planner:
@@ -181,7 +90,9 @@ class Planner:
             limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
         pieces: list[Piece] = []
         columns = 0
-        for slot_run in _runs(slots) if codec.lossless else [[slot] for slot in slots]:
+        # Blocks and residuals belong to one parameter; without them neighbours are one piece.
+        separate = keeps or codec.block > 1
+        for slot_run in [[slot] for slot in slots] if separate else _runs(slots):
             grid = Grid(sum(slot.numel for slot in slot_run), rows, codec.block)
             for span in grid.spans(limit):
                 if pieces and (columns + span.columns) * rows > limit:
@@ -258,7 +169,3 @@ def _view(flat: Tensor, span: Span) -> Tensor:
         (grid.blocks_per_row * grid.block, grid.block, 1),
         flat.storage_offset() + span.first * grid.block,
     )
-
-
-def _columns(payload: Payload, columns: slice) -> Payload:
-    return tuple(plane[:, columns] for plane in payload)

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.exposure import ExposureWatch
-from lightning_dist.reducer.plan import Chunk, Lane, Network, Planner
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import Slot, choose_codec, compression_is_on
 from lightning_dist.reducer.residuals import STATE_VERSION, Residuals, check_state
 from lightning_dist.reducer.stats import CommStats

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.reducer.plan import Lane, Network
+from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.residuals import Residuals
 
