@@ -98,6 +98,8 @@ def attach(
     """
     require_ddp(model)
     require_compressible(model.module)
+    if continue_from is not None:  # every group costs threads and sockets
+        groups = continue_from.network.data, continue_from.network.control
     data, control = groups or new_groups(model.process_group, timeout=timeout)
     device = model.device
     own = {**settings.fingerprint(), "parameters": _shapes(model.module), "host": this_host()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -52,8 +53,9 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         rest = super().load_checkpoint(*args, **kwargs)
-        for reducer, state in zip(self.reducers, rest.pop(CHECKPOINT_KEY, []), strict=False):
-            reducer.load_state_dict(state)
+        states = rest.pop(CHECKPOINT_KEY, [])
+        for reducer, state in zip_longest(self.reducers, states[: len(self.reducers)]):
+            reducer.load_state_dict(state)  # None, from a plain checkpoint: nothing is owed
         return rest
 
     @classmethod

@@ -50,6 +50,7 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
         require_compressible(self.model)
         super().configure_ddp()
         model: DistributedDataParallel = self.model  # type: ignore[assignment]
+        self._logged_step = 0
         self._reducer = attach(
             model,
             self._settings,
@@ -76,19 +77,20 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        if trainer.global_step % every == 0:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0:
             self._log_comm(trainer)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self.lightning_module is not None
-        self._log_comm(self.lightning_module.trainer)
+        if self.lightning_module.trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            self._log_comm(self.lightning_module.trainer)
 
     def _log_comm(self, trainer: pl.Trainer) -> None:
         stats = self.comm_stats()
-        if not stats or stats["steps"] == self._logged_step:
+        if not stats or stats["steps"] in (0, self._logged_step):
             return
         self._logged_step = stats["steps"]
         last = stats["last_step"]
@@ -120,7 +122,8 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
         super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
             ours = exception.args[0].replace("'ddp_find_unused", "'compressed_ddp_find_unused")
-            exception.args = (ours.replace("=DDPStrategy(", f"={type(self).__name__}("),)
+            ours = ours.replace("=DDPStrategy(", f"={type(self).__name__}(")
+            exception.args = (ours, *exception.args[1:])
 
     @override
     def teardown(self) -> None:

@@ -34,10 +34,11 @@ def refuse_pytorch_lightning(**objects: Any) -> None:
     It holds a second copy of every class, so that isinstance fails in places far from here.
     """
     for role, given in objects.items():
-        classes = [cls.__module__.split(".")[0] for cls in type(given).__mro__]
-        if "pytorch_lightning" in classes:
+        packages = [cls.__module__.split(".")[0] for cls in type(given).__mro__]
+        foreign = {"pytorch_lightning", "lightning_fabric"}.intersection(packages)
+        if foreign:
             raise ValueError(
                 f"lightning_dist works with the package 'lightning', and {role} "
-                f"({type(given).__name__}) comes from 'pytorch_lightning', whose classes are "
+                f"({type(given).__name__}) comes from {foreign.pop()!r}, whose classes are "
                 "different ones; write 'import lightning as L', not 'import pytorch_lightning'"
             )

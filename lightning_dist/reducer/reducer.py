@@ -24,6 +24,7 @@ from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import Slot, choose_codec, compression_is_on
 from lightning_dist.reducer.residuals import STATE_VERSION, Residuals, check_state
 from lightning_dist.reducer.stats import CommStats
+from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane
 from lightning_dist.settings import Settings
 
@@ -79,7 +80,8 @@ class Reducer:
         self.residuals = Residuals() if residuals is None else residuals
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
-        self._names, self._grad_scale, self._find_unused = names, grad_scale, find_unused
+        self._names, self._grad_scale = names, grad_scale
+        self._usage = Usage(names) if find_unused else None
         self._watch = watch
         self.planner = Planner(network, self.residuals, error_feedback=settings.error_feedback)
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
@@ -146,17 +148,15 @@ class Reducer:
             job.done.set_result(job.gradients)
 
     def _ask(self) -> Verdict | None:
-        lanes = [
-            (job, lane) for job in self._in_flight for lane in job.lanes if lane.keeps_residual
-        ]
+        lanes = [lane for job in self._in_flight for lane in job.lanes]
         finite, self._finite = self._finite, []
-        if not lanes:
-            return None  # nothing to commit
-        slots = [(job, slot) for job, lane in lanes for slot in lane.slots if self._find_unused]
-        local = [
-            (job.gradients[slot.offset : slot.offset + slot.numel], slot) for job, slot in slots
-        ]
-        return Verdict(finite, local, self.network)
+        if self._usage is None and not any(lane.keeps_residual for lane in lanes):
+            return None  # nothing to decide
+        used: dict[str, bool] = {}
+        if self._usage is not None:
+            here = self._usage.take()
+            used = {slot.name: slot.name in here for lane in lanes for slot in lane.slots}
+        return Verdict(finite, used, self.network)
 
     def _enter(self, job: _Job) -> None:
         if self._in_flight and job.index <= self._in_flight[-1].index:
@@ -267,6 +267,8 @@ class Reducer:
         The process groups stay, and so does :meth:`state_dict`.
         """
         self._executor.close()
+        if self._usage is not None:
+            self._usage.close()
         self._plans.clear()
         self.residuals.to(torch.device("cpu"))
 

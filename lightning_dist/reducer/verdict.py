@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.residuals import Residuals
 
 
@@ -22,18 +21,18 @@ class Verdict:
 
     Args:
         finite: 0-d bools of this rank.
-        local: (gradient, slot) of every parameter to ask about, in an order equal on all ranks;
-            empty unless DDP looks for unused parameters. DDP fills the gradient of an unused one
-            with zeros.
+        used: whether this rank used a parameter, by name, in an order equal on all ranks; empty
+            unless DDP looks for unused parameters.
     """
 
     def __init__(
-        self, finite: Sequence[Tensor], local: Sequence[tuple[Tensor, Slot]], network: Network
+        self, finite: Sequence[Tensor], used: Mapping[str, bool], network: Network
     ) -> None:
-        self._slots = [slot for _, slot in local]
-        broken = torch.stack(list(finite)).logical_not().any()
-        used = [gradient.any() for gradient, _ in local]
-        self._flags = torch.stack([broken, *used]).to(network.device, torch.float32)
+        self._names = list(used)
+        answers = torch.tensor([False, *used.values()], dtype=torch.float32)
+        self._flags = answers.to(network.device)
+        if finite:
+            self._flags[0] = torch.stack(list(finite)).logical_not().any()
         self._work = dist.all_reduce(
             self._flags, op=dist.ReduceOp.MAX, group=network.control, async_op=True
         )
@@ -51,10 +50,10 @@ class Verdict:
 
     def unused(self) -> set[str]:
         """Names of parameters without a gradient on any rank."""
-        if not self._slots:
+        if not self._names:
             return set()
         flags = self._wait()[1:].tolist()
-        return {slot.name for slot, used in zip(self._slots, flags, strict=True) if not used}
+        return {name for name, used in zip(self._names, flags, strict=True) if not used}
 
 
 def settle_lane(
@@ -70,12 +69,13 @@ def settle_lane(
     """Decode ``lane`` into ``bucket`` and commit its residuals, except those of ``unused``.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
-    stays owed, and the parameter's gradient stays zero as in DDP.
+    stays owed; and a gradient that it has from an earlier backward pass stays as it is.
     """
-    untouched = [slot for slot in lane.slots if lane.keeps_residual and slot.name in unused]
-    owed = {slot.name: residuals[slot.name].clone() for slot in untouched}
+    untouched = [slot for slot in lane.slots if slot.name in unused and not lane.codec.lossless]
+    kept = [bucket[slot.offset : slot.offset + slot.numel] for slot in untouched]
+    kept += [residuals[slot.name] for slot in untouched if lane.keeps_residual]
+    before = [tensor.clone() for tensor in kept]
     for chunk in lane.chunks:
         chunk.settle(scale, ok, rank)
-    for slot in untouched:
-        residuals[slot.name].copy_(owed[slot.name])
-        bucket[slot.offset : slot.offset + slot.numel].zero_()
+    for tensor, value in zip(kept, before, strict=True):
+        tensor.copy_(value)
