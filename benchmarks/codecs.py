@@ -10,8 +10,8 @@ work on the machine then counts less); medians.
 `limit_pct` is (bytes that the pass must touch / measured copy rate) / measured time, where a copy
 touches 8 bytes an element. A pass whose data were still in a cache may exceed 100.
 
-Memory: 2 and 4 processes train 1,300 steps; what the residuals and payload buffers take, per compressed
-element, and the resident set after 300 steps and at the end.
+Memory: 2 and 4 processes train 1,300 steps; what residuals and payload buffers take, per
+compressed element, and the resident set after 300 steps and at the end.
 
     python -m benchmarks.codecs --json PATH [--quick]
 """

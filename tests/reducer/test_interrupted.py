@@ -39,9 +39,7 @@ class Model:
 
 
 @pytest.mark.parametrize("buckets", [1, 2])
-@pytest.mark.parametrize(
-    ("codec", "size"), [("int8", 2), ("int8", 3), ("int8", 4), ("fp16", 2), ("fp16", 3)]
-)
+@pytest.mark.parametrize(("codec", "size"), [("int8", 2), ("int8", 3), ("fp16", 3)])
 def test_the_next_step_is_clean(codec: str, size: int, buckets: int) -> None:
     """Gradients and residuals afterwards equal a run in which that step never began."""
 

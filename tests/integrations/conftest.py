@@ -1,0 +1,38 @@
+"""One launch for many tests: importing Lightning costs seconds per process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import torchrun
+from results import Results
+
+RUNNER = Path(__file__).with_name("run_scenarios.py")
+OF_TWO = [
+    *("training", "precision", "several_optimizers", "parameters", "lifecycle"),
+    *("checkpoints", "loggers", "refusals", "fabric_runs"),
+]
+LIMIT = 170.0
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every scenario of two ranks left behind."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    finished = torchrun(RUNNER, folder, *OF_TWO, ranks=2, limit=LIMIT)
+    return Results(folder, finished, ranks=2)
+
+
+@pytest.fixture(scope="session")
+def three(two: Results) -> Results:
+    """Scenarios of three ranks, in the folder of the two: they take over its checkpoint."""
+    finished = torchrun(RUNNER, two.folder, "world_sizes", ranks=3, limit=LIMIT)
+    return Results(two.folder, finished, ranks=3)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that asks for a launch waits for it."""
+    for item in items:
+        if {"two", "three", "launched", "slurm"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.timeout(2 * LIMIT + 20))

@@ -1,0 +1,48 @@
+"""Run with plain python: Lightning starts the second rank itself, by fork, by spawn, and as a
+second run of this script. FOLDER/START.R.pt is what rank R of each start method has to tell.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+faulthandler.dump_traceback_later(100, exit=True)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+
+import lightning_dist  # noqa: E402, F401  (registers the names)
+from scenarios.fitting import make_trainer, snapshot  # noqa: E402
+from scenarios.models import Regression  # noqa: E402
+
+HIDDEN = 256  # weights of 4096 elements: compressed by default
+
+
+class Report(L.Callback):
+    """Writes from where the training runs: the main process sees little of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        facts = {**snapshot(trainer), "pid": os.getpid()}
+        path = f"{os.environ['SCENARIO_FOLDER']}/{self.name}.{trainer.global_rank}.pt"
+        torch.save({"facts": facts}, path)
+
+
+def train(strategy: str) -> None:
+    trainer = make_trainer(strategy, devices=2, max_epochs=2, callbacks=[Report(strategy)])
+    trainer.fit(Regression(HIDDEN))
+
+
+if __name__ == "__main__":
+    os.environ["SCENARIO_FOLDER"] = sys.argv[1]
+    torch.set_num_threads(1)
+    if "LOCAL_RANK" not in os.environ:  # the script as the user starts it, not its second run
+        train("compressed_ddp_fork")
+        train("compressed_ddp_spawn")
+    train("compressed_ddp")

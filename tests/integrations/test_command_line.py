@@ -1,0 +1,94 @@
+"""LightningCLI reads the strategy from YAML."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_dist import BF16, CompressedDDPStrategy, Int8
+
+
+class Model(L.LightningModule):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+def trainer_from(tmp_path: Path, strategy: str) -> L.Trainer:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:{strategy}\n"
+    )
+    cli = LightningCLI(Model, run=False, save_config_callback=None, args=["--config", str(config)])
+    return cli.trainer
+
+
+def test_by_name(tmp_path: Path) -> None:
+    strategy = trainer_from(tmp_path, " compressed_ddp_bf16").strategy
+    assert type(strategy) is CompressedDDPStrategy
+    assert strategy._settings.codec == BF16()
+
+
+def test_by_class_path_with_arguments_of_ours_and_of_ddp(tmp_path: Path) -> None:
+    strategy = trainer_from(
+        tmp_path,
+        """
+    class_path: lightning_dist.CompressedDDPStrategy
+    init_args:
+      codec: int8
+      error_feedback: false
+      hierarchical: auto
+      min_compress_numel: 0
+      start_step: 10
+      compile_kernels: false
+      bucket_cap_mb: 5
+      find_unused_parameters: true
+      process_group_backend: gloo
+      timeout: "0:00:40"
+""",
+    ).strategy
+    assert type(strategy) is CompressedDDPStrategy
+    settings = strategy._settings
+    assert (settings.codec, settings.error_feedback, settings.start_step) == (Int8(), False, 10)
+    assert (settings.min_compress_numel, settings.compile_kernels) == (0, False)
+    given = {"bucket_cap_mb": 5, "find_unused_parameters": True}
+    assert strategy._ddp_kwargs | given == strategy._ddp_kwargs
+    assert strategy._ddp_kwargs["gradient_as_bucket_view"] is False, "the rest: DDP's defaults"
+    assert strategy.process_group_backend == "gloo"
+    assert strategy._timeout == timedelta(seconds=40)
+
+
+def test_by_class_path_with_a_codec_object(tmp_path: Path) -> None:
+    strategy = trainer_from(
+        tmp_path,
+        """
+    class_path: lightning_dist.CompressedDDPStrategy
+    init_args:
+      codec:
+        class_path: lightning_dist.Int8
+        init_args:
+          block_size: 128
+""",
+    ).strategy
+    assert strategy._settings.codec == Int8(block_size=128)
+
+
+def test_a_bad_value_is_refused_with_our_message(tmp_path: Path) -> None:
+    bad = """
+    class_path: lightning_dist.CompressedDDPStrategy
+    init_args:
+      codec: int9
+"""
+    with pytest.raises(ValueError, match="codec must be one of 'none', 'fp16', 'bf16', 'int8'"):
+        trainer_from(tmp_path, bad)

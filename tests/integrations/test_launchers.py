@@ -1,0 +1,72 @@
+"""Every way in which Lightning starts ranks. torchrun starts those of all the other tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from processes import port, run, run_together
+from results import Facts, Results, require_compressed, require_replicas
+
+SCRIPTS = Path(__file__).with_name("scenarios")
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """One script that is its own launcher, by three start methods one after the other."""
+    folder = tmp_path_factory.mktemp("launchers")
+    finished = run([sys.executable, SCRIPTS / "launchers.py", folder], limit=120)
+    return Results(folder, finished, ranks=2)
+
+
+@pytest.mark.parametrize("start", ["compressed_ddp_fork", "compressed_ddp_spawn", "compressed_ddp"])
+def test_lightning_starts_the_second_rank(launched: Results, start: str) -> None:
+    ranks = launched(start)
+    assert ranks[0]["pid"] != ranks[1]["pid"]
+    require_compressed(ranks, steps=8)
+    require_replicas(ranks)
+
+
+def test_the_script_ends_by_itself(launched: Results) -> None:
+    launched.finished.require_success()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two tasks with the variables that srun sets."""
+    folder = tmp_path_factory.mktemp("slurm")
+    environments = [
+        {
+            "SLURM_JOB_NAME": "train",
+            "SLURM_JOB_ID": "4711",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+            "SLURM_NODEID": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free),
+        }
+        for free in [port()]
+        for task in range(2)
+    ]
+    command = [sys.executable, SCRIPTS / "slurm_task.py", folder]
+    survivor, dead = run_together([command] * 2, environments, limit=130)
+    assert dead.returncode in (9, None), dead.output[-4000:]
+    return Results(folder, survivor, ranks=2)
+
+
+def test_slurm_tasks_find_each_other(slurm: Results) -> None:
+    ranks: list[Facts] = slurm("slurm")
+    assert {facts["environment"] for facts in ranks} == {"SLURMEnvironment"}
+    require_compressed(ranks, steps=8)
+    require_replicas(ranks)
+
+
+def test_the_survivor_of_a_dead_rank_fails_soon(slurm: Results) -> None:
+    """With an error, well before anybody would have noticed, and the process ends."""
+    facts = slurm("survivor", ranks=1)[0]
+    assert "lightning_dist: " in facts["error"]
+    assert facts["seconds"] < 60
+    slurm.finished.require_success()

@@ -1,0 +1,28 @@
+"""What only shows when ranks meet is refused by all of them, with the reason, and nobody hangs."""
+
+from __future__ import annotations
+
+from results import Results, pick, require_compressed, require_replicas
+
+SOON = 20  # seconds; a hang would last for the timeout of the group, 30
+
+
+def test_ranks_with_different_codecs_are_named(two: Results) -> None:
+    ranks = two("different_settings")
+    for facts in ranks:
+        assert "codec: 'int8' on rank 0; 'bf16' on rank 1" in facts["codec"]["message"]
+        assert facts["codec"]["seconds"] < SOON
+        assert "start_step: 0 on rank 0; 1 on rank 1" in facts["start_step"]["message"]
+        assert "codec" not in facts["start_step"]["message"]
+    require_compressed(pick(ranks, "afterwards"), steps=8)
+    require_replicas(pick(ranks, "afterwards"))
+
+
+def test_a_model_without_trainable_parameters(two: Results) -> None:
+    for facts in two("nothing_to_train"):
+        assert "must have a parameter with requires_grad=True" in facts["message"]
+
+
+def test_a_sparse_embedding_is_named(two: Results) -> None:
+    for facts in two("sparse_gradients"):
+        assert "'table' was made with sparse=True" in facts["message"]

@@ -1,0 +1,125 @@
+"""Runs of several processes: started, waited for with a limit, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import lightning_dist
+
+Command = Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What is left of a process. ``returncode`` is None where it ran into the limit."""
+
+    returncode: int | None
+    output: str
+    seconds: float
+
+    def require_success(self) -> Finished:
+        assert self.returncode == 0, (
+            f"exit code {self.returncode} after {self.seconds:.0f} s (None: killed at the limit)\n"
+            + self.output[-6000:]
+        )
+        return self
+
+
+def run(command: Command, *, limit: float, **environment: str) -> Finished:
+    """Run one process, and whatever it starts, for at most ``limit`` seconds."""
+    (finished,) = run_together([command], [environment], limit=limit)
+    return finished
+
+
+def run_together(
+    commands: Sequence[Command], environments: Sequence[Mapping[str, str]], *, limit: float
+) -> list[Finished]:
+    """Run processes side by side; at the limit all of them are killed."""
+    start, finished = time.monotonic(), []
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        processes = []
+        for command, environment, log in zip(commands, environments, logs, strict=True):
+            processes.append(_start(command, environment, log))
+            stack.callback(_kill, processes[-1])
+        for process, log in zip(processes, logs, strict=True):
+            try:
+                code: int | None = process.wait(max(0.0, start + limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+            log.seek(0)
+            output = log.read().decode(errors="replace")
+            finished.append(Finished(code, output, time.monotonic() - start))
+    return finished
+
+
+def torchrun(script: Path, *arguments: str | Path, ranks: int, limit: float) -> Finished:
+    """``torchrun --nproc-per-node=ranks script arguments``."""
+    options = [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port()}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options]
+    return run([*launcher, script, *arguments], limit=limit)
+
+
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _start(
+    command: Command, environment: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env=_environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables, one thread, loopback, and the package that is under test here."""
+    package = Path(lightning_dist.__file__).parents[1]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **extra,
+    }
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, its descendants in other sessions (torchrun's), and its own session."""
+    for pid in _descendants(process.pid) if process.poll() is None else []:
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [], 10)  # readable once it is gone
+            os.close(handle)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(OSError):
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
+        return [found for child in children for found in (child, *_descendants(child))]
+    return []
