@@ -98,7 +98,8 @@ def attach(
     """
     require_ddp(model)
     require_compressible(model.module)
-    if continue_from is not None:  # every group costs threads and sockets
+    # Every group costs threads and sockets, but ranks out of step must not meet in an old one.
+    if continue_from is not None and _on_all_ranks(continue_from.in_step, model):
         groups = continue_from.network.data, continue_from.network.control
     data, control = groups or new_groups(model.process_group, timeout=timeout)
     device = model.device
@@ -184,6 +185,13 @@ def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> 
         dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         for _ in range(2)
     ]
+
+
+def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
+    """Whether ``here`` holds on every rank. Collective over DDP's own group."""
+    flag = torch.tensor([float(here)], device=model.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=model.process_group)
+    return bool(flag.item())
 
 
 def _plain(name: str) -> str:

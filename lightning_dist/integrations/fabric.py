@@ -51,11 +51,14 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
         super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
 
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        rest = super().load_checkpoint(*args, **kwargs)
-        states = rest.pop(CHECKPOINT_KEY, [])
-        for reducer, state in zip_longest(self.reducers, states[: len(self.reducers)]):
-            reducer.load_state_dict(state)  # None, from a plain checkpoint: nothing is owed
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
+            states = rest.pop(CHECKPOINT_KEY, [])
+            for reducer, of_reducer in zip_longest(self.reducers, states[: len(self.reducers)]):
+                reducer.load_state_dict(of_reducer)  # None, from a plain checkpoint: nothing owed
         return rest
 
     @classmethod

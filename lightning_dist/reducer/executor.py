@@ -36,7 +36,7 @@ class Worker:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=10)  # a worker that waits for a dead peer is left behind
 
     def _loop(self) -> None:
         while (task := self._queue.get()) is not None:

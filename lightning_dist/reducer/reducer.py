@@ -221,6 +221,11 @@ class Reducer:
         """Bytes this rank sent: totals, ``last_step`` and ``per_codec``; see the guide."""
         return self.stats.as_mapping()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the groups can be used again: no exchange has failed or was left half done."""
+        return self._failure is None and not self._in_flight
+
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
         chunks = [c for _, lanes in self._plans.values() for lane in lanes for c in lane.chunks]

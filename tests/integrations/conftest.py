@@ -11,7 +11,7 @@ from results import Results
 RUNNER = Path(__file__).with_name("run_scenarios.py")
 OF_TWO = [
     *("training", "precision", "several_optimizers", "parameters", "lifecycle"),
-    *("checkpoints", "loggers", "refusals", "fabric_runs"),
+    *("failures", "checkpoints", "loggers", "refusals", "fabric_runs"),
 ]
 LIMIT = 170.0
 

@@ -66,10 +66,16 @@ def test_fabric_save_and_load_carry_the_residuals(two: Results) -> None:
 
 def test_a_plain_checkpoint_leaves_nothing_owed(two: Results) -> None:
     """As in Lightning: what was owed belonged to the weights that the load replaced."""
-    for facts in two("fabric_plain_checkpoint"):
+    for facts in two("fabric_other_files"):
         assert any(residual.any() for residual in facts["before"]["residuals"].values())
-        assert not any(residual.any() for residual in facts["after"]["residuals"].values())
-        assert facts["step"] == 0
+        assert not any(residual.any() for residual in facts["restored"]["residuals"].values())
+        assert facts["restored"]["step"] == 0
+
+
+@pytest.mark.parametrize("load", ["looked into", "other module"])
+def test_a_load_that_restores_nothing_of_ours_changes_no_residual(two: Results, load: str) -> None:
+    for facts in two("fabric_other_files"):
+        require_equal(facts[load]["residuals"], facts["before"]["residuals"])
 
 
 def test_every_module_has_a_reducer_of_its_own(two: Results) -> None:

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 
-from scenarios.catalogue import Facts, folder, scenario
+from scenarios.catalogue import Facts, folder, rank, scenario
 from scenarios.fitting import digest, parameters
 from scenarios.models import WIDTH, Regression, loader
 
@@ -120,16 +120,24 @@ def fabric_resumes() -> Facts:
 
 
 @scenario
-def fabric_plain_checkpoint() -> Facts:
-    """A checkpoint of Fabric's own DDP loads, and nothing stays owed from before it."""
-    plain = Run("ddp")
-    plain.train(2)
+def fabric_other_files() -> Facts:
+    """Residuals after each kind of load: of plain DDP's checkpoint, and of what is not for us."""
+    plain, ours, teacher = Run("ddp"), Run(), nn.Linear(2, 2)
+    for run in (plain, ours):
+        run.train(2)
     plain.fabric.save(folder() / "plain_fabric.ckpt", plain.state())
-    ours = Run()
-    ours.train(2)
-    before = ours.facts()
+
+    if rank() == 0:
+        torch.save(teacher.state_dict(), folder() / "teacher.pt")
+    ours.fabric.barrier()
+    facts = {"before": ours.facts()}
+    ours.fabric.load(folder() / "plain_fabric.ckpt")  # returns what is in it
+    facts["looked into"] = ours.facts()
+    ours.fabric.load_raw(folder() / "teacher.pt", teacher)
+    facts["other module"] = ours.facts()
     ours.fabric.load(folder() / "plain_fabric.ckpt", ours.state())
-    return {"before": before, "after": ours.facts(), "step": ours.fabric.strategy.reducers[0].step}
+    facts["restored"] = ours.facts() | {"step": ours.fabric.strategy.reducers[0].step}
+    return facts
 
 
 @scenario

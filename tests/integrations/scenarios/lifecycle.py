@@ -55,44 +55,6 @@ def many_fits() -> Facts:
     return {"threads and files": held}
 
 
-class Interrupted(Regression):
-    """Fails once, in the middle of a backward pass in which buckets are on their way."""
-
-    fails_at: int | None = 2
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        handle = self.net[0].weight.register_hook(lambda gradient: self._fail(batch_idx))
-        self.handles = [*getattr(self, "handles", []), handle]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.handles.pop().remove()
-
-    def _fail(self, batch_idx: int) -> None:
-        if batch_idx == self.fails_at:
-            self.fails_at = None
-            raise RuntimeError("once")
-
-
-@scenario
-def fit_after_a_failure() -> Facts:
-    """The same trainer and strategy, after an exception in the model's own backward pass."""
-    start, model, error = AtStart(), Interrupted(), ""
-    trainer = make_trainer(compressed(bucket_cap_mb=0.001), max_epochs=1, callbacks=[start])
-    try:
-        trainer.fit(model)
-    except RuntimeError as caught:
-        error = str(caught)
-    owed = residuals(trainer.strategy)
-    trainer.fit(model)
-    return {
-        "error": error,
-        "owed": owed,
-        "start": start.residuals,
-        "step": start.step,
-        "second": snapshot(trainer),
-    }
-
-
 class Listener(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
