@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from lightning_dist._version import __version__
-from lightning_dist.codecs import Codec, resolve_codec
+from lightning_dist.codecs import Codec, after_steps, by_size, resolve_codec
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,10 @@ class Settings:
     """Everything that decides what travels. Equal on all ranks, or the start fails."""
 
     codec: Codec
-    error_feedback: bool  # keep what a codec loses and send it later; 4 bytes per element
-    min_compress_numel: int  # larger: fewer small tensors compressed; 0 compresses all
+    # keep what a codec loses and send it later, 4 bytes per element; "auto": as the codec says
+    error_feedback: bool | Literal["auto"]
+    # larger: fewer small tensors compressed; 0 compresses all; None: as the codec says
+    min_compress_numel: int | None
     start_step: int  # synchronised steps before compression starts
     compile_kernels: bool | Literal["auto"]
 
@@ -47,9 +49,7 @@ class Settings:
                 f"hierarchical must be 'auto' or False in this version, got {hierarchical!r}: the "
                 "hierarchical exchange is not built yet, all exchanges are flat; leave it out"
             )
-        if min_compress_numel is None:
-            min_compress_numel = resolved.min_numel
-        elif min_compress_numel < 0:
+        if min_compress_numel is not None and min_compress_numel < 0:
             raise ValueError(
                 f"min_compress_numel must be 0 (compress every tensor) or more elements, got "
                 f"{min_compress_numel}"
@@ -60,23 +60,41 @@ class Settings:
             raise ValueError(
                 f"compile_kernels must be True, False or 'auto', got {compile_kernels!r}"
             )
-        keeps = resolved.keeps_residual if error_feedback == "auto" else bool(error_feedback)
+        for leaf in resolved.leaves():
+            _check_feedback(leaf, error_feedback)
         return cls(
             codec=resolved,
-            error_feedback=keeps and not resolved.lossless,
+            error_feedback=error_feedback,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
             compile_kernels=compile_kernels,
         )
+
+    @property
+    def policy(self) -> Codec:
+        """The codec of every parameter at every step, with ``start_step`` and the size limit."""
+        return after_steps(self.start_step, by_size(self.codec, min_numel=self.min_compress_numel))
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts that must be equal on all ranks, JSON-able."""
         return {
             "lightning_dist": __version__,
             "torch": torch.__version__.split("+")[0],
-            "codec": self.codec.name,
-            **{f"codec.{key}": value for key, value in asdict(self.codec).items()},
+            "codec": repr(self.codec),
             "error_feedback": self.error_feedback,
             "min_compress_numel": self.min_compress_numel,
             "start_step": self.start_step,
         }
+
+
+def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> None:
+    if error_feedback is True and not codec.contraction:
+        raise ValueError(
+            f"error feedback diverges with codec {codec}: it may lose more than it is given "
+            "(unbiased codecs have high variance instead); leave error_feedback at 'auto'"
+        )
+    if error_feedback is False and codec.momentum_correction:
+        raise ValueError(
+            f"codec {codec.name!r} accumulates momentum in its error feedback and does nothing "
+            "sensible without; leave error_feedback at 'auto', or use 'topk'"
+        )

@@ -2,40 +2,99 @@
 
 from __future__ import annotations
 
-from lightning_dist.codecs.base import Codec, Payload, Plane
+from collections.abc import Mapping
+
+from lightning_dist.codecs.base import BlockCodec, Codec, Payload, Plane
 from lightning_dist.codecs.cast import BF16, FP16
+from lightning_dist.codecs.int4 import Int4
 from lightning_dist.codecs.int8 import Int8
 from lightning_dist.codecs.none import NoCompression, Uncompressed
+from lightning_dist.codecs.options import parse_codec
+from lightning_dist.codecs.policies import (
+    NORMS_BIASES_EMBEDDINGS,
+    ByName,
+    BySize,
+    Schedule,
+)
+from lightning_dist.codecs.powersgd import PowerSGD
+from lightning_dist.codecs.threshold import Threshold
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (NoCompression, FP16, BF16, Int8)}
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec
+    for codec in (
+        NoCompression,
+        FP16,
+        BF16,
+        Int8,
+        Int4,
+        Threshold,
+        PowerSGD,
+    )
+}
 """The table of codecs: what ``codec="..."`` accepts, and what the laws in the tests run over."""
 
 
 def resolve_codec(codec: str | Codec) -> Codec:
-    """A codec object from its name; an object is returned as it is.
+    """A codec object from its name and options; an object is returned as it is.
 
     Raises:
-        ValueError: unknown name or not a codec; the message lists the names.
+        ValueError: unknown name or option, or not a codec; the message lists what there is.
     """
-    if isinstance(codec, Codec):
-        return codec
-    if not isinstance(codec, str) or codec not in CODECS:
+    return codec if isinstance(codec, Codec) else parse_codec(codec, CODECS)
+
+
+def by_size(codec: str | Codec, *, min_numel: int | None = None) -> Codec:
+    """``codec`` for tensors of two or more dimensions and at least ``min_numel`` elements.
+
+    The others travel uncompressed. None: the codec's own choice; 0: everything is compressed.
+    """
+    if min_numel is not None and min_numel < 0:
         raise ValueError(
-            f"codec must be one of {', '.join(map(repr, CODECS))} or a codec object such as "
-            f"lightning_dist.Int8(block_size=128), got {codec!r}"
+            f"min_numel must be 0 (compress every tensor) or more elements, got {min_numel}"
         )
-    return CODECS[codec]()
+    return BySize(resolve_codec(codec), min_numel)
+
+
+def by_name(
+    codec: str | Codec, rules: Mapping[str, str | Codec] = {NORMS_BIASES_EMBEDDINGS: "none"}
+) -> Codec:
+    """The codec of the first rule whose regular expression is found in the parameter's name.
+
+    ``codec`` where none is. By default norms, biases and embeddings travel uncompressed.
+    """
+    pairs = tuple((pattern, resolve_codec(chosen)) for pattern, chosen in rules.items())
+    return ByName(resolve_codec(codec), pairs)
+
+
+def warmup(stages: Mapping[int, str | Codec]) -> Codec:
+    """Codecs by synchronised step: ``warmup({0: "none", 200: "int8", 1000: "int4"})``."""
+    return Schedule(tuple((step, resolve_codec(codec)) for step, codec in stages.items()))
+
+
+def after_steps(steps: int, codec: str | Codec, *, before: str | Codec = "none") -> Codec:
+    """``before`` for the first ``steps`` synchronised steps, then ``codec``."""
+    if steps < 0:
+        raise ValueError(f"steps must be 0 or more synchronised steps, got {steps}")
+    return warmup({0: before, steps: codec}) if steps else resolve_codec(codec)
 
 
 __all__ = [
     "BF16",
     "CODECS",
     "FP16",
+    "BlockCodec",
     "Codec",
+    "Int4",
     "Int8",
     "NoCompression",
     "Payload",
     "Plane",
+    "PowerSGD",
+    "Threshold",
     "Uncompressed",
+    "after_steps",
+    "by_name",
+    "by_size",
     "resolve_codec",
+    "warmup",
 ]

@@ -1,17 +1,18 @@
 """What a codec is: a pure pair of functions between gradients and the bytes that travel.
 
-A codec knows tensors only. It never sees a process group, a parameter name or a clock, so it can be
-tried in a notebook and every one of them can be put through the same laws (``tests/codecs``).
+A codec knows tensors only. It never sees a process group or a clock, so it can be tried in a
+notebook and every one of them can be put through the same laws (``tests/codecs``).
 
-Shapes: gradients arrive as ``x (..., B, k)``: ``B`` blocks of ``k = codec.block`` elements, in the
-compute dtype (float32, or float64 for float64 models). The payload is a tuple of *planes*, each
-``(..., B, m)`` with ``m`` elements per block; the planes of one payload lie one after the other in
-one uint8 buffer.
+Most are a :class:`BlockCodec`: gradients arrive as ``x (..., B, k)``: ``B`` blocks of
+``k = codec.block`` elements, in the compute dtype (float32, or float64 for float64 models). The
+payload is a tuple of *planes*, each ``(..., B, m)`` with ``m`` elements per block; the planes of
+one payload lie one after the other in one uint8 buffer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 Payload: TypeAlias = tuple[Tensor, ...]
-ExchangeName: TypeAlias = Literal["allreduce", "two_shot"]
+Shape: TypeAlias = tuple[int, ...]
+ExchangeName: TypeAlias = Literal["allreduce", "two_shot", "gather"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Gradient <-> wire bytes. Subclasses are frozen dataclasses of their hyperparameters.
+    """What ``codec=`` takes. Subclasses are frozen dataclasses of their hyperparameters.
 
     Class attributes that a subclass sets:
 
@@ -44,7 +46,8 @@ class Codec(ABC):
         what users write in ``codec="..."``.
     ``exchange``
         ``"allreduce"`` when payloads may be added by the network (the codec is linear),
-        ``"two_shot"`` when they must be decoded before they are added.
+        ``"two_shot"`` when they must be decoded before they are added, ``"gather"`` when even the
+        sum is sent as it is, one payload after the other (sparse codecs).
     ``lossless``
         decode(encode(x)) == x, so there is never a residual.
     ``min_numel``
@@ -52,6 +55,8 @@ class Codec(ABC):
         0 compresses everything.
     ``keeps_residual``
         whether ``error_feedback="auto"`` means yes.
+    ``contraction``
+        whether the codec loses less than it is given, without which error feedback diverges.
     """
 
     name: ClassVar[str]
@@ -59,6 +64,47 @@ class Codec(ABC):
     lossless: ClassVar[bool] = False
     min_numel: ClassVar[int] = 0
     keeps_residual: ClassVar[bool] = False
+
+    @property
+    def contraction(self) -> bool:
+        return True
+
+    @property
+    def momentum_correction(self) -> float:
+        """Momentum of the local gradients before they are compressed; 0 for none."""
+        return 0.0
+
+    @property
+    def local_clip(self) -> float:
+        """Norm of the sum of all ranks' gradients of a tensor to which each rank clips; 0: none."""
+        return 0.0
+
+    def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
+        """The codec of one parameter at synchronised step ``step`` (from 0); policies choose."""
+        return self
+
+    def stage(self, step: int) -> Hashable:
+        """Changes when :meth:`for_tensor` may answer differently than at the step before."""
+        return 0
+
+    def leaves(self) -> tuple[Codec, ...]:
+        """Every codec that :meth:`for_tensor` may answer with."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class BlockCodec(Codec):
+    """A codec of blocks of elements; see the module's docstring for the shapes.
+
+    ``stochastic`` codecs round at random. They take ``keys (..., B, 1)``, int32, one for every
+    block, step, parameter and rank, and draw from them with :mod:`lightning_dist.codecs.noise`: the
+    same keys are the same bytes on every device. With ``shared_keys`` all ranks have the same ones,
+    and :meth:`decode` takes them too.
+    """
+
+    stochastic: ClassVar[bool] = False
+    shared_keys: ClassVar[bool] = False
+    fusable: ClassVar[bool] = True  # whether a compiler can make one loop of encode and decode
 
     @property
     def block(self) -> int:
@@ -70,7 +116,7 @@ class Codec(ABC):
         """Layout of the payload of gradients that DDP holds in ``dtype``."""
 
     @abstractmethod
-    def encode(self, x: Tensor) -> Payload:
+    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
         """``x (..., B, block)`` -> one tensor ``(..., B, per_block)`` for each plane.
 
         Pure and deterministic; ``x`` is not changed. A value that is not finite must make the
@@ -78,8 +124,15 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
         """The payload of :meth:`encode` -> ``(..., B, block)`` in the compute dtype ``dtype``."""
+
+    def add(
+        self, total: Tensor, payload: Payload, *, weight: float, keys: Tensor | None = None
+    ) -> Tensor:
+        """``total + weight * decode(payload)``; sparse codecs touch only what they sent."""
+        part = self.decode(payload, total.dtype, keys)
+        return total + (part * weight if weight != 1 else part)
 
     @abstractmethod
     def error_bound(self, x: Tensor) -> Tensor:

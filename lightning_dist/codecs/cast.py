@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
 
 
 @dataclass(frozen=True)
-class _Cast(Codec):
+class _Cast(BlockCodec):
     exchange: ClassVar[ExchangeName] = "allreduce"
     wire_dtype: ClassVar[torch.dtype]
     relative_error: ClassVar[float]
@@ -21,10 +21,10 @@ class _Cast(Codec):
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (Plane(self.wire_dtype, 1),)
 
-    def encode(self, x: Tensor) -> Payload:
+    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
         return (x.to(self.wire_dtype),)
 
-    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
         return payload[0].to(dtype)
 
     def error_bound(self, x: Tensor) -> Tensor:

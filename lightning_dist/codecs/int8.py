@@ -8,16 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, ExchangeName, Payload, Plane
-
-# A scale is cut to bfloat16 (toward zero, at most one part in 128 less), so it starts 0.8 % larger:
-# after the cut it is still at least amax/127 and no code leaves [-127, 127].
-_HEADROOM = 1.008
-_SMALLEST_NORMAL = 2.0**-126
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(BlockCodec):
     """Blockwise absmax quantisation: ``q = round(x / s)``, ``s = amax(block) / 127``.
 
     ``|x - q s| <= s/2`` for every element, ``s <= 1.008 amax / 127``. The scale is a bfloat16, so
@@ -53,14 +49,11 @@ class Int8(Codec):
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.bfloat16, 1), Plane(torch.int8, self.block_size)
 
-    def encode(self, x: Tensor) -> Payload:
-        amax = x.abs().amax(-1, keepdim=True).to(torch.float32)
-        # The cut is done on the bits: compilers drop a cast to bfloat16 and back.
-        scale = ((amax * (_HEADROOM / 127)).view(torch.int32) & -65536).view(torch.float32)
-        per_step = 1.0 / scale.clamp_min(_SMALLEST_NORMAL)
-        return scale.to(torch.bfloat16), torch.round(x * per_step).to(torch.int8)
+    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
+        scale = block_scale(x.abs().amax(-1, keepdim=True), levels=127)
+        return scale.to(torch.bfloat16), torch.round(x * per_step(scale)).to(torch.int8)
 
-    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
         scale, codes = payload
         return codes.to(dtype) * scale.to(dtype)
 
@@ -69,7 +62,7 @@ class Int8(Codec):
         amax = torch.where(amax <= torch.finfo(torch.float32).max, amax, torch.inf)
         # The second term: x / s is rounded once before it is rounded to an integer, and blocks
         # whose scale is subnormal lose everything.
-        return amax * (_HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * _SMALLEST_NORMAL
+        return amax * (HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * SMALLEST_NORMAL
 
     def finite(self, payload: Payload) -> Tensor:
         return payload[0].isfinite().all()

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
 
 
 @dataclass(frozen=True)
-class NoCompression(Codec):
+class NoCompression(BlockCodec):
     """Send the gradient in its own dtype through one allreduce per bucket, as DDP itself does.
 
     Bit-identical to DistributedDataParallel without a hook. Wire bytes per rank and step:
@@ -27,10 +27,10 @@ class NoCompression(Codec):
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (Plane(dtype, 1),)
 
-    def encode(self, x: Tensor) -> Payload:
+    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
         return (x,)
 
-    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
         return payload[0].to(dtype)
 
     def error_bound(self, x: Tensor) -> Tensor:

@@ -84,9 +84,10 @@ class AllReduce(Exchange):
 
 
 class Gather(Exchange):
-    """Every rank receives every payload: the short way for two ranks.
+    """Every rank receives every payload: for sparse ones, and the short way for two ranks.
 
     With W = 2 it moves the bytes of the two-shot exchange in one round and rounds once, not twice.
+    With more ranks its bytes grow with W.
     """
 
     def __init__(

@@ -114,19 +114,21 @@ def attach(
         names,
         settings=settings,
         network=network,
-        residuals=None if continue_from is None else continue_from.residuals,
+        state=None if continue_from is None else continue_from.state,
         grad_scale=grad_scale,
         find_unused=model.find_unused_parameters and not model.static_graph,
         watch=ExposureWatch(network, advice_to=first) if several else None,
     )
     if continue_from is not None:
         reducer.step = continue_from.step
-        reducer.residuals.keep_only({names[p]: p.numel() for p in names if p.requires_grad})
+        reducer.state.keep_only({names[p]: p.numel() for p in names if p.requires_grad})
     numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
     if several and should_fuse(settings.compile_kernels, numel=numel, device=device):
         if first:
             log.warning("compiling the codec's kernels (about 20 s the first time)")
-        reducer.planner.fuse(settings.codec, {p.dtype for p in names if p.requires_grad})
+        dtypes = {parameter.dtype for parameter in names if parameter.requires_grad}
+        for codec in settings.codec.leaves():
+            reducer.planner.fuse(codec, dtypes)
 
     def lightning_dist_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state.reduce_bucket(bucket)

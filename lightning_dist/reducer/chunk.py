@@ -1,80 +1,58 @@
-"""What travels together: pieces of gradients, their exchange and their kernels.
-
-Chunks exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
-ones 96 %, and one chunk is encoded while another travels.
-"""
+"""What travels together, whatever the codec: the verbs that the reducer calls."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, Payload
-from lightning_dist.exchange.rounds import Exchange, TwoShot
+from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.traffic import Sent
-from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.policy import Slot
 
 
-@dataclass
-class Piece:
-    """Views of one parameter's part of a chunk; ``staged`` where rows are not filled."""
+class Chunk(ABC):
+    """Parts of one bucket in one exchange, used once a step in the order of the methods.
 
-    name: str
-    grad: Tensor  # (rows, blocks, block)
-    residual: Tensor | None
-    columns: slice  # blocks of the chunk's payload
-    staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
+    Until :meth:`settle` the bucket holds what is needed to compute the new state, and no state has
+    changed.
+    """
 
-    def load(self) -> None:
-        if self.staged:
-            self.grad.zero_()
-            if self.residual is not None:
-                self.residual.zero_()
-            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
+    @abstractmethod
+    def encode(self, scale: Tensor, *, step: int) -> None:
+        """Gradient and state -> payload. May change the bucket, never the state."""
 
-    def store(self) -> None:
-        if self.staged:
-            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
-
-
-class Chunk:
-    """Pieces that travel together."""
-
-    def __init__(self, pieces: Sequence[Piece], exchange: Exchange, kernels: Kernels) -> None:
-        self.pieces, self.exchange, self.kernels = pieces, exchange, kernels
-        self._own = [_columns(exchange.own, piece.columns) for piece in pieces]
-        self._payloads = [
-            tuple(_columns(payload, piece.columns) for payload in exchange.payloads)
-            for piece in pieces
-        ]
-        # An exchange on the bucket's own memory needs no decoding back into it.
-        self._in_place = exchange.own[0].data_ptr() == pieces[0].grad.data_ptr()
-
-    def encode(self, scale: Tensor) -> None:
-        for piece, own in zip(self.pieces, self._own, strict=True):
-            piece.load()
-            self.kernels.encode(piece.grad, piece.residual, scale, own)
-
+    @abstractmethod
     def finite(self) -> Tensor:
-        """0-d bool, between :meth:`encode` and the exchange."""
-        return self.kernels.codec.finite(self.exchange.own)
+        """0-d bool: whether what was encoded is finite. Between :meth:`encode` and the exchange."""
 
-    def settle(self, scale: Tensor, ok: Tensor, rank: int) -> None:
-        self.exchange.wait()
-        if self._in_place:
-            return
-        for piece, own, payloads in zip(self.pieces, self._own, self._payloads, strict=True):
-            self.kernels.settle(piece.grad, piece.residual, scale, ok, own, payloads)
-            if piece.residual is not None and isinstance(self.exchange, TwoShot):
-                shards = _columns(self.exchange.shards, piece.columns)
-                mean = _columns(self.exchange.mean, piece.columns)
-                row = piece.residual[rank : rank + 1]
-                self.kernels.carry(row, scale, ok, shards, mean)
-            piece.store()
+    @abstractmethod
+    def issue(self) -> None:
+        """First collective, asynchronous."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Second collective, where there is one; waits for the first."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until the last collective has landed."""
+
+    @abstractmethod
+    def settle(self, scale: Tensor, ok: Tensor) -> None:
+        """Mean of all ranks -> bucket; and, where ``ok``, the new state."""
+
+    @property
+    @abstractmethod
+    def sent(self) -> Sent:
+        """Bytes of the step, known after :meth:`wait`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the buffers held between steps."""
 
 
 @dataclass
@@ -84,10 +62,8 @@ class Lane:
     codec: Codec
     slots: Sequence[Slot]
     chunks: Sequence[Chunk]
-    keeps_residual: bool
     raw_bytes: int  # what DDP itself would send for these parameters
-    sent: Sent
 
-
-def _columns(payload: Payload, columns: slice) -> Payload:
-    return tuple(plane[:, columns] for plane in payload)
+    @property
+    def sent(self) -> Sent:
+        return sum((chunk.sent for chunk in self.chunks), Sent())

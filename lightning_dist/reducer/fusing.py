@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
+from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.reducer.kernels import Passes, compute_dtype
 
@@ -42,7 +43,6 @@ class Variant:
     passes: Passes
     dtype: torch.dtype  # of the gradients
     rows: int
-    residual: bool
     device: torch.device
 
 
@@ -150,6 +150,12 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         values = torch.randn(shape, generator=generator) * size
         return values.to(variant.device, dtype)[:, :_BLOCKS]
 
+    def keys(of: int) -> Tensor | None:
+        if not codec.stochastic:
+            return None
+        every = block_keys(torch.arange(of * (_BLOCKS + 1), dtype=torch.int32), salt=1)
+        return every.view(of, _BLOCKS + 1, 1).to(variant.device)[:, :_BLOCKS]
+
     def payload(of: int) -> Payload:
         planes, blocks = codec.planes(variant.dtype), _BLOCKS + 3
         buffer = torch.zeros(
@@ -158,19 +164,20 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         return tuple(plane[:, :_BLOCKS] for plane in views(buffer, planes, blocks))
 
     grad = dense(variant.dtype, 1, 1.0)
-    residual = dense(compute_dtype(variant.dtype), 2, 0.01) if variant.residual else None
+    kinds = variant.passes.memory.kinds
+    state = tuple(dense(compute_dtype(variant.dtype), 2 + i, 0.01) for i in range(len(kinds)))
     scale = torch.ones((), device=variant.device)
     ok = torch.ones((), dtype=torch.bool, device=variant.device)
-    whole = rows == 1 and codec.exchange == "two_shot"
+    whole = rows == 1 and codec.exchange != "allreduce"
     received = tuple(payload(rows) for _ in range(world if whole else 1))
     examples: dict[str, tuple[Any, ...]] = {
-        "encode": (grad, residual, scale, payload(rows)),
-        "settle": (grad, residual, scale, ok, payload(rows), received),
+        "encode": (grad, state, scale, keys(rows), payload(rows)),
+        "settle": (grad, state, scale, ok, keys(rows), payload(rows), received),
     }
     if rows > 1:
-        examples["reduce"] = (payload(world), payload(1))
-        if residual is not None:
-            examples["carry"] = (residual[:1], scale, ok, payload(world), payload(1))
+        examples["reduce"] = (payload(world), keys(1), payload(1))
+        if state:
+            examples["carry"] = (state[0][:1], scale, ok, payload(world), payload(1))
     return examples
 
 

@@ -1,4 +1,4 @@
-"""How a flat gradient is cut into rows (one shard a rank), blocks and pieces. Pure arithmetic.
+"""How a flat gradient is cut into rows (one shard a rank), blocks and pieces. Arithmetic only.
 
 A parameter of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of
 ``block`` elements; row ``r`` is what rank ``r`` reduces. The cut depends on the parameter alone and
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,9 @@ class Span:
             end = min(start + self.columns * self.grid.block, self.grid.numel)
             if end > start:
                 yield row, start, end - start
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """``(rows, columns, 1)`` int32: the number of every block in the flat tensor."""
+        rows = torch.arange(self.grid.rows, dtype=torch.int32, device=device)
+        columns = torch.arange(self.first, self.last, dtype=torch.int32, device=device)
+        return (rows.view(-1, 1) * self.grid.blocks_per_row + columns).unsqueeze(-1)

@@ -1,9 +1,10 @@
-"""The arithmetic between gradient, residual and payload,
+"""The arithmetic between gradient, memory and payload of a block codec.
 
 Plain torch functions over a codec, run eagerly in cache-sized pieces; ``fusing.py`` turns each into
 one pass over memory with the same bytes.
 
-Shapes: ``grad, residual (rows, B, block)``; payload planes ``(rows, B, m)``; ``scale`` 0-d, the
+Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes
+``(rows, B, m)``; ``keys (rows, B, 1)`` int32 for stochastic codecs, else None; ``scale`` 0-d, the
 GradScaler's scale (1 without one); ``ok`` 0-d bool, whether the step is finite on every rank.
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, Payload
+from lightning_dist.codecs.base import BlockCodec, Payload
+from lightning_dist.reducer.memory import Memory, State
 
 _CACHE_ELEMENTS = 1 << 16  # 256 KB of float32 and its temporaries stay in a core's cache
 _FUSED_FROM_BLOCKS = 16  # below, calling a compiled kernel costs more than running it
@@ -31,33 +33,105 @@ class Factors:
     mean: float = 1.0  # weight of each received payload in the mean
 
 
-class Kernels:
-    """The four passes of one codec for gradients of one dtype."""
+@dataclass(frozen=True)
+class Passes:
+    """The arithmetic itself; see :class:`Kernels` for what each pass does."""
 
-    def __init__(self, codec: Codec, *, factors: Factors, world_size: int) -> None:
-        self.codec = codec
-        self.passes = Passes(codec, factors, world_size)
-        self._fused: dict[str, Callable[..., None]] = {}
+    codec: BlockCodec
+    memory: Memory
+    factors: Factors
+    world_size: int
 
-    def encode(self, grad: Tensor, residual: Tensor | None, scale: Tensor, own: Payload) -> None:
-        """``own <- C(grad + scale * residual)``."""
-        self._call("encode", grad, residual, scale, own)
+    def encode(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        x = self.memory.pending(_widened(grad), state, scale)
+        if self.factors.encode != 1:
+            x = x * self.factors.encode
+        _write(own, self.codec.encode(x, keys))
 
-    def reduce(self, shards: Payload, mean: Payload) -> None:
-        """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
-        self._call("reduce", shards, mean)
+    def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
+        _write(mean, self.codec.encode(self._mean_of_ranks(shards, torch.float32), keys))
 
     def settle(
         self,
         grad: Tensor,
-        residual: Tensor | None,
+        state: State,
         scale: Tensor,
         ok: Tensor,
+        keys: Tensor | None,
         own: Payload,
         payloads: Sequence[Payload],
     ) -> None:
-        """``residual <- (p - D(own)) / scale`` if ``ok``, and ``grad <- mean of D(payloads)``."""
-        self._call("settle", grad, residual, scale, ok, own, tuple(payloads))
+        x = _widened(grad)
+        if state:
+            pending = self.memory.pending(x, state, scale)
+            sent = self.codec.decode(own, x.dtype, keys) * self.factors.own
+            after = self.memory.after(x, pending, sent, state, scale)
+            for held, new in zip(state, after, strict=True):
+                held.copy_(torch.where(ok, new, held))
+        grad.copy_(self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys))
+
+    def carry(
+        self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload
+    ) -> None:
+        exact = self._mean_of_ranks(shards, residual.dtype)
+        kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
+        residual.copy_(torch.where(ok, residual + kept_back / scale, residual))
+
+    def _mean_of_ranks(self, shards: Payload, dtype: torch.dtype) -> Tensor:
+        rows = [tuple(plane[r : r + 1] for plane in shards) for r in range(self.world_size)]
+        return self._weighted_sum(rows, dtype, weight=1.0 / self.world_size)
+
+    def _weighted_sum(
+        self,
+        payloads: Sequence[Payload],
+        dtype: torch.dtype,
+        *,
+        weight: float,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """In the order given. Each is weighted before it is added: a mean does not overflow."""
+        first, *others = payloads
+        total = self.codec.decode(first, dtype, keys)
+        total = total * weight if weight != 1 else total
+        for payload in others:
+            total = self.codec.add(total, payload, weight=weight, keys=keys)
+        return total
+
+
+class Kernels:
+    """The four passes of one codec for gradients of one dtype."""
+
+    def __init__(
+        self, codec: BlockCodec, *, memory: Memory, factors: Factors, world_size: int
+    ) -> None:
+        self.codec, self.memory = codec, memory
+        self.passes = Passes(codec, memory, factors, world_size)
+        self._fused: dict[str, Callable[..., None]] = {}
+
+    def encode(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        """``own <- C(pending)``, with error feedback ``C(grad + scale * residual)``."""
+        self._call("encode", grad, state, scale, keys, own)
+
+    def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
+        """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
+        self._call("reduce", shards, keys, mean)
+
+    def settle(
+        self,
+        grad: Tensor,
+        state: State,
+        scale: Tensor,
+        ok: Tensor,
+        keys: Tensor | None,
+        own: Payload,
+        payloads: Sequence[Payload],
+    ) -> None:
+        """``state <- what D(own) did not say`` if ``ok``, and ``grad <- mean of D(payloads)``."""
+        self._call("settle", grad, state, scale, ok, keys, own, tuple(payloads))
 
     def carry(
         self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload
@@ -86,71 +160,13 @@ class Kernels:
             getattr(self.passes, name)(*_cut(tensors, slice(start, start + step)))
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The arithmetic itself; see :class:`Kernels` for what each pass does."""
-
-    codec: Codec
-    factors: Factors
-    world_size: int
-
-    def encode(self, grad: Tensor, residual: Tensor | None, scale: Tensor, own: Payload) -> None:
-        x = _with_residual(grad, residual, scale)
-        if self.factors.encode != 1:
-            x = x * self.factors.encode
-        _write(own, self.codec.encode(x))
-
-    def reduce(self, shards: Payload, mean: Payload) -> None:
-        _write(mean, self.codec.encode(self._mean_of_ranks(shards, torch.float32)))
-
-    def settle(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        scale: Tensor,
-        ok: Tensor,
-        own: Payload,
-        payloads: Sequence[Payload],
-    ) -> None:
-        dtype = compute_dtype(grad.dtype)
-        if residual is not None:
-            sent = self.codec.decode(own, dtype) * self.factors.own
-            lost = (_with_residual(grad, residual, scale) - sent) / scale
-            residual.copy_(torch.where(ok, lost, residual))
-        grad.copy_(self._weighted_sum(payloads, dtype, weight=self.factors.mean))
-
-    def carry(
-        self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload
-    ) -> None:
-        exact = self._mean_of_ranks(shards, residual.dtype)
-        kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
-        residual.copy_(torch.where(ok, residual + kept_back / scale, residual))
-
-    def _mean_of_ranks(self, shards: Payload, dtype: torch.dtype) -> Tensor:
-        rows = [tuple(plane[r : r + 1] for plane in shards) for r in range(self.world_size)]
-        return self._weighted_sum(rows, dtype, weight=1.0 / self.world_size)
-
-    def _weighted_sum(
-        self, payloads: Sequence[Payload], dtype: torch.dtype, *, weight: float
-    ) -> Tensor:
-        """In the order given. Each is weighted before it is added: a mean does not overflow."""
-        total: Tensor | None = None
-        for payload in payloads:
-            part = self.codec.decode(payload, dtype)
-            part = part * weight if weight != 1 else part
-            total = part if total is None else total + part
-        assert total is not None
-        return total
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Arithmetic and residuals are in float32, or in float64 for float64 gradients."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _with_residual(grad: Tensor, residual: Tensor | None, scale: Tensor) -> Tensor:
-    x = grad.to(compute_dtype(grad.dtype))
-    return x if residual is None else x + residual * scale
+def _widened(grad: Tensor) -> Tensor:
+    return grad.to(compute_dtype(grad.dtype))
 
 
 def _write(out: Payload, values: Payload) -> None:

@@ -1,11 +1,15 @@
-"""Which codec a parameter gets at a step. Policy lives here and never in an algorithm."""
+"""Where the parameters of a bucket lie, and which codec each of them gets at a step."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dist.codecs import Codec, NoCompression, Uncompressed
-from lightning_dist.settings import Settings
+from torch import Tensor
+
+from lightning_dist.codecs import Codec
+from lightning_dist.codecs.base import Shape
 
 
 @dataclass(frozen=True)
@@ -14,20 +18,26 @@ class Slot:
 
     name: str
     offset: int  # elements from the start of the bucket
-    numel: int
-    ndim: int
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, bucket: Tensor) -> Tensor:
+        """The flat view ``(numel,)`` of this parameter in ``bucket``."""
+        return bucket[self.offset : self.offset + self.numel]
 
 
-def compression_is_on(settings: Settings, *, step: int) -> bool:
-    """Whether synchronised step ``step`` (from 0) compresses at all."""
-    return step >= settings.start_step
-
-
-def choose_codec(settings: Settings, slot: Slot, *, step: int) -> Codec:
-    """Small and 1-D tensors stay uncompressed: few bytes, and the most sensitive ones."""
-    if not compression_is_on(settings, step=step):
-        return NoCompression()
-    worth_it = slot.ndim >= 2 and slot.numel >= settings.min_compress_numel
-    if worth_it or settings.min_compress_numel == 0 or settings.codec.lossless:
-        return settings.codec
-    return Uncompressed() if settings.codec.exchange == "two_shot" else NoCompression()
+def slots_by_codec(
+    policy: Codec, names: Sequence[str], shapes: Sequence[Shape], *, step: int
+) -> Mapping[Codec, Sequence[Slot]]:
+    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not."""
+    found: dict[Codec, list[Slot]] = {}
+    offset = 0
+    for name, shape in zip(names, shapes, strict=True):
+        slot = Slot(name, offset, shape)
+        offset += slot.numel
+        if slot.numel:
+            found.setdefault(policy.for_tensor(name, shape, step=step), []).append(slot)
+    return found

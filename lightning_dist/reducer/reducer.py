@@ -8,7 +8,7 @@ buckets keep their local gradients and the received payloads wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import Slot, choose_codec, compression_is_on
+from lightning_dist.reducer.policy import slots_by_codec
 from lightning_dist.reducer.residuals import STATE_VERSION, Residuals, check_state
+from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane
@@ -48,6 +50,7 @@ class _Job:
     parameters: Sequence[Tensor]
     done: Future[Tensor]
     lanes: Sequence[Lane] = ()
+    unused: Mapping[str, Tensor] = field(default_factory=dict)  # gradients to leave as they were
 
     def chunks(self) -> list[Chunk]:
         return [chunk for lane in self.lanes for chunk in lane.chunks]
@@ -58,7 +61,7 @@ class Reducer:
 
     Args:
         names: name of every parameter.
-        residuals: to go on from; empty by default.
+        state: to go on from; empty by default.
         grad_scale: the current scale of a GradScaler as a 0-d tensor, or None for 1. Residuals are
             kept unscaled, so that a change of the scale does not change their weight.
         find_unused: whether DDP looks for parameters without a gradient.
@@ -71,19 +74,23 @@ class Reducer:
         *,
         settings: Settings,
         network: Network,
-        residuals: Residuals | None = None,
+        state: ReducerState | None = None,
         grad_scale: Callable[[], Tensor | None] = lambda: None,
         find_unused: bool = False,
         watch: ExposureWatch | None = None,
     ) -> None:
         self.settings, self.network = settings, network
-        self.residuals = Residuals() if residuals is None else residuals
+        self.state = ReducerState() if state is None else state
+        self.adjustment: Adjustment | None = None
+        """Changes a bucket's local gradients before they are compressed; see OneBitAdam."""
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
         self._names, self._grad_scale = names, grad_scale
+        self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
         self._watch = watch
-        self.planner = Planner(network, self.residuals, error_feedback=settings.error_feedback)
+        self.planner = Planner(network, self.state, error_feedback=settings.error_feedback)
+        self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
         self._in_flight: list[_Job] = []
@@ -112,14 +119,16 @@ class Reducer:
     def _process(self, job: _Job) -> None:
         self._enter(job)
         job.lanes = self._lanes(job)
+        job.unused = self._unused_here(job)
+        self._adjust(job)
         for chunk in job.chunks():
-            chunk.encode(self._scale)
-            if self.settings.error_feedback:
+            chunk.encode(self._scale, step=self.step)
+            if self._keeps_state:
                 self._finite.append(chunk.finite())
-            chunk.exchange.issue()
+            chunk.issue()
         verdict = self._ask() if job.is_last else None
         for chunk in job.chunks():
-            chunk.exchange.advance()
+            chunk.advance()
         if job.is_last:
             self._settle(verdict)
 
@@ -132,14 +141,15 @@ class Reducer:
             for lane in job.lanes:
                 settle_lane(
                     lane,
-                    job.gradients,
-                    self.residuals,
+                    self.state,
                     scale=self._scale,
                     ok=ok.to(self.network.device),
-                    rank=self.network.rank,
                     unused=unused,
                 )
                 self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+                if not lane.codec.lossless:
+                    for slot in (slot for slot in lane.slots if slot.name in unused):
+                        slot.of(job.gradients).copy_(job.unused[slot.name])
         self.step += 1
         self.stats.end_step()
         self._note_exposure(jobs)
@@ -150,7 +160,7 @@ class Reducer:
     def _ask(self) -> Verdict | None:
         lanes = [lane for job in self._in_flight for lane in job.lanes]
         finite, self._finite = self._finite, []
-        if self._usage is None and not any(lane.keeps_residual for lane in lanes):
+        if self._usage is None and not self._keeps_state:
             return None  # nothing to decide
         used: dict[str, bool] = {}
         if self._usage is not None:
@@ -163,7 +173,7 @@ class Reducer:
             # The last backward was cut short by an exception. Its payloads must land before their
             # buffers are used again; its residuals were never touched.
             for chunk in [chunk for stale in self._in_flight for chunk in stale.chunks()]:
-                chunk.exchange.wait()
+                chunk.wait()
             self._in_flight, self._finite = [], []
         if not self._in_flight:
             scale = self._grad_scale()
@@ -171,28 +181,39 @@ class Reducer:
         self._in_flight.append(job)
 
     def _lanes(self, job: _Job) -> Sequence[Lane]:
-        on = compression_is_on(self.settings, step=self.step)
-        key = (job.gradients.data_ptr(), tuple(map(id, job.parameters)), on)
+        stage = self._policy.stage(self.step)
+        key = (job.gradients.data_ptr(), tuple(map(id, job.parameters)), stage)
         cached_key, lanes = self._plans.get(job.index, (None, ()))
         if key == cached_key:
             return lanes
+        # DDP has rebuilt its buckets, or the policy changes: free what belonged to the old ones.
         for index in [index for index in self._plans if index >= job.index]:
-            del self._plans[
-                index
-            ]  # DDP has rebuilt its buckets: free what belonged to the old ones
-        slots_of: dict[Any, list[Slot]] = {}
-        offset = 0
-        for parameter in job.parameters:
-            slot = Slot(self._names[parameter], offset, parameter.numel(), parameter.dim())
-            offset += slot.numel
-            if slot.numel:
-                codec = choose_codec(self.settings, slot, step=self.step)
-                slots_of.setdefault(codec, []).append(slot)
+            del self._plans[index]
+        names = [self._names[parameter] for parameter in job.parameters]
+        shapes = [tuple(parameter.shape) for parameter in job.parameters]
+        slots_of = slots_by_codec(self._policy, names, shapes, step=self.step)
         lanes = [
             self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
         ]
         self._plans[job.index] = (key, lanes)
         return lanes
+
+    def _unused_here(self, job: _Job) -> Mapping[str, Tensor]:
+        """Gradients that DDP may want back as they are: what no backward has used on this rank."""
+        if self._usage is None:
+            return {}
+        slots = [slot for lane in job.lanes for slot in lane.slots]
+        return {
+            slot.name: slot.of(job.gradients).clone()
+            for slot in slots
+            if slot.name not in self._usage
+        }
+
+    def _adjust(self, job: _Job) -> None:
+        for lane in job.lanes:
+            clip_lane(lane, job.gradients, self._scale, world_size=self.network.world_size)
+            if self.adjustment is not None:
+                self.adjustment(lane.slots, job.gradients, self._scale)
 
     def _guarded(self, job: _Job) -> None:
         try:
@@ -217,6 +238,11 @@ class Reducer:
         if self._watch.done:
             self._watch = None
 
+    @property
+    def residuals(self) -> Residuals:
+        """What this rank still owes, by parameter name."""
+        return self.state.residuals
+
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent: totals, ``last_step`` and ``per_codec``; see the guide."""
         return self.stats.as_mapping()
@@ -230,24 +256,25 @@ class Reducer:
         """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
         chunks = [c for _, lanes in self._plans.values() for lane in lanes for c in lane.chunks]
         return {
-            "residual_bytes": self.residuals.nbytes,
-            "buffer_bytes": sum(chunk.exchange.nbytes for chunk in chunks),
+            "residual_bytes": self.state.nbytes,
+            "buffer_bytes": sum(chunk.nbytes for chunk in chunks),
         }
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
 
         Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
-        as ``{parameter name: (W, numel)}`` on the CPU, unscaled.
+        as ``{parameter name: (W, numel)}`` on the CPU, unscaled. With ``dgc`` also ``"momenta"``,
+        with ``powersgd`` ``"factors"``.
         """
-        residuals = self.residuals.gather(self.network.data, device=self.network.device)
-        if residuals is None:
+        state = self.state.gather(self.network.data, device=self.network.device)
+        if state is None:
             return None
         return {
             "version": STATE_VERSION,
             "world_size": self.network.world_size,
             "step": self.step,
-            "residuals": residuals,
+            **state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -257,13 +284,11 @@ class Reducer:
         """
         self._plans.clear()  # they hold views of the old residuals
         if state is None:
-            self.residuals.load({}, rank=0, world_size=1)
+            self.state.load({}, rank=0, world_size=1)
             self.step = 0
             return
         check_state(state)
-        self.residuals.load(
-            state["residuals"], rank=self.network.rank, world_size=self.network.world_size
-        )
+        self.state.load(state, rank=self.network.rank, world_size=self.network.world_size)
         self.step = int(state["step"])
 
     def close(self) -> None:
@@ -275,7 +300,7 @@ class Reducer:
         if self._usage is not None:
             self._usage.close()
         self._plans.clear()
-        self.residuals.to(torch.device("cpu"))
+        self.state.to(torch.device("cpu"))
 
 
 def _value(done: Future[Tensor]) -> Tensor:

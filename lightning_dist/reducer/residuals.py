@@ -28,6 +28,9 @@ class Residuals:
     def names(self) -> list[str]:
         return list(self._flat)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._flat
+
     def __getitem__(self, name: str) -> Tensor:
         return self._flat[name]
 

@@ -24,6 +24,10 @@ class Usage:
             if parameter.requires_grad
         ]
 
+    def __contains__(self, name: object) -> bool:
+        """Complete for the parameters of a bucket once DDP hands the bucket over."""
+        return name in self._used
+
     def take(self) -> set[str]:
         """Names used since the last call. The hooks run before DDP's, so the set is complete."""
         used, self._used = self._used, set()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.residuals import Residuals
+from lightning_dist.reducer.state import ReducerState
 
 
 class Verdict:
@@ -57,25 +57,17 @@ class Verdict:
 
 
 def settle_lane(
-    lane: Lane,
-    bucket: Tensor,
-    residuals: Residuals,
-    *,
-    scale: Tensor,
-    ok: Tensor,
-    rank: int,
-    unused: set[str],
+    lane: Lane, state: ReducerState, *, scale: Tensor, ok: Tensor, unused: set[str]
 ) -> None:
-    """Decode ``lane`` into ``bucket`` and commit its residuals, except those of ``unused``.
+    """Decode ``lane`` into its bucket and commit its state, except that of ``unused`` parameters.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
-    stays owed; and a gradient that it has from an earlier backward pass stays as it is.
+    stays owed.
     """
-    untouched = [slot for slot in lane.slots if slot.name in unused and not lane.codec.lossless]
-    kept = [bucket[slot.offset : slot.offset + slot.numel] for slot in untouched]
-    kept += [residuals[slot.name] for slot in untouched if lane.keeps_residual]
+    names = [slot.name for slot in lane.slots if slot.name in unused]
+    kept = [store[n] for n in names for store in (state.residuals, state.momenta) if n in store]
     before = [tensor.clone() for tensor in kept]
     for chunk in lane.chunks:
-        chunk.settle(scale, ok, rank)
+        chunk.settle(scale, ok)
     for tensor, value in zip(kept, before, strict=True):
         tensor.copy_(value)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs import Codec, Payload
+from lightning_dist.codecs import BlockCodec, Payload
 from lightning_dist.exchange.wire import row_bytes, views
 
 PASSES = ("encode", "settle", "reduce", "carry")
@@ -22,7 +22,7 @@ def in_a_bucket(shape: tuple[int, int, int], *, spare: int, offset: int, seed: i
     return flat.as_strided(shape, (stride, block, 1), offset)
 
 
-def on_the_wire(codec: Codec, rows: int, blocks: int, *, seed: int | None = None) -> Payload:
+def on_the_wire(codec: BlockCodec, rows: int, blocks: int, *, seed: int | None = None) -> Payload:
     """A payload inside a larger buffer: zeros, or an encoded gradient."""
     planes = codec.planes(torch.float32)
     buffer = torch.zeros(rows, row_bytes(planes, blocks + 3), dtype=torch.uint8)
@@ -35,7 +35,13 @@ def on_the_wire(codec: Codec, rows: int, blocks: int, *, seed: int | None = None
 
 
 def arguments(
-    codec: Codec, *, rows: int, blocks: int, offset: int = 0, ok: bool = True, scale: float = 8.0
+    codec: BlockCodec,
+    *,
+    rows: int,
+    blocks: int,
+    offset: int = 0,
+    ok: bool = True,
+    scale: float = 8.0,
 ) -> dict[str, tuple[Any, ...]]:
     """Arguments of every pass for ``rows`` ranks, another residual layout than gradient layout."""
     shape = (rows, blocks, codec.block)
@@ -47,14 +53,16 @@ def arguments(
     shards = on_the_wire(codec, rows, blocks, seed=5)
     mean = on_the_wire(codec, 1, blocks, seed=6)
     return {
-        "encode": (grad, residual, factor, on_the_wire(codec, rows, blocks)),
-        "settle": (grad, residual, factor, good, own, received),
-        "reduce": (shards, on_the_wire(codec, 1, blocks)),
+        "encode": (grad, (residual,), factor, None, on_the_wire(codec, rows, blocks)),
+        "settle": (grad, (residual,), factor, good, None, own, received),
+        "reduce": (shards, None, on_the_wire(codec, 1, blocks)),
         "carry": (residual[:1], factor, good, shards, mean),
     }
 
 
 def leaves(tree: Any) -> list[Tensor]:
+    if tree is None:
+        return []
     return [tree] if isinstance(tree, Tensor) else [leaf for part in tree for leaf in leaves(part)]
 
 

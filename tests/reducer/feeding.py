@@ -20,6 +20,28 @@ from lightning_dist.reducer.reducer import Reducer
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = dict[str, Tensor]
 
+EVERY_CODEC = (
+    "none",
+    "fp16",
+    "bf16",
+    "fp8:block_size=64",
+    "int8",
+    "int4:block_size=64",
+    "int4:block_size=64,hadamard=true",
+    "sign:block_size=64",
+    "topk:ratio=0.1,block_size=128",
+    "topk:ratio=0.1,block_size=128,values=int8",
+    "dgc:ratio=0.1,block_size=128",
+    "dgc:ratio=0.1,block_size=128,warmup_steps=4,clip=5.0",
+    "randomk:ratio=0.25,block_size=64",
+    "threshold:tau=1.5",
+    "powersgd:rank=2",
+    "powersgd:rank=2,two_phase=true",
+    "qsgd:block_size=64",
+    "terngrad:block_size=64",
+)
+"""Every row of the table, and options that are a way of their own; blocks that fit SHAPES."""
+
 SHAPES: Shapes = {"first": (40, 48), "bias": (40,), "second": (33, 50)}
 """With blocks of 256 no matrix is whole in blocks or rows; ``bias`` is 1-D."""
 
@@ -92,10 +114,18 @@ def digest(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:
     return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
 
 
+def held(reducer: Reducer) -> list[Tensor]:
+    """Everything a reducer keeps: residuals, momenta and factors, in one order."""
+    state = reducer.state
+    stores = (state.residuals, state.momenta)
+    kept = [store[name] for store in stores for name in sorted(store.names())]
+    factors = [factor for name in sorted(state.factors) for factor in state.factors[name]]
+    return [tensor.clone() for tensor in (*kept, *factors)]
+
+
 def step_digest(gradients: Tensors, reducer: Reducer) -> str:
-    """Digest of all that a step leaves: gradients and residuals."""
-    trees = (gradients, residuals(reducer))
-    return digest([tree[name] for tree in trees for name in sorted(tree)])
+    """Digest of all that a step leaves: gradients and state."""
+    return digest([gradients[name] for name in sorted(gradients)] + held(reducer))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
-from lightning_dist.reducer import plan
+from lightning_dist.reducer import block_plan as plan
 
 SHAPES = {
     "a": (40, 48),

@@ -16,18 +16,19 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
 from lightning_dist.reducer import fusing
-from lightning_dist.reducer.kernels import Factors, Kernels
+from lightning_dist.reducer.kernels import Factors, Kernels, Passes
+from lightning_dist.reducer.memory import ErrorFeedback
 
 CPU = torch.device("cpu")
 SIZE = 3  # with three ranks one variant has all four passes
 SHAPES = {"first": (128, 130), "bias": (130,), "second": (256, 128)}  # 16 blocks a row and more
 
-eager = Kernels(Int8(), factors=Factors(), world_size=SIZE)
+eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SIZE)
 
 
 @pytest.fixture(scope="module")
 def fused() -> Mapping[str, Callable[..., None]]:
-    variant = fusing.Variant(eager.passes, torch.float32, rows=SIZE, residual=True, device=CPU)
+    variant = fusing.Variant(eager.passes, torch.float32, rows=SIZE, device=CPU)
     return fusing.fused_passes(variant)
 
 
@@ -118,8 +119,8 @@ def test_without_a_compiler_auto_is_eager_and_true_is_refused(
 
 
 def other_variant(block_size: int) -> fusing.Variant:
-    passes = Kernels(Int8(block_size), factors=Factors(), world_size=2).passes
-    return fusing.Variant(passes, torch.float32, rows=1, residual=True, device=CPU)
+    passes = Passes(Int8(block_size), ErrorFeedback(), Factors(), 2)
+    return fusing.Variant(passes, torch.float32, rows=1, device=CPU)
 
 
 def test_a_broken_tool_chain_leaves_the_kernels_eager(

@@ -7,10 +7,23 @@ from functools import cache
 
 import pytest
 import torch
-from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, residuals, step_digest
+from feeding import (
+    EVERY_CODEC,
+    SHAPES,
+    Fed,
+    Tensors,
+    backward,
+    compressed,
+    digest,
+    feed,
+    held,
+    residuals,
+    step_digest,
+)
 from worlds import Rank, run_threads
 
 BAD_STEP, STEPS = 2, 5
+WITH_FEEDBACK = [c for c in EVERY_CODEC if not c.startswith(("none", "terngrad"))]
 SETTINGS = {"min_compress_numel": 256, "error_feedback": True}  # "bias" is not compressed
 
 
@@ -40,11 +53,16 @@ def run(rank: Rank, codec: str, bad: tuple[str, float] | None) -> Ran:
                 gradients = backward(model, feed(rank.rank, step))
                 ran.digests.append(step_digest(gradients, reducer))
             elif bad is not None:
-                before = digest(residuals(reducer))
+                before = digest(held(reducer))
                 gradients = backward(model, spoilt(rank.rank, *bad))
                 ran.finite = {n: bool(g.isfinite().all()) for n, g in gradients.items()}
-                ran.trace = digest(residuals(reducer)) != before
+                ran.trace = digest(held(reducer)) != before
     return ran
+
+
+def counts_steps(codec: str) -> bool:
+    """Whether the step number, which the bad step has raised, changes what is sent."""
+    return codec.startswith(("powersgd", "randomk", "qsgd", "dgc:ratio=0.1,block_size=128,warm"))
 
 
 @cache
@@ -56,7 +74,8 @@ def check(size: int, codec: str, name: str, value: float) -> None:
     ranks = run_threads(lambda rank: run(rank, codec, (name, value)), size)
     assert [ran.finite for ran in ranks] == [{n: n != name for n in SHAPES}] * size
     assert not any(ran.trace for ran in ranks)
-    assert [ran.digests for ran in ranks] == without_the_bad_step(size, codec)
+    if not counts_steps(codec):
+        assert [ran.digests for ran in ranks] == without_the_bad_step(size, codec)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -69,14 +88,14 @@ def test_a_bad_value_spoils_its_parameter_on_all_ranks_and_leaves_no_trace(
     check(size, "int8", name, value)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16"])
-def test_the_same_for_casts_with_error_feedback(codec: str) -> None:
-    check(2, codec, "second", torch.inf)
+@pytest.mark.parametrize("codec", [c for c in WITH_FEEDBACK if "int8" not in c])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_for_every_codec_with_error_feedback(codec: str, size: int) -> None:
+    check(size, codec, "second", torch.inf)
 
 
-@pytest.mark.parametrize(
-    ("codec", "size"), [("none", 3), ("fp16", 3), ("bf16", 3), ("int8", 2), ("int8", 3)]
-)
+@pytest.mark.parametrize("codec", [c for c in EVERY_CODEC if "dgc" not in c])
+@pytest.mark.parametrize("size", [2, 3])
 def test_without_error_feedback_all_ranks_see_it_too(codec: str, size: int) -> None:
     """A GradScaler on any rank must skip the step on all of them."""
 

@@ -1,79 +1,98 @@
-"""Which codec a tensor gets."""
+"""Which codec a tensor gets under the settings; the combinators alone are in tests/codecs."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dist.codecs import CODECS, NoCompression, Uncompressed
-from lightning_dist.reducer.policy import Slot, choose_codec, compression_is_on
+from lightning_dist.codecs import CODECS, BlockCodec, Codec, NoCompression, Uncompressed
+from lightning_dist.reducer.memory import ErrorFeedback, MomentumCorrection, NoMemory, memory_of
+from lightning_dist.reducer.policy import Slot, slots_by_codec
 from lightning_dist.settings import Settings
 
-codecs = st.sampled_from(sorted(CODECS))
-slots = st.builds(Slot, st.just("p"), st.just(0), st.integers(1, 10**6), st.integers(0, 4))
+# The others look at more than the number of elements, or change with the step.
+by_size_alone = [name for name in sorted(CODECS) if name not in ("powersgd", "dgc")]
+codecs = st.sampled_from(by_size_alone)
+shapes = st.lists(st.integers(1, 100), max_size=4).map(tuple)
 
 
-def choose(codec: str, numel: int, ndim: int, step: int = 0, **settings: Any) -> str:
-    slot = Slot("p", 0, numel, ndim)
-    return choose_codec(Settings.check(codec, **settings), slot, step=step).name
+def choose(codec: str, shape: tuple[int, ...], step: int = 0, **settings: Any) -> Codec:
+    return Settings.check(codec, **settings).policy.for_tensor("p", shape, step=step)
 
 
 @pytest.mark.parametrize(
-    ("numel", "ndim", "chosen"),
-    [(4096, 2, "int8"), (4095, 2, "none"), (10**6, 1, "none"), (10**6, 4, "int8"), (1, 0, "none")],
+    ("shape", "chosen"),
+    [
+        ((64, 64), "int8"),
+        ((4095, 1), "none"),
+        ((10**6,), "none"),
+        ((10, 10, 100, 100), "int8"),
+        ((), "none"),
+    ],
 )
-def test_int8_leaves_small_and_1d_tensors(numel: int, ndim: int, chosen: str) -> None:
-    assert choose("int8", numel, ndim) == chosen
+def test_int8_leaves_small_and_1d_tensors(shape: tuple[int, ...], chosen: str) -> None:
+    assert choose("int8", shape).name == chosen
 
 
-@given(codecs, slots, st.integers(0, 10**6))
-def test_the_size_that_is_asked_for_decides(codec: str, slot: Slot, least: int) -> None:
-    settings = Settings.check(codec, min_compress_numel=least)
-    large = slot.numel >= least and slot.ndim >= 2
+@given(codecs, shapes, st.integers(0, 10**6))
+def test_the_size_that_is_asked_for_decides(codec: str, shape: tuple[int, ...], least: int) -> None:
+    large = math.prod(shape) >= least and len(shape) >= 2
     expected = codec if large or least == 0 else "none"
-    assert choose_codec(settings, slot, step=0).name == expected
+    assert choose(codec, shape, min_compress_numel=least).name == expected
 
 
-@given(codecs, slots)
-def test_zero_compresses_everything(codec: str, slot: Slot) -> None:
+@given(codecs, shapes)
+def test_zero_compresses_everything(codec: str, shape: tuple[int, ...]) -> None:
     settings = Settings.check(codec, min_compress_numel=0)
-    assert choose_codec(settings, slot, step=0) is settings.codec
+    assert settings.policy.for_tensor("p", shape, step=0) is settings.codec
 
 
-@given(slots)
-def test_casts_compress_everything_by_default(slot: Slot) -> None:
+@given(shapes)
+def test_casts_compress_everything_by_default(shape: tuple[int, ...]) -> None:
     for codec in ("fp16", "bf16"):
-        assert choose_codec(Settings.check(codec), slot, step=0).name == codec
+        assert choose(codec, shape).name == codec
 
 
-@given(codecs, slots, st.integers(0, 20), st.integers(0, 20))
+@given(codecs, shapes, st.integers(0, 20), st.integers(0, 20))
 def test_before_the_start_step_all_is_as_in_ddp(
-    codec: str, slot: Slot, start: int, step: int
+    codec: str, shape: tuple[int, ...], start: int, step: int
 ) -> None:
     """One allreduce a bucket, and not the two-shot exchange that small tensors get later."""
-    settings = Settings.check(codec, start_step=start)
-    assert compression_is_on(settings, step=step) == (step >= start)
+    chosen = choose(codec, shape, step, start_step=start)
     if step < start:
-        assert choose_codec(settings, slot, step=step) == NoCompression()
+        assert chosen == NoCompression()
     else:
-        assert choose_codec(settings, slot, step=step) == choose_codec(settings, slot, step=10**9)
+        assert chosen == choose(codec, shape, 10**9, start_step=start)
 
 
 def test_small_tensors_travel_as_their_neighbours_do() -> None:
     """Beside a block codec they are added by us, in rank order; beside a cast by the ring."""
-    small = Slot("p", 0, 10, 2)
-    beside_int8 = choose_codec(Settings.check("int8"), small, step=0)
-    beside_fp16 = choose_codec(Settings.check("fp16", min_compress_numel=100), small, step=0)
-    assert beside_int8 == Uncompressed()
-    assert beside_fp16 == NoCompression()
-    assert type(beside_fp16) is not type(beside_int8)
+    assert choose("int8", (5, 2)) == Uncompressed()
+    assert choose("fp16", (5, 2), min_compress_numel=100) == NoCompression()
+    assert type(choose("int8", (5, 2))) is not type(choose("fp16", (5, 2), min_compress_numel=100))
 
 
 def test_error_feedback_is_on_where_the_codec_needs_it() -> None:
-    chosen = {codec: Settings.check(codec).error_feedback for codec in CODECS}
-    assert chosen == {"none": False, "fp16": False, "bf16": False, "int8": True}
-    assert Settings.check("fp16", error_feedback=True).error_feedback
-    assert not Settings.check("int8", error_feedback=False).error_feedback
+    chosen = {name: type(memory_of(make(), "auto")) for name, make in CODECS.items()}
+    none = {"none", "fp16", "bf16", "qsgd", "terngrad"}
+    expected = {name: NoMemory if name in none else ErrorFeedback for name in CODECS}
+    assert chosen == expected | ({"dgc": MomentumCorrection} if "dgc" in CODECS else {})
+    assert memory_of(CODECS["fp16"](), True) == ErrorFeedback()
+    assert memory_of(CODECS["int8"](), False) == NoMemory()
+    assert memory_of(CODECS["none"](), True) == NoMemory()
+
+
+def test_a_bucket_is_sorted_by_codec() -> None:
+    """Offsets count the empty parameters' neighbours, not the empty ones."""
+    policy = Settings.check("int8").policy
+    shapes = [(64, 64), (3,), (0, 5), (128, 64)]
+    found = slots_by_codec(policy, ["a", "b", "empty", "c"], shapes, step=0)
+    assert found == {
+        CODECS["int8"](): [Slot("a", 0, (64, 64)), Slot("c", 4099, (128, 64))],
+        Uncompressed(): [Slot("b", 4096, (3,))],
+    }
+    assert all(isinstance(codec, BlockCodec) for codec in found)

@@ -1,0 +1,112 @@
+"""``int4``: half a byte an element and one scale a block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.scales import (
+    HEADROOM,
+    SMALLEST_NORMAL,
+    block_scale,
+    pack,
+    per_step,
+    unpack,
+)
+
+_LEVELS = 7
+
+
+@dataclass(frozen=True)
+class Int4(BlockCodec):
+    """Blockwise absmax quantisation to ``q`` in [-7, 7]: ``q = round(x / s)``, ``s = amax / 7``.
+
+    ``|x - q s| <= s/2``, ``s <= 1.008 amax / 7``. With ``hadamard`` each block is rotated first,
+    which spreads a spike over the block: for heavy-tailed gradients four times less squared error
+    with blocks of 128, for Gaussian ones no gain, and the rotation costs time. Two codes share a
+    byte. The rotation back is done on integers, so it too is exact in float32.
+
+    Wire bytes per rank and step: ``2 (W-1)/W * n (1/2 + 2/block)``, 7.75 times less than float32.
+    State: one residual per element (error feedback), without which 4 bits cost accuracy. Use it
+    where int8 still waits for the link, below about 1 Gbit/s.
+
+    4-bit gradients with a 128-Hadamard rotation: SDP4Bit (arXiv 2410.15526); ZeRO++ (arXiv
+    2306.10209) sends 4 bits between hosts.
+    """
+
+    block_size: int = 128  # smaller: finer scales, more bytes for them
+    hadamard: bool = False
+
+    name: ClassVar[str] = "int4"
+    exchange: ClassVar[ExchangeName] = "two_shot"
+    min_numel: ClassVar[int] = 4096
+    keeps_residual: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 16 <= self.block_size <= 65536 or self.block_size % 16:
+            raise ValueError(
+                f"int4: block_size must be a multiple of 16 from 16 to 65536, got "
+                f"{self.block_size}; 128 is the measured default"
+            )
+        if self.hadamard and (self.block_size & (self.block_size - 1) or self.block_size > 1024):
+            raise ValueError(
+                f"int4: hadamard needs a block_size that is a power of two up to 1024, got "
+                f"{self.block_size}; use 128, or leave hadamard out"
+            )
+
+    @property
+    def block(self) -> int:
+        return self.block_size
+
+    @property
+    def fusable(self) -> bool:  # type: ignore[override]  # a rotation is a matrix product
+        return not self.hadamard
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size // 2)
+
+    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
+        if self.hadamard:
+            # Divided by the block size: the rotation back multiplies by 1 and -1 only.
+            x = (x / self.block_size) @ _hadamard(self.block_size, x.dtype, x.device)
+        scale = block_scale(x.abs().amax(-1, keepdim=True), levels=_LEVELS)
+        codes = torch.round(x * per_step(scale)) + _LEVELS
+        return scale.to(torch.bfloat16), pack(codes, bits=4)
+
+    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
+        scale, packed = payload
+        codes = unpack(packed, bits=4).to(dtype) - _LEVELS
+        if self.hadamard:
+            codes = codes @ _hadamard(self.block_size, dtype, packed.device)
+        return codes * scale.to(dtype)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        amax = x.abs().amax(-1, keepdim=True)
+        amax = torch.where(amax <= torch.finfo(torch.float32).max, amax, torch.inf)
+        half_step = HEADROOM / _LEVELS / 2 * (1 + 1e-4)
+        if self.hadamard:
+            # The rotated block's largest element is at most sum|x|; errors of all codes add up.
+            sizes = x.abs() / self.block_size
+            half_step *= self.block_size
+            amax = torch.where(amax.isfinite(), sizes.sum(-1, keepdim=True), torch.inf)
+        return amax * half_step + self.block_size * 8 * SMALLEST_NORMAL
+
+    def finite(self, payload: Payload) -> Tensor:
+        return payload[0].isfinite().all()
+
+
+@cache
+def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The symmetric ``(size, size)`` matrix of 1 and -1 with ``H @ H == size * I`` (Sylvester)."""
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    for _ in range(int(math.log2(size))):
+        matrix = torch.cat(
+            [torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)]
+        )
+    return matrix

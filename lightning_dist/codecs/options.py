@@ -1,0 +1,53 @@
+"""Codecs from text: ``"int8"``, ``"topk:ratio=0.01"``, ``"powersgd:rank=4,two_phase=true"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
+
+from lightning_dist.codecs.base import Codec
+
+_TRUTH = {"true": True, "false": False}
+
+
+def parse_codec(text: str, table: Mapping[str, type[Codec]]) -> Codec:
+    """``name`` or ``name:option=value,option=value``.
+
+    Raises:
+        ValueError: unknown name or option, or a value of the wrong kind or out of range.
+    """
+    name, _, options = text.partition(":")
+    if name not in table:
+        raise ValueError(
+            f"codec must be one of {', '.join(map(repr, table))}, with options as in "
+            f"'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128)"
+            f", got {text!r}"
+        )
+    kind = table[name]
+    known = {field.name: field for field in fields(kind)}
+    values = {}
+    for option in filter(None, options.split(",")):
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or key not in known:
+            listed = ", ".join(f"{f.name}={f.default}" for f in known.values()) or "no options"
+            raise ValueError(
+                f"codec {name!r} takes {listed}; got {option.strip()!r} in {text!r}, write "
+                f"'{name}:option=value,option=value'"
+            )
+        values[key] = _value(value, known[key], kind, text)
+    return kind(**values)
+
+
+def _value(value: str, field: Field[Any], kind: type[Codec], text: str) -> Any:
+    wanted = get_type_hints(kind)[field.name]
+    try:
+        if wanted is bool:
+            return _TRUTH[value.lower()]
+        return wanted(value)
+    except (KeyError, ValueError):
+        listed = "true or false" if wanted is bool else f"a {wanted.__name__}"
+        raise ValueError(
+            f"option {field.name} of codec {kind.name!r} must be {listed}, got {value!r} in "
+            f"{text!r}"
+        ) from None

@@ -1,0 +1,130 @@
+"""Which codec a parameter gets, and when: codecs that choose among codecs.
+
+Each is a codec itself, so they nest, and none of the algorithms knows of them::
+
+    by_name("int8", {r"head\\.weight": "int4", r"embed": "none"})
+    warmup({0: "none", 200: "int8", 1000: by_size("powersgd:rank=4", min_numel=65536)})
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_dist.codecs.base import Codec, ExchangeName, Shape
+from lightning_dist.codecs.none import NoCompression, Uncompressed
+
+NORMS_BIASES_EMBEDDINGS = (
+    r"(?i)(^|[._])(bias|norm\w*|ln\w*|bn\w*|\w+norm|wte|wpe|emb\w*|\w+_emb|\w*embeddings?)\d*(\.|$)"
+)
+"""The parameter names that :func:`by_name` leaves uncompressed by default."""
+
+
+@dataclass(frozen=True)
+class _Policy(Codec):
+    """Answers :meth:`for_tensor` with other codecs and never encodes itself."""
+
+    exchange: ClassVar[ExchangeName] = "allreduce"
+
+    def _inner(self) -> tuple[Codec, ...]:
+        raise NotImplementedError
+
+    def stage(self, step: int) -> Hashable:
+        return tuple(codec.stage(step) for codec in self._inner())
+
+    def leaves(self) -> tuple[Codec, ...]:
+        found = (leaf for codec in self._inner() for leaf in codec.leaves())
+        return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class BySize(_Policy):
+    """See :func:`by_size`."""
+
+    codec: Codec
+    smallest: int | None  # None: the codec's own min_numel
+
+    name: ClassVar[str] = "by_size"
+
+    def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
+        codec = self.codec.for_tensor(name, shape, step=step)
+        least = codec.min_numel if self.smallest is None else self.smallest
+        large = len(shape) >= 2 and math.prod(shape) >= least
+        return codec if large or least == 0 or codec.lossless else _raw_beside(codec)
+
+    def _inner(self) -> tuple[Codec, ...]:
+        return (self.codec,)
+
+    def leaves(self) -> tuple[Codec, ...]:
+        return tuple(dict.fromkeys([*self.codec.leaves(), *map(_raw_beside, self.codec.leaves())]))
+
+
+@dataclass(frozen=True)
+class ByName(_Policy):
+    """See :func:`by_name`."""
+
+    otherwise: Codec
+    rules: tuple[tuple[str, Codec], ...]
+
+    name: ClassVar[str] = "by_name"
+
+    def __post_init__(self) -> None:
+        for pattern, _ in self.rules:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"by_name: patterns must be regular expressions, got {pattern!r}: {error}"
+                ) from None
+
+    def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
+        otherwise = self.otherwise.for_tensor(name, shape, step=step)
+        for pattern, codec in self.rules:
+            if re.search(pattern, name):
+                found = codec.for_tensor(name, shape, step=step)
+                return _raw_beside(otherwise) if found.lossless else found
+        return otherwise
+
+    def _inner(self) -> tuple[Codec, ...]:
+        return (self.otherwise, *(codec for _, codec in self.rules))
+
+    def leaves(self) -> tuple[Codec, ...]:
+        return tuple(dict.fromkeys([*super().leaves(), *map(_raw_beside, self.otherwise.leaves())]))
+
+
+@dataclass(frozen=True)
+class Schedule(_Policy):
+    """See :func:`warmup` and :func:`after_steps`."""
+
+    stages: tuple[tuple[int, Codec], ...]  # (first step, codec), ascending from 0
+
+    name: ClassVar[str] = "warmup"
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.stages]
+        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+            raise ValueError(
+                f"warmup: steps must begin at 0 and ascend, got {steps}; write "
+                "warmup({0: 'none', 500: 'int8'})"
+            )
+
+    def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
+        return self._at(step)[1].for_tensor(name, shape, step=step)
+
+    def stage(self, step: int) -> Hashable:
+        first, codec = self._at(step)
+        return first, codec.stage(step)
+
+    def _at(self, step: int) -> tuple[int, Codec]:
+        return [stage for stage in self.stages if stage[0] <= step][-1]
+
+    def _inner(self) -> tuple[Codec, ...]:
+        return tuple(codec for _, codec in self.stages)
+
+
+def _raw_beside(codec: Codec) -> Codec:
+    """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
+    return NoCompression() if codec.exchange == "allreduce" else Uncompressed()

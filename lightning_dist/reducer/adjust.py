@@ -1,0 +1,34 @@
+"""What happens to local gradients before they are compressed, in place in the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.policy import Slot
+
+
+class Adjustment(Protocol):
+    """Changes the local gradients of ``slots`` in the flat ``bucket``, which carries ``scale``."""
+
+    def __call__(self, slots: Sequence[Slot], bucket: Tensor, scale: Tensor) -> None: ...
+
+
+def clip_lane(lane: Lane, bucket: Tensor, scale: Tensor, *, world_size: int) -> None:
+    """DGC's local clipping: every tensor to a norm of ``clip / sqrt(W)``.
+
+    So that the sum of the ranks' gradients has the norm ``clip`` if they are independent. Per
+    tensor, since a bucket knows nothing of the others; a norm that is not finite stays so.
+    """
+    clip = lane.codec.local_clip
+    if not clip:
+        return
+    for slot in lane.slots:
+        gradient = slot.of(bucket)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        most = scale * (clip * world_size**-0.5)
+        gradient.mul_((most / norm.clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0))

@@ -1,0 +1,122 @@
+"""Chunks of block codecs: pieces of gradients, their exchange and their kernels.
+
+Chunks exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
+ones 96 %, and one chunk is encoded while another travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.codecs.base import Payload
+from lightning_dist.exchange.rounds import Exchange, TwoShot
+from lightning_dist.exchange.traffic import Sent
+from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.kernels import Kernels
+from lightning_dist.reducer.keys import ChunkKeys
+
+
+@dataclass
+class Piece:
+    """Views of one parameter's part of a chunk; ``staged`` where rows are not filled."""
+
+    name: str
+    grad: Tensor  # (rows, blocks, block)
+    state: tuple[Tensor, ...]  # as the memory says, each like grad
+    columns: slice  # blocks of the chunk's payload
+    numbers: Tensor  # (rows, blocks, 1) int32: which block of its parameter each one is
+    staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
+
+    def load(self) -> None:
+        if self.staged:
+            for copy in (self.grad, *self.state):
+                copy.zero_()
+            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
+
+    def store(self) -> None:
+        if self.staged:
+            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
+
+
+class BlockChunk(Chunk):
+    """Pieces that travel together."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        exchange: Exchange,
+        kernels: Kernels,
+        *,
+        keys: ChunkKeys | None,
+        rank: int,
+    ) -> None:
+        self.pieces, self.exchange, self.kernels = pieces, exchange, kernels
+        self._keys, self._rank = keys, rank
+        self._own = [_columns(exchange.own, piece.columns) for piece in pieces]
+        self._payloads = [
+            tuple(_columns(payload, piece.columns) for payload in exchange.payloads)
+            for piece in pieces
+        ]
+        # An exchange on the bucket's own memory needs no decoding back into it.
+        self._in_place = exchange.own[0].data_ptr() == pieces[0].grad.data_ptr()
+
+    @override
+    def encode(self, scale: Tensor, *, step: int) -> None:
+        if self._keys is not None:
+            self._keys.draw(step)
+        for piece, own in zip(self.pieces, self._own, strict=True):
+            piece.load()
+            self.kernels.encode(piece.grad, piece.state, scale, self._keys_of(piece), own)
+
+    @override
+    def finite(self) -> Tensor:
+        return self.kernels.codec.finite(self.exchange.own)
+
+    @override
+    def issue(self) -> None:
+        self.exchange.issue()
+
+    @override
+    def advance(self) -> None:
+        self.exchange.advance()
+
+    @override
+    def wait(self) -> None:
+        self.exchange.wait()
+
+    @override
+    def settle(self, scale: Tensor, ok: Tensor) -> None:
+        self.wait()
+        if self._in_place:
+            return
+        for piece, own, payloads in zip(self.pieces, self._own, self._payloads, strict=True):
+            keys = self._keys_of(piece)
+            self.kernels.settle(piece.grad, piece.state, scale, ok, keys, own, payloads)
+            if piece.state and isinstance(self.exchange, TwoShot):
+                shards = _columns(self.exchange.shards, piece.columns)
+                mean = _columns(self.exchange.mean, piece.columns)
+                row = piece.state[0][self._rank : self._rank + 1]
+                self.kernels.carry(row, scale, ok, shards, mean)
+            piece.store()
+
+    @property
+    @override
+    def sent(self) -> Sent:
+        return self.exchange.sent
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.exchange.nbytes
+
+    def _keys_of(self, piece: Piece) -> Tensor | None:
+        return None if self._keys is None else self._keys.encode[:, piece.columns]
+
+
+def _columns(payload: Payload, columns: slice) -> Payload:
+    return tuple(plane[:, columns] for plane in payload)

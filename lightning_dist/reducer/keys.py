@@ -1,0 +1,52 @@
+"""Counters for stochastic codecs: where the randomness of a chunk comes from.
+
+A key depends on the codec (and its seed), the step, the parameter, the block in it and the rank;
+on nothing that a bucket layout, a restart or a kernel's cut could change.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import BlockCodec
+from lightning_dist.codecs.noise import block_keys
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's part of a chunk."""
+
+    name: str
+    columns: slice
+    numbers: Tensor  # (rows, blocks, 1) int32
+
+
+class ChunkKeys:
+    """``encode (rows, B, 1)`` for what this rank sends, ``reduce (1, B, 1)`` for the mean."""
+
+    def __init__(self, codec: BlockCodec, places: Sequence[Place], *, rank: int) -> None:
+        self._codec, self._places, self._rank = codec, places, rank
+        rows, blocks = len(places[0].numbers), places[-1].columns.stop
+        device = places[0].numbers.device
+        self.encode = torch.zeros(rows, blocks, 1, dtype=torch.int32, device=device)
+        self.reduce = torch.zeros(1, blocks, 1, dtype=torch.int32, device=device)
+
+    def draw(self, step: int) -> None:
+        """New keys for ``step``."""
+        who = "all" if self._codec.shared_keys else str(self._rank)
+        for place in self._places:
+            own = _salt(self._codec, step, place.name, who)
+            self.encode[:, place.columns] = block_keys(place.numbers, own)
+            if len(place.numbers) > 1:  # this rank owns a row and rounds its mean
+                row = place.numbers[self._rank : self._rank + 1]
+                mean = _salt(self._codec, step, place.name, "mean")
+                self.reduce[:, place.columns] = block_keys(row, mean)
+
+
+def _salt(codec: BlockCodec, step: int, name: str, who: str) -> int:
+    return zlib.crc32(f"{codec!r} {step} {name} {who}".encode())

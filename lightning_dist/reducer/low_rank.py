@@ -1,0 +1,179 @@
+"""The way of a bucket's matrices through PowerSGD: one allreduce, or two in the paper's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
+from lightning_dist.exchange.traffic import Sent, ring_allreduce
+from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.kernels import compute_dtype
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.state import ReducerState
+
+_Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
+
+
+class _Sum:
+    """One flat buffer of all matrices' factors of one side, added by the network."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]], network: Network, like: Tensor) -> None:
+        self._network = network
+        total = sum(rows * rank for rows, rank in sizes)
+        self.own, self.mean = like.new_zeros(total), like.new_zeros(total)
+        self.owns, self.means = _views(self.own, sizes), _views(self.mean, sizes)
+
+    def issue(self) -> None:
+        torch.mul(self.own, 1.0 / self._network.world_size, out=self.mean)
+        self._work = dist.all_reduce(self.mean, group=self._network.data, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    @property
+    def sent(self) -> Sent:
+        return ring_allreduce(self.mean.nbytes, self._network.topology)
+
+
+@dataclass
+class _Matrix:
+    """One parameter: views of bucket, state and buffers."""
+
+    gradient: Tensor  # (n, m), of the bucket
+    pending: Tensor  # (n, m), gradient + residual: the bucket's own memory where dtypes agree
+    residual: Tensor | None
+    left: Tensor  # (n, r) orthonormal, equal on all ranks
+    right: Tensor  # (m, r)
+
+
+class LowRankChunk(Chunk):
+    """All matrices of one bucket."""
+
+    def __init__(
+        self,
+        codec: PowerSGD,
+        slots: Sequence[Slot],
+        bucket: Tensor,
+        network: Network,
+        state: ReducerState,
+        error_feedback: bool,
+    ) -> None:
+        self._codec = codec
+        like = bucket.new_empty(0, dtype=compute_dtype(bucket.dtype))
+        self._matrices = [_matrix(codec, slot, bucket, state, error_feedback) for slot in slots]
+        shapes = [matrix_shape(slot.shape) for slot in slots]
+        self._p = _Sum([(n, codec.rank) for n, _ in shapes], network, like)
+        self._q = _Sum([(m, codec.rank) for _, m in shapes], network, like)
+        self._sums = [self._p, self._q]  # those in use at this step, in order
+
+    @override
+    def encode(self, scale: Tensor, *, step: int) -> None:
+        both = [self._p, self._q]
+        self._sums = both if self._codec.two_phase else [both[step % 2]]
+        for matrix, p, q in zip(self._matrices, self._p.owns, self._q.owns, strict=True):
+            if matrix.pending is not matrix.gradient:
+                matrix.pending.copy_(matrix.gradient)
+            if matrix.residual is not None:
+                matrix.pending.addcmul_(matrix.residual, scale)
+            if self._sums[0] is self._p:
+                torch.mm(matrix.pending, matrix.right, out=p)
+            else:
+                torch.mm(matrix.pending.T, matrix.left, out=q)
+
+    @override
+    def finite(self) -> Tensor:
+        return self._sums[0].own.isfinite().all()
+
+    @override
+    def issue(self) -> None:
+        self._sums[0].issue()
+
+    @override
+    def advance(self) -> None:
+        if not self._codec.two_phase:
+            return
+        self._p.wait()
+        # Orthonormal columns hide an inf that the sum still shows.
+        finite = self._p.mean.isfinite().all()
+        for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
+            p.copy_(torch.where(finite, orthonormal(p), torch.nan))
+            torch.mm(matrix.pending.T, p, out=q)
+        self._q.issue()
+
+    @override
+    def wait(self) -> None:
+        self._sums[-1].wait()
+
+    @override
+    def settle(self, scale: Tensor, ok: Tensor) -> None:
+        self.wait()
+        keep = bool(ok)  # waits for a GPU: a branch saves a pass over every residual
+        share = 1.0 / float(scale)
+        for i, matrix in enumerate(self._matrices):
+            own, mean = self._products(i)
+            if matrix.residual is not None and keep:
+                left, right = own
+                torch.addmm(
+                    matrix.pending, left, right.T, beta=share, alpha=-share, out=matrix.residual
+                )
+            torch.mm(mean[0], mean[1].T, out=matrix.pending)
+            if matrix.pending is not matrix.gradient:
+                matrix.gradient.copy_(matrix.pending)
+            if keep:
+                self._start_next_from(matrix, i)
+
+    def _products(self, i: int) -> tuple[_Product, _Product]:
+        """Own and mean approximation of matrix ``i``."""
+        matrix = self._matrices[i]
+        if self._codec.two_phase:
+            left = self._p.means[i]
+            return (left, self._q.owns[i]), (left, self._q.means[i])
+        if self._sums[0] is self._p:
+            return (self._p.owns[i], matrix.right), (self._p.means[i], matrix.right)
+        return (matrix.left, self._q.owns[i]), (matrix.left, self._q.means[i])
+
+    def _start_next_from(self, matrix: _Matrix, i: int) -> None:
+        if self._codec.two_phase:
+            matrix.right.copy_(self._q.means[i])
+        elif self._sums[0] is self._p:
+            matrix.left.copy_(orthonormal(self._p.means[i]))
+        else:
+            matrix.right.copy_(orthonormal(self._q.means[i]))
+
+    @property
+    @override
+    def sent(self) -> Sent:
+        return sum((part.sent for part in self._sums), Sent())
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 2 * (self._p.own.nbytes + self._q.own.nbytes)
+
+
+def _matrix(
+    codec: PowerSGD, slot: Slot, bucket: Tensor, state: ReducerState, error_feedback: bool
+) -> _Matrix:
+    size = matrix_shape(slot.shape)
+    dtype = compute_dtype(bucket.dtype)
+    gradient = slot.of(bucket).view(size)
+    pending = gradient if dtype == bucket.dtype else gradient.to(dtype)
+    left, right = state.low_rank(codec, slot, dtype=dtype, device=bucket.device)
+    residual = None
+    if error_feedback:
+        flat = state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
+        residual = flat.view(size)
+    return _Matrix(gradient, pending, residual, left, right)
+
+
+def _views(flat: Tensor, sizes: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    parts = torch.split_with_sizes(flat, [rows * rank for rows, rank in sizes])
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,96 @@
+"""What a rank remembers of what it has not sent: nothing, a residual, or residual and momentum.
+
+``x`` is the gradient of this step, ``pending`` what should be sent, ``sent`` what the payload says
+of it; all ``(rows, B, block)`` in the compute dtype. ``x``, ``pending`` and ``sent`` carry the
+GradScaler's ``scale``, the state does not: a change of the scale does not change its weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import Codec
+
+State: TypeAlias = tuple[Tensor, ...]
+
+
+class Memory(ABC):
+    """One rule of what is sent and what is kept. Pure: the caller stores what :meth:`after` says.
+
+    ``kinds`` names the state tensors, each of the shape of the gradient.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def after(
+        self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> State: ...
+
+
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Send the gradient; what the codec loses is lost."""
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+        return x
+
+    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
+        return ()
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Memory):
+    """``p = g + e``, ``e <- p - sent``.
+
+    Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); Karimireddy et al., "Error
+    feedback fixes SignSGD" (arXiv 1901.09847).
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+        return x + state[0] * scale
+
+    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
+        return ((pending - sent) / scale,)
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Memory):
+    """``u <- m u + g``, ``p = e + u``, ``e <- p - sent``; ``u <- 0`` where something was sent.
+
+    Momentum before compression, and factor masking: Lin et al., "Deep gradient compression" (arXiv
+    1712.01887), sections 3.1 and 3.2. What is sent is a sum of momenta, so the optimizer has none.
+    """
+
+    momentum: float
+    kinds: ClassVar[tuple[str, ...]] = ("residual", "momentum")
+
+    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+        residual, velocity = state
+        return x + (residual + velocity * self.momentum) * scale
+
+    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
+        velocity = x / scale + state[1] * self.momentum
+        return (pending - sent) / scale, torch.where(sent == 0, velocity, torch.zeros_like(sent))
+
+
+def memory_of(codec: Codec, error_feedback: bool | Literal["auto"]) -> Memory:
+    """The memory of a codec under the user's wish."""
+    keeps = codec.keeps_residual if error_feedback == "auto" else error_feedback
+    if codec.lossless or not keeps:
+        return NoMemory()
+    if codec.momentum_correction:
+        return MomentumCorrection(codec.momentum_correction)
+    return ErrorFeedback()

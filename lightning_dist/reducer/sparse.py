@@ -1,0 +1,103 @@
+"""The way of a bucket through the threshold codec: as many elements as are large enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.codecs.base import Payload
+from lightning_dist.codecs.threshold import Threshold
+from lightning_dist.exchange.traffic import Sent
+from lightning_dist.exchange.variable import GatherVariable
+from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.kernels import compute_dtype
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.state import ReducerState
+
+
+class SparseChunk(Chunk):
+    """All parameters of one bucket that the codec compresses. Indices count from its start."""
+
+    def __init__(
+        self,
+        codec: Threshold,
+        slots: Sequence[Slot],
+        bucket: Tensor,
+        network: Network,
+        state: ReducerState,
+        error_feedback: bool,
+    ) -> None:
+        self._codec, self._slots, self._bucket = codec, slots, bucket
+        self._exchange = GatherVariable(group=network.data, topology=network.topology)
+        self._share = 1.0 / network.world_size
+        dtype = compute_dtype(bucket.dtype)
+        self._residuals = [
+            state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
+            for slot in (slots if error_feedback else ())
+        ]
+        same = dtype == bucket.dtype
+        self._pending = bucket if same else torch.zeros_like(bucket, dtype=dtype)
+
+    @override
+    def encode(self, scale: Tensor, *, step: int) -> None:
+        for i, slot in enumerate(self._slots):
+            pending = slot.of(self._pending)
+            if self._pending is not self._bucket:
+                pending.copy_(slot.of(self._bucket))
+            if self._residuals:
+                pending.addcmul_(self._residuals[i], scale)
+        chosen = [self._codec.select(slot.of(self._pending), scale) for slot in self._slots]
+        offsets = [slot.offset for slot in self._slots]
+        indices = [where + offset for (where, _), offset in zip(chosen, offsets, strict=True)]
+        self._own: Payload = torch.cat(indices), torch.cat([values for _, values in chosen])
+
+    @override
+    def finite(self) -> Tensor:
+        return self._own[1].isfinite().all()
+
+    @override
+    def issue(self) -> None:
+        self._exchange.issue(self._own)
+
+    @override
+    def advance(self) -> None:
+        self._exchange.advance()
+
+    @override
+    def wait(self) -> None:
+        self._exchange.wait()
+
+    @override
+    def settle(self, scale: Tensor, ok: Tensor) -> None:
+        self.wait()
+        if self._residuals:
+            self._add(self._own, weight=-1.0)
+            for slot, residual in zip(self._slots, self._residuals, strict=True):
+                lost = slot.of(self._pending) / scale
+                residual.copy_(torch.where(ok, lost, residual))
+        for slot in self._slots:
+            slot.of(self._pending).zero_()
+        for payload in self._exchange.payloads:
+            self._add(payload, weight=self._share)
+        if self._pending is not self._bucket:
+            for slot in self._slots:
+                slot.of(self._bucket).copy_(slot.of(self._pending))
+
+    def _add(self, payload: Payload, *, weight: float) -> None:
+        indices, values = payload
+        # Indices of one payload are distinct, so the order of additions is that of the payloads.
+        self._pending.index_add_(0, indices, values.to(self._pending.dtype), alpha=weight)
+
+    @property
+    @override
+    def sent(self) -> Sent:
+        return self._exchange.sent
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0  # made anew for every step
