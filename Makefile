@@ -1,11 +1,12 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
 # make test      the whole test suite         make lint   style        make types   mypy
-# make bench     the measured tables (root)   make clean
+# make bench     all measurements (root)      make tables     their tables in README.md and docs/
+# make clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install test demo lint types bench clean
+.PHONY: install test demo lint types bench tables clean
 
 install: .venv/installed
 
@@ -31,6 +32,11 @@ types: install
 bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 	$(BIN)/python -m benchmarks.allreduce --json benchmarks/results/allreduce.json
+	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
+	$(BIN)/python -m benchmarks.time_to_accuracy --json benchmarks/results/time_to_accuracy.json
+
+tables: install
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out

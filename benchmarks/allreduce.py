@@ -1,23 +1,29 @@
 """How long a training step takes on a slow link, with each codec beside what torch itself offers.
 
-    python benchmarks/allreduce.py [--quick] [--link 200 --link none] [--json PATH]
+    python -m benchmarks.allreduce [--quick] [--hosts 2] [--link 200 --link none] [--json PATH]
 
 Several hosts on one machine (`benchmarks/testbed.py`; needs root), a DDP model of
-10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD. One run holds all
-rows: every row has a DDP instance of its own in the same processes, and the rows take turns step by
-step, a different one first in each round. Between links the processes stay and only the limit
-changes. Rows:
+10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD. For each number of
+hosts one set of processes holds all rows: every row has a DDP instance of its own in it, and the
+rows take turns step by step, a different one first in each round. Between links the processes stay
+and only the limit changes. Rows:
 
     no-comm          the same step under `no_sync`: compute only, the floor for every other row
     ddp              DistributedDataParallel as it is, fp32
     torch-fp16-hook  with torch's own `fp16_compress_hook`
-    NAME             with `lightning_dist.compress_ddp(ddp, NAME)`
+    torch-powersgd, torch-quant-pertensor, torch-quant-perchannel
+                     with torch's hooks of these names (PowerSGD: rank 4, from the third step on);
+                     tried in processes of their own before (`benchmarks/allreduce_probe.py`), and
+                     where one fails there its figures are null and `reason` says why
+    NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, default options: for sparse and
+                     low-rank codecs these choose how much is sent. By default every codec there is
     NAME-noef        the same without error feedback
 
 What is measured:
 
     step_ms        from before the forward to after the optimizer step, of the slowest rank, with
-                   barriers before and after that are not in the time; median, p10, p90 of rounds
+                   barriers before and after that are not in the time; median, p10, p90 of `rounds`
+                   rounds: on a slow link few, as many as fit into --seconds
     wire_bytes     bytes sent in a step by host 0 divided by its ranks, from its interface's own
                    counter: with headers, acknowledgements and the barrier (some 100 bytes)
     counted_wire_bytes
@@ -30,6 +36,8 @@ What is measured:
                    Time in which communication hides behind the backward pass is not in the
                    denominator, so good overlap can bring it above 100; headers that the counter
                    does not see keep plain TCP at about 96 without overlap
+    bound_ms       median no-comm step + bytes sent by host 0 / link rate: the step if encoding cost
+                   nothing and nothing overlapped, for orientation
     replicas_identical
                    whether after every timed step all ranks held the same parameters, bit by bit
                    (null for no-comm, which does not try)
@@ -51,36 +59,58 @@ from typing import Any
 if not __package__:  # run as a file: let `benchmarks` be found, as with `python -m`
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.allreduce_settings import BASELINES, GRADIENT_BYTES, Settings
+from benchmarks.allreduce_arguments import estimate, parse_arguments, time_limit_s
+from benchmarks.allreduce_probe import QUIET, RANK_MODULE, probe_baselines, reason_of
+from benchmarks.allreduce_settings import BASELINES, Settings
 from benchmarks.allreduce_summary import link_name, show, summarize
 from benchmarks.gate import Gate
 from benchmarks.ranks import RankFailed
 from benchmarks.report import collect_meta, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
-CODECS = ("none", "fp16", "bf16", "int8", "int8-noef")
-LINKS = (None, 1000.0, 200.0)  # without a limit first: the slow warm-up is cheap there
-QUICK_LINKS = (None, 200.0)
-_SETUP_S = 300.0  # imports and, with a cold cache, compiling every codec's kernels
-_SLOWEST_LINK_SHARE = 0.3  # a step that gets less of the link than this counts as hung
+JsonRow = dict[str, Any]
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One run over all links: the rows of the JSON. Shows each link's table when it is done."""
+def measure(arguments: argparse.Namespace, *, hosts: int) -> list[JsonRow]:
+    """All links on this many hosts: the rows of the JSON."""
+    _say(f"{hosts} hosts x {arguments.ranks_per_host} ranks")
+    with Testbed(hosts, link_mbit=arguments.link[0]) as testbed:
+        risky: list[str] = []
+        reasons: dict[str, str] = {}
+        if not arguments.quick:
+            risky, reasons = probe_baselines(
+                testbed, ranks_per_host=arguments.ranks_per_host, batch=arguments.batch, say=_say
+            )
+        try:
+            return _measure_together(testbed, arguments, risky=risky, reasons=reasons)
+        except RankFailed as error:
+            # What worked alone may still meet the wrong collective among twenty others: without it
+            # the rest is measured again, and an error of ours then ends the run as it should.
+            if not risky:
+                raise
+            reason = f"worked alone, ended the common run: {reason_of(error)}"
+            _say(f"  {', '.join(risky)}: {reason}")
+            reasons |= {row: reason for row in risky}
+            testbed.set_link(arguments.link[0])
+            return _measure_together(testbed, arguments, risky=[], reasons=reasons)
+
+
+def _measure_together(
+    testbed: Testbed, arguments: argparse.Namespace, *, risky: list[str], reasons: dict[str, str]
+) -> list[JsonRow]:
+    """One set of processes with all rows, over all links. Shows a link's table when it is done."""
     links: list[float | None] = arguments.link
-    rows: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Testbed(arguments.hosts, link_mbit=links[0]) as testbed,
-    ):
+    measured: list[JsonRow] = []
+    with tempfile.TemporaryDirectory() as directory:
         gate = Gate(Path(directory) / "gate")
         outputs = [Path(directory) / f"samples{index}.json" for index in range(len(links))]
         settings = Settings(
-            rows=[*BASELINES, *arguments.codec],
+            rows=[*BASELINES, *risky, *arguments.codec],
             outputs=[str(path) for path in outputs],
             gate=str(gate.path),
             warmup=arguments.warmup,
             rounds=arguments.rounds,
+            seconds=arguments.seconds,
             batch=arguments.batch,
             seed=arguments.seed,
         )
@@ -88,79 +118,37 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
         def finish_link() -> None:
             nonlocal done
-            samples = json.loads(outputs[done].read_text())
-            of_link = summarize(
-                samples,
-                hosts=arguments.hosts,
+            rows = summarize(
+                json.loads(outputs[done].read_text()),
+                hosts=testbed.hosts,
                 ranks_per_host=arguments.ranks_per_host,
                 link_mbit=links[done],
+                reasons=reasons,
             )
-            show(of_link)
-            rows.extend(of_link)
+            show(rows)
+            measured.extend(rows)
             done += 1
 
         def next_link() -> None:
             finish_link()
             testbed.set_link(links[done])
-            _announce(links[done])
+            _say(f"link: {link_name(links[done])}")
 
         def on_poll() -> None:
             if done < len(links) - 1 and outputs[done].exists():
                 gate.let_through(next_link)
 
-        _announce(links[0])
+        _say(f"link: {link_name(links[0])}")
         testbed.launch(
-            [sys.executable, "-m", "benchmarks.allreduce_rank", json.dumps(asdict(settings))],
+            [sys.executable, "-m", RANK_MODULE, json.dumps(asdict(settings))],
             ranks_per_host=arguments.ranks_per_host,
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR"},  # it warns that 10.77.0.1 has no name
-            timeout_s=_time_limit_s(arguments),
+            env=QUIET,
+            timeout_s=time_limit_s(arguments, hosts=testbed.hosts, rows=len(settings.rows)),
             echo=True,
             on_poll=on_poll,
         )
         finish_link()
-    return rows
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on --quick filled in."""
-    parser = argparse.ArgumentParser(
-        description="Time of a DDP training step on a slow link, per codec."
-    )
-    add = parser.add_argument
-    add("--quick", action="store_true", help="two minutes: fewer rounds, 200 Mbit/s and no limit")
-    add("--json", type=Path, metavar="PATH", help="write the rows here")
-    add("--hosts", type=_positive, default=2, metavar="N")
-    add("--ranks-per-host", type=_positive, default=1, metavar="N")
-    add("--link", type=_link, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
-    add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
-    add("--baselines-only", action="store_true", help="only torch's own rows")
-    add("--rounds", type=_positive, metavar="N", help="timed steps of each row (20, quick: 4)")
-    add(
-        "--warmup",
-        type=_positive,
-        default=2,
-        metavar="N",
-        help="untimed steps before, 1 after the first link",
-    )
-    add("--batch", type=_positive, default=16, metavar="N", help="samples per rank and step")
-    add("--seed", type=int, default=0, metavar="N")
-    arguments = parser.parse_args(argv)
-    arguments.link = arguments.link or list(QUICK_LINKS if arguments.quick else LINKS)
-    arguments.rounds = arguments.rounds or (4 if arguments.quick else 20)
-    if arguments.baselines_only and arguments.codec:
-        parser.error("--baselines-only and --codec exclude each other")
-    if arguments.hosts < 2:
-        parser.error(f"--hosts must be at least 2, got {arguments.hosts}: one host has no link")
-    for link_mbit in arguments.link:
-        try:
-            Testbed(arguments.hosts, link_mbit=link_mbit)
-        except ValueError as error:
-            parser.error(str(error))
-    codecs = [] if arguments.baselines_only else arguments.codec or CODECS
-    arguments.codec = list(dict.fromkeys(codecs))
-    if taken := set(arguments.codec) & set(BASELINES):
-        parser.error(f"--codec: {', '.join(taken)} is always measured; name codecs of ours")
-    return arguments
+    return measured
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -168,45 +156,23 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     listed = {name: value for name, value in vars(arguments).items() if name != "json"}
     meta = collect_meta(seed=arguments.seed, arguments=listed)
+    _say(estimate(arguments))
+    rows: list[JsonRow] = []
     try:
-        rows = measure(arguments)
+        for hosts in arguments.hosts:
+            rows += measure(arguments, hosts=hosts)
+            if arguments.json:  # after each, so that a failure on more hosts loses nothing
+                write_json(arguments.json, meta=meta, rows=rows)
     except KeyboardInterrupt:
         sys.exit(130)
     except (TestbedUnavailable, RankFailed) as error:
         sys.exit(f"benchmarks/allreduce.py: {error}")
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
     if differing := [row["codec"] for row in rows if row["replicas_identical"] is False]:
         sys.exit(f"benchmarks/allreduce.py: replicas differ with {', '.join(differing)}")
 
 
-def _announce(link_mbit: float | None) -> None:
-    print(f"link: {link_name(link_mbit)}", file=sys.stderr)
-
-
-def _time_limit_s(arguments: argparse.Namespace) -> float:
-    """Generous: only a hang gets there."""
-    ranks_per_host: int = arguments.ranks_per_host
-    steps = (arguments.warmup + arguments.rounds) * (len(BASELINES) + len(arguments.codec))
-    limit_s = _SETUP_S
-    for link_mbit in arguments.link:
-        step_s = 2.0 * arguments.hosts * ranks_per_host
-        if link_mbit is not None:
-            most_bit = 2 * 8 * GRADIENT_BYTES * ranks_per_host
-            step_s += most_bit / (link_mbit * 1e6 * _SLOWEST_LINK_SHARE)
-        limit_s += steps * step_s
-    return limit_s
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _link(text: str) -> float | None:
-    return None if text == "none" else float(text)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

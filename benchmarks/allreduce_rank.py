@@ -6,8 +6,6 @@ row as JSON; before every link but the first it waits until the launcher has cha
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -15,27 +13,17 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.allreduce_settings import (
-    BASELINES,
-    COMPUTE_ROW,
-    FP16_ROW,
-    LAYERS,
-    NO_FEEDBACK_SUFFIX,
-    WIDTH,
-    Settings,
-)
+from benchmarks.allreduce_rows import Row
+from benchmarks.allreduce_settings import FEWEST_ROUNDS, MOST_ROUNDS, WIDTH, Settings
 from benchmarks.gate import wait_at
 
-_LEARNING_RATE = 1e-3
-_TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
+_TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -49,52 +37,7 @@ class Sample:
     counted_bytes: int | None  # our counters, to other hosts, all ranks of host 0
 
 
-class Row:
-    """One model of its own with its optimizer and what communicates for it."""
-
-    def __init__(self, name: str, *, seed: int) -> None:
-        torch.manual_seed(seed)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        self.name = name
-        self.ddp = DistributedDataParallel(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-        self.handle = attach(self.ddp, name)
-
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One training step; returns when the parameters are updated."""
-        silent = self.ddp.no_sync() if self.name == COMPUTE_ROW else contextlib.nullcontext()
-        self.optimizer.zero_grad()
-        with silent:
-            loss = (self.ddp(inputs) - targets).square().sum(dim=1).mean()
-            loss.backward()
-        self.optimizer.step()
-
-    def digest(self) -> int:
-        """63 bits that change with any bit of the parameters."""
-        digest = hashlib.blake2b(digest_size=8)
-        for parameter in self.ddp.parameters():
-            digest.update(parameter.detach().numpy().data)
-        return int.from_bytes(digest.digest(), "little") >> 1
-
-    def counted(self, key: str) -> int:
-        """Bytes of the last step as our own counters have them; 0 where nothing counts."""
-        return 0 if self.handle is None else int(self.handle.comm_stats()["last_step"][key])
-
-
-def attach(ddp: DistributedDataParallel, row: str) -> Any | None:
-    """Let the row's method communicate for the model; our handle, or None for torch's own."""
-    if row == FP16_ROW:
-        ddp.register_comm_hook(None, fp16_compress_hook)
-    if row in BASELINES:
-        return None
-    from lightning_dist import compress_ddp
-
-    codec = row.removesuffix(NO_FEEDBACK_SUFFIX)
-    options: dict[str, Any] = {"error_feedback": False} if codec != row else {}
-    return compress_ddp(ddp, codec, compile_kernels=True, **options)
-
-
-def measure(row: Row, batch: tuple[torch.Tensor, torch.Tensor]) -> Sample:
+def measure(row: Row, batch: Batch) -> Sample:
     """Time one step between two barriers, which are outside the time, not outside the bytes."""
     dist.barrier()
     tx_before = _tx_bytes()
@@ -103,6 +46,7 @@ def measure(row: Row, batch: tuple[torch.Tensor, torch.Tensor]) -> Sample:
     elapsed_ns = time.perf_counter_ns() - start_ns
     dist.barrier()  # now every rank has received what this one sent
     tx = _tx_bytes() - tx_before
+    row.forget()
 
     mine = torch.tensor([elapsed_ns, row.digest(), row.counted("inter_bytes")])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -120,17 +64,24 @@ def measure(row: Row, batch: tuple[torch.Tensor, torch.Tensor]) -> Sample:
 
 
 def measure_link(
-    rows: list[Row], batch: tuple[torch.Tensor, torch.Tensor], *, warmup: int, rounds: int
+    rows: list[Row], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
 ) -> dict[str, list[Sample]]:
     """Round robin over the rows, another one first in every round."""
     samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
-    for index in range(warmup + rounds):
+    start = last = time.perf_counter()
+    index = 0
+    while rounds is None or index < warmup + rounds:
         first = index % len(rows)
         for row in rows[first:] + rows[:first]:
             sample = measure(row, batch)
             if index >= warmup:
                 samples[row.name].append(sample)
-        print(f"  round {index + 1} of {warmup + rounds}", flush=True)
+        index += 1
+        now = time.perf_counter()
+        if index == warmup and rounds is None:
+            rounds = _affordable_rounds(seconds - (now - start), round_s=now - last)
+        print(f"  round {index} of {warmup + (rounds or 0)}, {now - last:.1f} s", flush=True)
+        last = now
     return samples
 
 
@@ -138,7 +89,11 @@ def run(settings: Settings) -> None:
     """Make all rows, then measure them on one link after the other."""
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     rank0 = dist.get_rank() == 0
-    rows = [Row(name, seed=settings.seed) for name in settings.rows]
+    rows = []
+    for name in settings.rows:
+        rows.append(Row(name, seed=settings.seed))
+        if rank0:
+            print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
     torch.manual_seed(settings.seed + 1 + dist.get_rank())
     batch = (torch.randn(settings.batch, WIDTH), torch.randn(settings.batch, WIDTH))
     for index, output in enumerate(settings.outputs):
@@ -146,15 +101,38 @@ def run(settings: Settings) -> None:
             wait_at(settings.gate)
         dist.barrier()
         warmup = settings.warmup if index == 0 else 1
-        samples = measure_link(rows, batch, warmup=warmup, rounds=settings.rounds)
+        samples = measure_link(
+            rows, batch, warmup=warmup, rounds=settings.rounds, seconds=settings.seconds
+        )
         if rank0:
             listed = {name: [asdict(sample) for sample in of] for name, of in samples.items()}
-            Path(output).write_text(json.dumps(listed))
+            write_whole(Path(output), json.dumps(listed))
+    print(f"  resident: {_resident_mb():.0f} MB per rank", flush=True)
     for row in rows:
         if row.handle is not None:
             row.handle.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The launcher reads the file as soon as it is there, so it must be there whole."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _affordable_rounds(left_s: float, *, round_s: float) -> int:
+    """As many rounds as fit, the same number on every rank: rank 0's clock decides."""
+    rounds = min(max(int(left_s / round_s), FEWEST_ROUNDS), MOST_ROUNDS)
+    decided = torch.tensor(rounds)
+    dist.broadcast(decided, src=0)
+    return int(decided.item())
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def _tx_bytes() -> int:

@@ -18,8 +18,12 @@ def summarize(
     hosts: int,
     ranks_per_host: int,
     link_mbit: float | None,
+    reasons: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """The samples of one link as rows of the JSON, one per codec."""
+    """The samples of one link as rows of the JSON, one per codec.
+
+    reasons: the rows that could not be measured, and why not.
+    """
     world_size = hosts * ranks_per_host
     allreduce_bytes = round(GRADIENT_BYTES * 2 * (world_size - 1) / world_size)
     steps_ms = {
@@ -36,15 +40,18 @@ def summarize(
             raw_bytes = 0 if silent else allreduce_bytes
         else:
             counted_bytes = round(counted_bytes / ranks_per_host)
-        limit_pct = None
-        if link_mbit is not None and not silent and added_ms > 0:
-            limit_pct = host_bytes * 8 / (link_mbit * 1e6) / (added_ms / 1e3) * 100
+        limit_pct = bound_ms = None
+        if link_mbit is not None and not silent:
+            wire_ms = host_bytes * 8 / (link_mbit * 1e3)
+            bound_ms = step_ms - added_ms + wire_ms
+            limit_pct = wire_ms / added_ms * 100 if added_ms > 0 else None
         rows.append(
             {
                 "codec": name,
                 "hosts": hosts,
                 "ranks_per_host": ranks_per_host,
                 "link_mbit": link_mbit,
+                "rounds": len(samples),
                 "step_ms_median": step_ms,
                 "step_ms_p10": quantile(steps_ms[name], 0.1),
                 "step_ms_p90": quantile(steps_ms[name], 0.9),
@@ -52,22 +59,29 @@ def summarize(
                 "counted_wire_bytes": counted_bytes,
                 "raw_bytes": raw_bytes,
                 "wire_limit_pct": limit_pct,
+                "bound_ms": bound_ms,
                 "speedup_vs_fp32": median(steps_ms[DDP_ROW]) / step_ms,
                 "speedup_vs_fp16": median(steps_ms[FP16_ROW]) / step_ms,
                 "replicas_identical": None if silent else all(s["identical"] for s in samples),
+                "reason": None,
             }
         )
+    known = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_mbit": link_mbit}
+    for name, reason in reasons.items():
+        rows.append({**dict.fromkeys(rows[0]), **known, "codec": name, "reason": reason})
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The rows of one link as a table."""
+    """The rows of one link as a table; without those that have a reason instead of figures."""
     link = link_name(rows[0]["link_mbit"])
+    measured = [row for row in rows if row["reason"] is None]
     print_table(
-        f"{rows[0]['hosts']} hosts x {rows[0]['ranks_per_host']} ranks, {link}",
+        f"{rows[0]['hosts']} hosts x {rows[0]['ranks_per_host']} ranks, {link}, "
+        f"{rows[0]['rounds']} rounds",
         columns=(
             "codec", "step ms", "p10", "p90", "wire MB", "counted MB", "raw MB",
-            "% of wire", "x fp32", "x fp16", "identical",
+            "% of wire", "bound ms", "x fp32", "x fp16", "identical",
         ),
         rows=(
             (
@@ -79,11 +93,12 @@ def show(rows: list[dict[str, Any]]) -> None:
                 _megabytes(row["counted_wire_bytes"]),
                 _megabytes(row["raw_bytes"]),
                 row["wire_limit_pct"],
+                row["bound_ms"],
                 f"{row['speedup_vs_fp32']:.2f}",
                 f"{row['speedup_vs_fp16']:.2f}",
                 {True: "yes", False: "NO", None: None}[row["replicas_identical"]],
             )
-            for row in rows
+            for row in measured
         ),
     )  # fmt: skip
 

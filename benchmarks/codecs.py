@@ -1,8 +1,9 @@
 """How fast the kernels are beside a copy, and how much memory the reducer holds.
 
-Speed: one thread, 26 MB of float32 gradient in the reducer's chunks, W = 2. Two passes
-of each codec, eager and fused, interleaved with a copy of the same size, in thread CPU time (other
-work on the machine then counts less); medians.
+Speed: one thread (CPU) or one device (`--device cuda`), 26 MB of float32 gradient in the reducer's
+chunks, W = 2. Two passes of every codec of the table, eager and, where a compiler can make one loop
+of it, fused; interleaved with a copy of the same size; medians. On CPU in thread CPU time (other
+work on the machine then counts less), on CUDA between events.
 
     encode   gradient (+ residual) -> payload
     settle   two payloads -> mean gradient (and own payload, gradient -> new residual)
@@ -10,10 +11,10 @@ work on the machine then counts less); medians.
 `limit_pct` is (bytes that the pass must touch / measured copy rate) / measured time, where a copy
 touches 8 bytes an element. A pass whose data were still in a cache may exceed 100.
 
-Memory: 2 and 4 processes train 1,300 steps; what residuals and payload buffers take, per
+Memory: 2 and 4 processes train 1,300 steps with int8; what residuals and payload buffers take, per
 compressed element, and the resident set after 300 steps and at the end.
 
-    python -m benchmarks.codecs --json PATH [--quick]
+    python -m benchmarks.codecs --json PATH [--quick] [--device cuda] [--codec NAME]
 """
 
 from __future__ import annotations
@@ -22,93 +23,58 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from benchmarks.codec_passes import NUMEL, Passes, make_passes
 from benchmarks.memory import measure_memory
 from benchmarks.report import collect_meta, print_table, write_json
-from lightning_dist.codecs import CODECS, Codec
-from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.reducer.fusing import Variant, fused_passes
-from lightning_dist.reducer.kernels import Factors, Kernels
-from lightning_dist.reducer.plan import CHUNK_ELEMENTS
+from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 
-_CHUNKS = 25
 _SEED = 1
+_Case = tuple[str, bool, str]  # codec, error feedback, mode
 
 
-class Passes:
-    """Encode and settle of one codec over all chunks."""
-
-    def __init__(self, codec: Codec, *, residual: bool, fused: bool) -> None:
-        self.codec, self.residual = codec, residual
-        self.blocks = CHUNK_ELEMENTS // codec.block
-        factors = Factors(mean=0.5) if codec.exchange == "two_shot" else Factors(0.5, 2.0)
-        self.kernels = Kernels(codec, factors=factors, world_size=2)
-        if fused:
-            device = torch.device("cpu")
-            variant = Variant(self.kernels.passes, torch.float32, 1, residual, device)
-            self.kernels.use(fused_passes(variant))
-        generator = torch.Generator().manual_seed(_SEED)
-        shape = (_CHUNKS, 1, self.blocks, codec.block)
-        self.grad = torch.randn(shape, generator=generator)
-        self.kept = torch.randn(shape, generator=generator) * 0.01 if residual else None
-        self.scale, self.ok = torch.ones(()), torch.ones((), dtype=torch.bool)
-        received = 2 if codec.exchange == "two_shot" else 1
-        self.payloads = [[self._payload() for _ in range(received)] for _ in range(_CHUNKS)]
-
-    def _payload(self) -> tuple[torch.Tensor, ...]:
-        planes = self.codec.planes(torch.float32)
-        buffer = torch.zeros(1, row_bytes(planes, self.blocks), dtype=torch.uint8)
-        return views(buffer, planes, self.blocks)
-
-    def encode(self) -> None:
-        for i in range(_CHUNKS):
-            kept = None if self.kept is None else self.kept[i]
-            self.kernels.encode(self.grad[i], kept, self.scale, self.payloads[i][0])
-
-    def settle(self) -> None:
-        for i in range(_CHUNKS):
-            kept = None if self.kept is None else self.kept[i]
-            own, received = self.payloads[i][0], self.payloads[i]
-            self.kernels.settle(self.grad[i], kept, self.scale, self.ok, own, received)
-
-    def bytes_per_element(self) -> dict[str, float]:
-        """What each pass must read and write at least."""
-        wire = self.codec.wire_bytes(CHUNK_ELEMENTS) / CHUNK_ELEMENTS
-        received = wire * len(self.payloads[0])
-        # settle with a residual: read gradient, residual, payloads; write gradient, residual
-        return {
-            "encode": 4 + wire + (4 if self.residual else 0),
-            "settle": 4 + received + (12 if self.residual else 0),
-        }
+def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes]:
+    """Every codec with its default feedback, and without; eager, and fused where that exists."""
+    cases = {}
+    for name in names:
+        codec = resolve_codec(name)
+        fusable = isinstance(codec, BlockCodec) and codec.fusable and not codec.lossless
+        choices = (True, False) if codec.keeps_residual else (False,)
+        for feedback in choices[:1] if codec.momentum_correction else choices:
+            for mode in ("eager", "fused") if fusable else ("eager",):
+                cases[name, feedback, mode] = make_passes(
+                    codec, feedback=feedback, fused=mode == "fused", device=device
+                )
+    return cases
 
 
-def measure_speed(rounds: int) -> list[dict[str, Any]]:
-    """One row per codec, residual and mode."""
-    cases: dict[tuple[str, bool, str], Passes] = {}
-    for name, codec in CODECS.items():
-        for residual in (True, False) if codec.keeps_residual else (False,):
-            for mode in ("eager", "fused"):
-                passes = Passes(codec(), residual=residual, fused=mode == "fused")
-                cases[name, residual, mode] = passes
-    source = torch.zeros(_CHUNKS * CHUNK_ELEMENTS)
+def measure_speed(
+    cases: dict[_Case, Passes], *, rounds: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """One row per codec, feedback and mode."""
+    source = torch.zeros(NUMEL, device=device)
     target = torch.empty_like(source)
     copies: list[float] = []
-    times: dict[tuple[tuple[str, bool, str], str], list[float]] = {}
+    times: dict[tuple[_Case, str], list[float]] = {}
     with torch.no_grad():
         for _ in range(rounds + 1):  # the first round warms up
-            copies.append(_seconds(lambda: target.copy_(source)))
+            copies.append(_seconds(lambda: target.copy_(source), device))
             for key, passes in cases.items():
+                passes.prepare()
                 for name in ("encode", "settle"):
-                    times.setdefault((key, name), []).append(_seconds(getattr(passes, name)))
+                    seconds = _seconds(getattr(passes, name), device)
+                    times.setdefault((key, name), []).append(seconds)
     copy_rate = 2 * source.nbytes / statistics.median(copies[1:])
     rows = []
     for key, passes in cases.items():
         row: dict[str, Any] = dict(zip(("codec", "error_feedback", "mode"), key, strict=True))
+        row["device"] = device.type
         row["copy_gb_s"] = source.nbytes / statistics.median(copies[1:]) / 1e9
         total, least = 0.0, 0.0
         for name, touched in passes.bytes_per_element().items():
@@ -124,31 +90,56 @@ def measure_speed(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.thread_time()
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end)) / 1e3
+    start_s = time.thread_time()
     run()
-    return time.thread_time() - start
+    return time.thread_time() - start_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--codec", action="append", help="of lightning_dist; repeatable")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meta = collect_meta(seed=_SEED, arguments={"quick": arguments.quick})
-    rows = measure_speed(rounds=5 if arguments.quick else 15)
+    device = torch.device(arguments.device)
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = collect_meta(seed=_SEED, arguments=settings)
+    backend = "nccl" if arguments.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    cases = make_cases(arguments.codec or list(CODECS), device)
+    rows = measure_speed(cases, rounds=5 if arguments.quick else 15, device=device)
+    dist.destroy_process_group()
     columns = ["codec", "error_feedback", "mode", "copy_gb_s", "encode_gb_s", "settle_gb_s"]
     columns += ["encode_limit_pct", "settle_limit_pct", "limit_pct"]
     cells = [[_cell(row[column]) for column in columns] for row in rows]
-    print_table("kernels, GB/s of float32 gradient, one thread", columns=columns, rows=cells)
+    print_table(
+        f"kernels, GB/s of float32 gradient, {device}, one thread", columns=columns, rows=cells
+    )
+    if arguments.codec or device.type != "cpu":
+        memory = []
+    else:
+        memory = _measure_memory(quick=arguments.quick)
+    if arguments.json:
+        write_json(arguments.json, meta=meta, rows=[*rows, *memory])
+
+
+def _measure_memory(*, quick: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        memory = measure_memory(Path(folder), steps=600 if arguments.quick else 1300)
+        memory = measure_memory(Path(folder), steps=600 if quick else 1300)
     columns = list(memory[0])
     cells = [[_cell(row[column]) for column in columns] for row in memory]
     print_table("memory of one rank", columns=columns, rows=cells)
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=[*rows, *memory])
+    return memory
 
 
 def _cell(value: Any) -> str:

@@ -26,6 +26,7 @@ _HOME = {
     "Int8": "codecs",
     "NoCompression": "codecs",
     "compress_ddp": "integrations.ddp",
+    "OneBitAdam": "onebit_adam",
 }
 
 __all__ = [

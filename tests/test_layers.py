@@ -19,8 +19,9 @@ FORBIDDEN = {
     "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
     "topology.py": ("torch", "lightning_dist"),
     "exchange": ("lightning_dist.settings",),
-    "reducer": (),
+    "reducer": ("lightning_dist.onebit_adam",),
     "settings.py": ("lightning_dist.exchange",),
+    "onebit_adam.py": (),
 }
 """What a layer must not import, beside the frameworks and the layers above it."""
 
@@ -28,7 +29,7 @@ UPPER = ("lightning_dist.reducer", "lightning_dist.integrations")
 
 
 def forbidden(layer: str) -> tuple[str, ...]:
-    above = UPPER[1:] if layer == "reducer" else UPPER
+    above = UPPER[1:] if layer in ("reducer", "onebit_adam.py") else UPPER
     return (*FRAMEWORKS, *above, *FORBIDDEN[layer])
 
 

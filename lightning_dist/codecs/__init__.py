@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from lightning_dist.codecs.base import BlockCodec, Codec, Payload, Plane
 from lightning_dist.codecs.cast import BF16, FP16
+from lightning_dist.codecs.dgc import DGC
+from lightning_dist.codecs.fp8 import FP8
 from lightning_dist.codecs.int4 import Int4
 from lightning_dist.codecs.int8 import Int8
 from lightning_dist.codecs.none import NoCompression, Uncompressed
@@ -17,7 +19,12 @@ from lightning_dist.codecs.policies import (
     Schedule,
 )
 from lightning_dist.codecs.powersgd import PowerSGD
+from lightning_dist.codecs.qsgd import QSGD
+from lightning_dist.codecs.randomk import RandomK
+from lightning_dist.codecs.sign import Sign
+from lightning_dist.codecs.terngrad import TernGrad
 from lightning_dist.codecs.threshold import Threshold
+from lightning_dist.codecs.topk import TopK
 
 CODECS: dict[str, type[Codec]] = {
     codec.name: codec
@@ -27,6 +34,13 @@ CODECS: dict[str, type[Codec]] = {
         BF16,
         Int8,
         Int4,
+        FP8,
+        Sign,
+        QSGD,
+        TernGrad,
+        TopK,
+        DGC,
+        RandomK,
         Threshold,
         PowerSGD,
     )
@@ -81,7 +95,10 @@ def after_steps(steps: int, codec: str | Codec, *, before: str | Codec = "none")
 __all__ = [
     "BF16",
     "CODECS",
+    "DGC",
+    "FP8",
     "FP16",
+    "QSGD",
     "BlockCodec",
     "Codec",
     "Int4",
@@ -90,7 +107,11 @@ __all__ = [
     "Payload",
     "Plane",
     "PowerSGD",
+    "RandomK",
+    "Sign",
+    "TernGrad",
     "Threshold",
+    "TopK",
     "Uncompressed",
     "after_steps",
     "by_name",

@@ -130,7 +130,10 @@ class BlockCodec(Codec):
     def add(
         self, total: Tensor, payload: Payload, *, weight: float, keys: Tensor | None = None
     ) -> Tensor:
-        """``total + weight * decode(payload)``; sparse codecs touch only what they sent."""
+        """``total + weight * decode(payload)``, which may be ``total`` itself, changed in place.
+
+        Sparse codecs touch only what they sent.
+        """
         part = self.decode(payload, total.dtype, keys)
         return total + (part * weight if weight != 1 else part)
 

@@ -37,17 +37,18 @@ def per_step(scale: Tensor) -> Tensor:
 def pack(codes: Tensor, *, bits: int) -> Tensor:
     """``codes (..., k)`` in ``[0, 2**bits)`` -> uint8 ``(..., k * bits / 8)``; bits 1, 2 or 4.
 
-    The i-th part of the block fills the i-th bits of all bytes: whole vectors are shifted and
-    added, no element is moved.
+    The i-th part of the block fills the i-th bits of all bytes: whole vectors are added, no element
+    is moved. In floats, because compilers make vectors of those and not of small integers.
     """
-    parts = codes.to(torch.uint8).chunk(8 // bits, dim=-1)
+    parts = codes.to(torch.float32).chunk(8 // bits, dim=-1)
     packed: Tensor = parts[0]
     for place, part in enumerate(parts[1:], start=1):
-        packed = packed | (part << (bits * place))
-    return packed
+        packed = packed + part * float(1 << (bits * place))
+    return packed.to(torch.uint8)
 
 
 def unpack(packed: Tensor, *, bits: int) -> Tensor:
     """The inverse of :func:`pack`: uint8 ``(..., k)``."""
+    whole = packed.to(torch.int32)
     mask = (1 << bits) - 1
-    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-1)
+    return torch.stack([(whole >> shift) & mask for shift in range(0, 8, bits)], dim=-2).flatten(-2)

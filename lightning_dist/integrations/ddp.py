@@ -5,9 +5,9 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.codecs import Codec
+from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
 from lightning_dist.reducer.network import Network
@@ -109,6 +110,7 @@ def attach(
     topology = Topology(tuple(fact["host"] for fact in facts), data.rank())
     network = Network(data, control, topology, device)
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
+    _require_effect(settings, names, says=topology.rank == 0)
     first, several = topology.rank == 0, topology.world_size > 1
     reducer = Reducer(
         names,
@@ -137,6 +139,22 @@ def attach(
     if first:
         log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
     return reducer
+
+
+def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bool = False) -> None:
+    """Let a OneBitAdam among ``optimizers`` exchange its momentum through ``reducer``.
+
+    Raises:
+        ValueError: there are two, or gradients are clipped, which would clip momenta.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, OneBitAdam):
+            if clips:
+                raise ValueError(
+                    "gradient_clip_val would clip OneBitAdam's momenta after its freeze_step, not "
+                    "gradients; leave it out, or use another optimizer"
+                )
+            optimizer.attach(reducer)
 
 
 def require_ddp(model: nn.Module) -> None:
@@ -177,6 +195,28 @@ def require_compressible(module: nn.Module) -> None:
                 f"gradients must be dense, and {name or type(child).__name__!r} was made with "
                 "sparse=True; make it with sparse=False"
             )
+
+
+def _require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> None:
+    """Raise, or for a model that is merely small say once, that nothing would be compressed."""
+    last = 1 << 62  # a step after every warm-up
+    trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
+    chosen = [settings.policy.for_tensor(n, s, step=last) for n, s in trained.items()]
+    wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
+    if not wanted or any(not codec.lossless for codec in chosen):
+        return
+    if any(isinstance(leaf, PowerSGD) for leaf in wanted):
+        raise ValueError(
+            f"codec {settings.codec} compresses matrices (n, m) with rank * (n + m) < n * m, and "
+            f"none of the model's {len(trained)} parameters is one: lower the rank, or use int8"
+        )
+    if says:
+        log.warning(
+            "nothing is compressed: all %d parameters are 1-D or small for codec %s; lower "
+            "min_compress_numel (0 compresses all)",
+            len(trained),
+            settings.codec,
+        )
 
 
 def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> Groups:

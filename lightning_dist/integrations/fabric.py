@@ -10,10 +10,11 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.ddp import attach, require_compressible
+from lightning_dist.integrations.ddp import attach, connect_optimizers, require_compressible
 from lightning_dist.reducer.reducer import Reducer
 
 
@@ -36,6 +37,14 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
             attach(model, self._settings, grad_scale=self._grad_scale, timeout=self._timeout)
         )
         return model
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        for reducer in self.reducers:
+            if not mine.isdisjoint(reducer.names):
+                connect_optimizers([optimizer], reducer)
+        return super().setup_optimizer(optimizer)
 
     def _grad_scale(self) -> Tensor | None:
         scaler = getattr(self.precision, "scaler", None)

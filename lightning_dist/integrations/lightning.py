@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.ddp import attach, require_compressible
+from lightning_dist.integrations.ddp import attach, connect_optimizers, require_compressible
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             refuse_pytorch_lightning(callback=callback)
         super().setup(trainer)
+        if self._reducer is not None and self.optimizers:
+            clips = bool(trainer.gradient_clip_val)
+            connect_optimizers(self.optimizers, self._reducer, clips=clips)
 
     @override
     def configure_ddp(self) -> None:

@@ -13,7 +13,13 @@ from lightning_dist.reducer.policy import Slot
 
 
 class Adjustment(Protocol):
-    """Changes the local gradients of ``slots`` in the flat ``bucket``, which carries ``scale``."""
+    """Changes the local gradients of ``slots`` in the flat ``bucket``, which carries ``scale``.
+
+    While it is not ``active`` nothing is changed and nothing is compressed.
+    """
+
+    @property
+    def active(self) -> bool: ...
 
     def __call__(self, slots: Sequence[Slot], bucket: Tensor, scale: Tensor) -> None: ...
 

@@ -101,10 +101,9 @@ class LowRankChunk(Chunk):
         if not self._codec.two_phase:
             return
         self._p.wait()
-        # Orthonormal columns hide an inf that the sum still shows.
-        finite = self._p.mean.isfinite().all()
         for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
-            p.copy_(torch.where(finite, orthonormal(p), torch.nan))
+            # Orthonormal columns hide an inf that the sum still shows.
+            p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
             torch.mm(matrix.pending.T, p, out=q)
         self._q.issue()
 
@@ -142,7 +141,7 @@ class LowRankChunk(Chunk):
 
     def _start_next_from(self, matrix: _Matrix, i: int) -> None:
         if self._codec.two_phase:
-            matrix.right.copy_(self._q.means[i])
+            matrix.right.copy_(orthonormal(self._q.means[i]))  # only its span matters to the next
         elif self._sums[0] is self._p:
             matrix.left.copy_(orthonormal(self._p.means[i]))
         else:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.executor import executor_for
@@ -82,10 +83,10 @@ class Reducer:
         self.settings, self.network = settings, network
         self.state = ReducerState() if state is None else state
         self.adjustment: Adjustment | None = None
-        """Changes a bucket's local gradients before they are compressed; see OneBitAdam."""
+        """Changes local gradients before they are compressed, and says from when on they are."""
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
-        self._names, self._grad_scale = names, grad_scale
+        self.names, self._grad_scale = names, grad_scale
         self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
         self._watch = watch
@@ -181,7 +182,9 @@ class Reducer:
         self._in_flight.append(job)
 
     def _lanes(self, job: _Job) -> Sequence[Lane]:
-        stage = self._policy.stage(self.step)
+        waiting = self.adjustment is not None and not self.adjustment.active
+        policy = NoCompression() if waiting else self._policy
+        stage = (waiting, policy.stage(self.step))
         key = (job.gradients.data_ptr(), tuple(map(id, job.parameters)), stage)
         cached_key, lanes = self._plans.get(job.index, (None, ()))
         if key == cached_key:
@@ -189,9 +192,9 @@ class Reducer:
         # DDP has rebuilt its buckets, or the policy changes: free what belonged to the old ones.
         for index in [index for index in self._plans if index >= job.index]:
             del self._plans[index]
-        names = [self._names[parameter] for parameter in job.parameters]
+        names = [self.names[parameter] for parameter in job.parameters]
         shapes = [tuple(parameter.shape) for parameter in job.parameters]
-        slots_of = slots_by_codec(self._policy, names, shapes, step=self.step)
+        slots_of = slots_by_codec(policy, names, shapes, step=self.step)
         lanes = [
             self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
         ]
@@ -212,7 +215,7 @@ class Reducer:
     def _adjust(self, job: _Job) -> None:
         for lane in job.lanes:
             clip_lane(lane, job.gradients, self._scale, world_size=self.network.world_size)
-            if self.adjustment is not None:
+            if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(lane.slots, job.gradients, self._scale)
 
     def _guarded(self, job: _Job) -> None:

@@ -7,9 +7,42 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dist.codecs import CODECS, Codec, Int8, Payload, Uncompressed
+from lightning_dist.codecs import (
+    CODECS,
+    DGC,
+    FP8,
+    QSGD,
+    BlockCodec,
+    Int4,
+    Int8,
+    Payload,
+    RandomK,
+    Sign,
+    TernGrad,
+    TopK,
+    Uncompressed,
+)
+from lightning_dist.codecs.noise import block_keys
 
-TABLE: list[Codec] = [*(make() for make in CODECS.values()), Uncompressed(), Int8(block_size=64)]
+_MADE = [make() for make in CODECS.values()]
+
+TABLE: list[BlockCodec] = [
+    *(codec for codec in _MADE if isinstance(codec, BlockCodec)),
+    Uncompressed(),
+    Int8(block_size=64),
+    Int4(hadamard=True),
+    FP8(block_size=32),
+    Sign(block_size=64),
+    QSGD(bits=2, block_size=64),
+    QSGD(bits=8, block_size=64, norm="l2"),
+    TernGrad(block_size=64, clip_sigma=2.5),
+    TopK(ratio=0.1, block_size=256, values="fp32"),
+    TopK(ratio=1.0, block_size=64),
+    TopK(values="int8"),
+    DGC(ratio=0.02, block_size=1024, warmup_steps=8),
+    RandomK(ratio=0.1, block_size=256),
+    RandomK(ratio=0.1, block_size=256, unbiased=True),
+]
 
 every_codec = pytest.mark.parametrize("codec", TABLE, ids=repr)
 
@@ -18,7 +51,7 @@ _ELEMENTS = 256  # of one row, or one block where a block is larger
 
 
 @st.composite
-def gradients(draw: st.DrawFn, codec: Codec, *dtypes: torch.dtype) -> Tensor:
+def gradients(draw: st.DrawFn, codec: BlockCodec, *dtypes: torch.dtype) -> Tensor:
     """``(..., B, block)``: zeros, one value, normal of any size or denormals, and a few spikes."""
     dtype = draw(st.sampled_from(dtypes or _DTYPES))
     rows = draw(st.sampled_from([(), (1,), (3,)]))
@@ -40,13 +73,33 @@ def gradients(draw: st.DrawFn, codec: Codec, *dtypes: torch.dtype) -> Tensor:
 _spikes = st.tuples(st.integers(0, 2**16), st.floats(-1e30, 1e30))
 
 
-def some_gradient(codec: Codec, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tensor:
+def some_gradient(
+    codec: BlockCodec, dtype: torch.dtype = torch.float32, *, seed: int = 0
+) -> Tensor:
     """``(3, block)`` normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(3, codec.block, generator=generator, dtype=dtype)
 
 
-def fits(codec: Codec, x: Tensor) -> bool:
+def keys_for(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor | None:
+    """One key for every block of ``x (..., B, block)`` where the codec draws random numbers."""
+    if not codec.stochastic:
+        return None
+    blocks = torch.arange(x.numel() // codec.block, dtype=torch.int32)
+    return block_keys(blocks, salt).view(*x.shape[:-1], 1)
+
+
+def encoded(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Payload:
+    return codec.encode(x, keys_for(codec, x, salt=salt))
+
+
+def decoded(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor:
+    """``decode(encode(x))`` in the dtype of ``x``."""
+    keys = keys_for(codec, x, salt=salt)
+    return codec.decode(codec.encode(x, keys), x.dtype, keys)
+
+
+def fits(codec: BlockCodec, x: Tensor) -> bool:
     """Whether every value is in the range of the codec."""
     return bool(codec.error_bound(x).isfinite().all())
 

@@ -10,7 +10,14 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, Int8
 
-ROWS = [(name, feedback) for name in CODECS for feedback in (False, True) if name != "none"]
+
+def allowed(name: str, error_feedback: bool) -> bool:
+    """Unbiased codecs take no error feedback, and dgc is nothing without."""
+    codec = CODECS[name]()
+    return codec.contraction if error_feedback else not codec.momentum_correction
+
+
+ROWS = [(n, f) for n in CODECS for f in (False, True) if n != "none" and allowed(n, f)]
 
 
 def network() -> nn.Sequential:

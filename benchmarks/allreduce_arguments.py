@@ -1,0 +1,131 @@
+"""The command line of the step-time benchmark, and how long a run is allowed to take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.allreduce_settings import (
+    BASELINES,
+    FEWEST_ROUNDS,
+    GRADIENT_BYTES,
+    MOST_ROUNDS,
+    NO_FEEDBACK_SUFFIX,
+    is_torch_row,
+)
+from benchmarks.testbed import Testbed
+
+HOSTS = (2, 4)
+LINKS = (1000.0, 200.0, 50.0)  # fast first: the warm-up is cheap there
+QUICK_HOSTS = (2,)
+QUICK_LINKS = (None, 200.0)
+WITHOUT_FEEDBACK = ("int8", "int4")
+"""Codecs that by default are also measured without error feedback."""
+
+_QUICK_ROUNDS = 4
+_SECONDS = 150.0  # for each link; what this buys at 50 Mbit/s is about three rounds
+_SETUP_S = 900.0  # imports and, with a cold cache, compiling every codec's kernels
+_USUAL_SETUP_S = 120.0
+_MB_PER_RANK, _MB_PER_ROW = 700, 170  # measured with 8 rows on 4 ranks: 1.6 GB each
+_SLOWEST_LINK_SHARE = 0.3  # a step that gets less of the link than this counts as hung
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults that depend on --quick filled in."""
+    parser = argparse.ArgumentParser(
+        description="Time of a DDP training step on a slow link, per codec."
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="2 hosts, few rounds, none of torch's risky hooks")
+    add("--json", type=Path, metavar="PATH", help="write the rows here")
+    add("--hosts", type=_positive, action="append", metavar="N", help="repeatable (2 and 4)")
+    add("--ranks-per-host", type=_positive, default=1, metavar="N")
+    add("--link", type=_link, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
+    add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
+    add("--baselines-only", action="store_true", help="only torch's own rows")
+    bounds = f"default: what --seconds buys, {FEWEST_ROUNDS} to {MOST_ROUNDS}"
+    add("--rounds", type=_positive, metavar="N", help=f"timed steps of each row; {bounds}")
+    add("--seconds", type=float, default=_SECONDS, metavar="S", help="for each link (%(default)s)")
+    add("--warmup", type=_positive, default=3, metavar="N", help="untimed steps of the first link")
+    add("--batch", type=_positive, default=16, metavar="N", help="samples per rank and step")
+    add("--seed", type=int, default=0, metavar="N")
+    arguments = parser.parse_args(argv)
+    arguments.hosts = arguments.hosts or list(QUICK_HOSTS if arguments.quick else HOSTS)
+    arguments.link = arguments.link or list(QUICK_LINKS if arguments.quick else LINKS)
+    arguments.rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else None)
+    if arguments.baselines_only and arguments.codec:
+        parser.error("--baselines-only and --codec exclude each other")
+    for hosts in arguments.hosts:
+        if hosts < 2:
+            parser.error(f"--hosts must be at least 2, got {hosts}: one host has no link")
+        for link_mbit in arguments.link:
+            try:
+                Testbed(hosts, link_mbit=link_mbit)
+            except ValueError as error:
+                parser.error(str(error))
+    codecs = [] if arguments.baselines_only else arguments.codec or default_codecs()
+    arguments.codec = list(dict.fromkeys(codecs))
+    if taken := [row for row in arguments.codec if is_torch_row(row)]:
+        parser.error(f"--codec: {', '.join(taken)} is measured anyway; name codecs of ours")
+    return arguments
+
+
+def default_codecs() -> list[str]:
+    """Every codec there is with its default options, and some without error feedback too."""
+    from lightning_dist.codecs import CODECS
+
+    rows: list[str] = []
+    for name in CODECS:
+        rows += [name, name + NO_FEEDBACK_SUFFIX] if name in WITHOUT_FEEDBACK else [name]
+    return rows
+
+
+def time_limit_s(arguments: argparse.Namespace, *, hosts: int, rows: int) -> float:
+    """For one number of hosts; generous: only a hang gets there."""
+    ranks_per_host: int = arguments.ranks_per_host
+    rounds = arguments.warmup + (arguments.rounds or FEWEST_ROUNDS)
+    limit_s = _SETUP_S
+    for link_mbit in arguments.link:
+        step_s = 2.0 * hosts * ranks_per_host
+        if link_mbit is not None:
+            most_bit = 2 * 8 * GRADIENT_BYTES * ranks_per_host
+            step_s += most_bit / (link_mbit * 1e6 * _SLOWEST_LINK_SHARE)
+        limit_s += max(rounds * rows * step_s, 2 * arguments.seconds)
+    return limit_s
+
+
+def estimate(arguments: argparse.Namespace) -> str:
+    """Time and memory for people, before anything has been measured."""
+    rows = len(BASELINES) + 1 + len(arguments.codec)  # of torch's risky hooks about one works
+    links = len(arguments.hosts) * len(arguments.link)
+    if arguments.rounds is None:
+        expected_s = len(arguments.hosts) * _USUAL_SETUP_S + links * arguments.seconds
+        duration = (
+            f"about {expected_s / 60:.0f} minutes (more where {FEWEST_ROUNDS} rounds take longer "
+            f"than {arguments.seconds:g} s, and to compile the kernels for the first time)"
+        )
+    else:
+        duration = f"{arguments.rounds} rounds for each of {links} combinations of hosts and link"
+    ranks = max(arguments.hosts) * arguments.ranks_per_host
+    needed_gb = ranks * (_MB_PER_RANK + rows * _MB_PER_ROW) / 1e3
+    available_gb = _available_bytes() / 1e9
+    memory = f"{needed_gb:.0f} GB of memory"
+    if needed_gb > available_gb:
+        memory += f", but only {available_gb:.0f} GB are free: name fewer --codec or --hosts"
+    return f"{rows} rows, {duration}, {memory}"
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _link(text: str) -> float | None:
+    return None if text == "none" else float(text)

@@ -1,0 +1,146 @@
+"""Do models trained with compressed gradients end where fp32 DDP's end?
+
+    python benchmarks/convergence.py [--quick] [--codec NAME ...] [--task gpt] [--json PATH]
+
+Two small trainings over real gloo groups between processes on this machine, one thread each, whose
+ranks see differently distributed data: averaging gradients that agree anyway would hide what a
+codec loses.
+
+    gpt      the demo's byte-level GPT with 0.12 M parameters, 160 steps of AdamW with clipping.
+             Ranks train on different packages of Python's standard library. val_loss: nats per byte
+             on 256 fixed windows from files that no rank trains on
+    digits   an MLP with 0.03 M parameters on scikit-learn's digits, 300 steps of SGD with momentum.
+             80 % of a rank's images are of its own labels only. test_accuracy (percent) and
+             test_loss on 449 images
+
+The batch is divided among the ranks. Rows:
+
+    ddp         DistributedDataParallel as it is, fp32: the reference
+    NAME        `compress_ddp(ddp, NAME)` with the codec's default error feedback
+    NAME-noef   without error feedback, where the default has it
+
+All rows of a task start a seed with the same weights and see the same batches with the same
+learning rates, which nobody has tuned for any row; so differences to ddp are paired by seed. A
+codec that brings momentum of its own (dgc) runs with SGD without momentum, and with AdamW as it is.
+`min_compress_numel` is lowered to 256 (or to the codec's own, if that is lower): with the defaults
+some of these small matrices would travel uncompressed, and the codecs would look better than they
+are.
+
+What is reported, for each row, task and number of ranks:
+
+    metrics              the values of all seeds after the last step, their mean and standard
+                         deviation
+    diff_pct_of_ddp      the mean, and the standard deviation, of (row - ddp) / ddp x 100 over seeds
+    within_ddp_spread    whether |mean(row - ddp)| <= the standard deviation of ddp over seeds. A
+                         large spread makes that easy: read it with the difference
+    bytes_ratio          fp32 DDP's bytes divided by those sent, by rank 0's own counter
+    replicas_identical   whether after every run all ranks held the same parameters, bit by bit
+    seconds_per_run      set-up and evaluation included; ranks share cores, so no measure of speed
+    reason               why a row did not run (its settings were refused) or what broke it
+
+The JSON is written after every row, so that an interrupted run keeps what it finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a file: let `benchmarks` be found, as with `python -m`
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.convergence_settings import Job
+from benchmarks.convergence_summary import Cell, show, summarize
+from benchmarks.convergence_world import WorldFailed, run_jobs
+from benchmarks.report import collect_meta, write_json
+from lightning_dist.codecs import CODECS, resolve_codec
+
+TASKS = ("gpt", "digits")
+QUICK_CODECS = ("bf16", "int8", "int4")
+
+
+def jobs_of(task: str, codecs: list[str]) -> list[Job]:
+    """DDP first, then every codec, with and without the error feedback it has by default."""
+    jobs = [Job(task=task, codec=None)]
+    for name in codecs:
+        jobs.append(Job(task=task, codec=name))
+        try:
+            codec = resolve_codec(name)
+        except ValueError:
+            continue  # the row itself will say why
+        if codec.keeps_residual and not codec.lossless:
+            jobs.append(Job(task=task, codec=name, error_feedback=False))
+    return jobs
+
+
+def measure(arguments: argparse.Namespace) -> list[Cell]:
+    """All worlds one after the other; the JSON grows with every finished row."""
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = collect_meta(seed=0, arguments=listed)
+    cells: list[Cell] = []
+    seeds = range(arguments.seeds)
+    for ranks in arguments.ranks:
+        jobs = [job for task in arguments.task for job in jobs_of(task, arguments.codec)]
+        began = time.perf_counter()
+        for result in run_jobs(jobs, world_size=ranks, seeds=seeds):
+            if not cells or (cells[-1].job, cells[-1].ranks) != (result.job, ranks):
+                cells.append(Cell(job=result.job, ranks=ranks))
+            cells[-1].add(result)
+            if cells[-1].reason is None and len(cells[-1].runs) < len(seeds):
+                continue
+            outcome = cells[-1].reason or "done"
+            took = f"{time.perf_counter() - began:.1f} s"
+            print(
+                f"{ranks} ranks, {result.job.task}, {result.job.row}: {outcome}, {took}",
+                file=sys.stderr,
+            )
+            began = time.perf_counter()
+            if arguments.json:
+                write_json(arguments.json, meta=meta, rows=summarize(cells))
+    return cells
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults that depend on --quick filled in."""
+    parser = argparse.ArgumentParser(
+        description="Final loss of small trainings with compressed gradients, beside fp32 DDP's."
+    )
+    add = parser.add_argument
+    quick_codecs = ", ".join(QUICK_CODECS)
+    add("--quick", action="store_true", help=f"two minutes: 2 seeds, 2 ranks, {quick_codecs}")
+    add("--json", type=Path, metavar="PATH", help="write the rows here, after every row")
+    add("--codec", action="append", metavar="NAME", help="default: all there are; repeatable")
+    add("--task", action="append", choices=TASKS, help="default: both; repeatable")
+    add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
+    add("--seeds", type=int, metavar="N", help="5, quick: 2; seeds are 0 to N - 1")
+    arguments = parser.parse_args(argv)
+    quick = arguments.quick
+    codecs = arguments.codec or (QUICK_CODECS if quick else CODECS)
+    arguments.codec = list(dict.fromkeys(codecs))
+    arguments.task = list(dict.fromkeys(arguments.task or TASKS))
+    arguments.ranks = list(dict.fromkeys(arguments.ranks or ([2] if quick else [2, 4])))
+    arguments.seeds = arguments.seeds or (2 if quick else 5)
+    if arguments.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {arguments.seeds}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, show, and write."""
+    arguments = parse_arguments(argv)
+    try:
+        cells = measure(arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except WorldFailed as error:
+        sys.exit(f"benchmarks/convergence.py: the ranks did not start: {error}")
+    rows = summarize(cells)
+    show(rows)
+    if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
+        sys.exit(f"benchmarks/convergence.py: replicas differ with {', '.join(differing)}")
+
+
+if __name__ == "__main__":
+    main()

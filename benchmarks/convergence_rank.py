@@ -1,0 +1,156 @@
+"""One rank of the convergence benchmark: trains every row with every seed over gloo.
+
+`benchmarks/convergence_world.py` starts it and receives what rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.convergence_digits import DigitsTask
+from benchmarks.convergence_gpt import GptTask
+from benchmarks.convergence_settings import (
+    MIN_COMPRESS_NUMEL,
+    DigitsSettings,
+    GptSettings,
+    Job,
+    Refused,
+    Run,
+)
+from lightning_dist import compress_ddp
+from lightning_dist.codecs import resolve_codec
+from lightning_dist.integrations.ddp import Groups, new_groups
+
+TIMEOUT = timedelta(seconds=60)  # of every collective: a hang is an error
+READY = "ready"
+DONE = "done"
+
+
+class Task(Protocol):
+    """What a task offers; see `convergence_gpt.py` and `convergence_digits.py`."""
+
+    @property
+    def settings(self) -> Any: ...
+    def model(self) -> nn.Module: ...
+    def optimizer(
+        self, model: nn.Module, *, own_momentum: bool
+    ) -> tuple[torch.optim.Optimizer, LambdaLR]: ...
+    def batches(self, seed: int) -> Iterator[Any]: ...
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+    def before_step(self, model: nn.Module) -> None: ...
+    def evaluate(self, model: nn.Module) -> dict[str, float]: ...
+
+
+def rank_main(
+    rank: int, world_size: int, jobs: Sequence[Job], seeds: Sequence[int], store: str, results: Any
+) -> None:
+    """All jobs with all seeds; rank 0 puts `READY`, then a `Run` or `Refused` each, then `DONE`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    # That compression does not pay on a loopback is no news here.
+    logging.getLogger("lightning_dist").setLevel(logging.ERROR)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
+    # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
+    groups = new_groups(dist.group.WORLD, timeout=TIMEOUT)
+    tasks = {name: make_task(name, rank, world_size) for name in {job.task for job in jobs}}
+    report = results.put if rank == 0 else _ignore
+    report(READY)
+    for job in jobs:
+        for seed in seeds:
+            try:
+                result: Run | Refused = train(tasks[job.task], job, seed=seed, groups=groups)
+            except CannotStart as refusal:  # on every rank alike, before anything is exchanged
+                result = Refused(job=job, reason=str(refusal))
+            report(result)
+            if isinstance(result, Refused):
+                break
+    report(DONE)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class CannotStart(Exception):
+    """`compress_ddp` refused the row's settings; the message is its own."""
+
+
+def train(task: Task, job: Job, *, seed: int, groups: Groups) -> Run:
+    """One training from the weights and the data order that belong to the seed."""
+    began = time.perf_counter()
+    torch.manual_seed(seed)
+    model = task.model()
+    ddp = DistributedDataParallel(model)
+    handle, own_momentum, feedback = None, False, None
+    if job.codec is not None:
+        try:
+            codec = resolve_codec(job.codec)
+            own_momentum = codec.momentum_correction > 0
+            feedback = job.error_feedback and codec.keeps_residual and not codec.lossless
+            handle = compress_ddp(
+                ddp,
+                codec,
+                error_feedback="auto" if job.error_feedback else False,
+                # Not above the codec's own limit: casts compress everything, also here.
+                min_compress_numel=min(MIN_COMPRESS_NUMEL, codec.min_numel),
+                compile_kernels=False,
+                groups=groups,
+            )
+        except ValueError as error:
+            raise CannotStart(str(error)) from error
+    optimizer, schedule = task.optimizer(model, own_momentum=own_momentum)
+    batches = task.batches(seed)
+    for _ in range(task.settings.steps):
+        optimizer.zero_grad()
+        task.loss(ddp, next(batches)).backward()
+        task.before_step(model)
+        optimizer.step()
+        schedule.step()
+    identical = same_on_all_ranks(model)
+    ratio = 1.0
+    if handle is not None:
+        ratio = handle.comm_stats()["ratio"]
+        handle.close()
+    return Run(
+        job=job,
+        seed=seed,
+        metrics=task.evaluate(model) if dist.get_rank() == 0 else {},
+        error_feedback=feedback,
+        bytes_ratio=ratio,
+        identical=identical,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def make_task(name: str, rank: int, world_size: int) -> Task:
+    """A task with its data, loaded once for all runs."""
+    if name == "gpt":
+        return GptTask(GptSettings(), rank=rank, world_size=world_size)
+    return DigitsTask(DigitsSettings(), rank=rank, world_size=world_size)
+
+
+def same_on_all_ranks(model: nn.Module) -> bool:
+    """Whether every rank holds the same parameters, bit by bit. Collective."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().data)
+    mine = torch.tensor([int.from_bytes(digest.digest(), "little") >> 1])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(bool(other == mine) for other in everyone)
+
+
+def _ignore(_: object) -> None:
+    """The other ranks report nothing."""

@@ -1,0 +1,153 @@
+"""``topk``: the few largest elements of every block, with their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
+
+_VALUE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+_GROUP = 8  # of the search; 4 to 16 measured, 8 is the fastest at 1 %
+
+
+@dataclass(frozen=True)
+class TopK(BlockCodec):
+    """The ``k = ratio * block`` elements of largest magnitude of every block; the others are 0.
+
+    ``|C(x) - x|^2 <= (1 - k/block) |x|^2``. Blocks rather than the whole tensor: the error is the
+    same within 1 % (0.917 for 0.915 at 1 % of Gaussian numbers), the search is many times faster
+    and a place needs 12 bits, two of them three bytes, for which ``k`` is rounded up to even.
+    ``values``: ``"bf16"``, ``"fp32"``, or ``"int8"`` with one bfloat16 scale a block.
+
+    Wire bytes per rank and step: ``(W-1) * n k/block * 3.5`` (bf16), which grows with W because
+    all ranks gather all payloads: 114 times less than float32 at 1 % and W=2, 28 times at W=8.
+    State: one residual per element, without which it does not converge. Use it on very slow links
+    with few ranks.
+
+    Sparsification with memory: Stich et al. (arXiv 1809.07599); top-k: Aji and Heafield (arXiv
+    1704.05021).
+    """
+
+    ratio: float = 0.01  # share of the elements that are sent
+    block_size: int = 4096
+    values: str = "bf16"  # or "fp32", "int8"
+
+    name: ClassVar[str] = "topk"
+    exchange: ClassVar[ExchangeName] = "gather"
+    min_numel: ClassVar[int] = 4096
+    keeps_residual: ClassVar[bool] = True
+    fusable: ClassVar[bool] = False  # a search and a scatter are not one loop
+
+    def __post_init__(self) -> None:
+        ratio: object = self.ratio
+        size: object = self.block_size
+        if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+            raise ValueError(
+                f"{self.name}: ratio must be a number above 0 and up to 1, got {ratio!r}; 0.01 "
+                "sends one element in a hundred"
+            )
+        if not isinstance(size, int) or not 64 <= size <= 4096 or size & (size - 1):
+            raise ValueError(
+                f"{self.name}: block_size must be a power of two from 64 to 4096 (places have 12 "
+                f"bits), got {size!r}; use 4096, the default"
+            )
+        if self.values not in _VALUE_DTYPES:
+            raise ValueError(
+                f"{self.name}: values must be 'bf16', 'fp32' or 'int8', got {self.values!r}; use "
+                "'bf16', the default"
+            )
+
+    @property
+    def k(self) -> int:
+        """Elements that are sent of every block, an even number."""
+        k = max(1, round(self.ratio * self.block_size))
+        return k + k % 2
+
+    @property
+    def block(self) -> int:
+        return self.block_size
+
+    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        places = Plane(torch.uint8, self.k // 2 * 3)
+        values = Plane(_VALUE_DTYPES[self.values], self.k)
+        scale = (Plane(torch.bfloat16, 1),) if self.values == "int8" else ()
+        return places, values, *scale
+
+    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
+        places = largest(x, self.k)
+        values = x.gather(-1, places)
+        if self.values != "int8":
+            return pack_places(places), values.to(_VALUE_DTYPES[self.values])
+        scale = block_scale(values.abs().amax(-1, keepdim=True), levels=127)
+        codes = torch.round(values * per_step(scale)).to(torch.int8)
+        return pack_places(places), codes, scale.to(torch.bfloat16)
+
+    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
+        places, values = self._sent(payload, dtype)
+        zeros = values.new_zeros(*values.shape[:-1], self.block_size)
+        return zeros.scatter_(-1, places, values)
+
+    def add(
+        self, total: Tensor, payload: Payload, *, weight: float, keys: Tensor | None = None
+    ) -> Tensor:
+        """As in the base class, but *in place*: only what was sent is read and written."""
+        places, values = self._sent(payload, total.dtype)
+        return total.scatter_add_(-1, places, values * weight if weight != 1 else values)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        size = x.abs()
+        threshold = size.gather(-1, largest(x, self.k)).amin(-1, keepdim=True)
+        wire = torch.finfo(torch.float32 if self.values != "bf16" else torch.bfloat16)
+        amax = size.amax(-1, keepdim=True)
+        rounding = size * (wire.eps / 2) + SMALLEST_NORMAL
+        if self.values == "int8":
+            rounding = amax * (HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * SMALLEST_NORMAL
+        bound = torch.minimum(size, threshold) + rounding
+        return torch.where(amax <= wire.max, bound, torch.inf)
+
+    def finite(self, payload: Payload) -> Tensor:
+        # Values, or their scales.
+        return payload[-1].isfinite().all()
+
+    def _sent(self, payload: Payload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        values = payload[1].to(dtype)
+        if self.values == "int8":
+            values = values * payload[2].to(dtype)
+        return unpack_places(payload[0]), values
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """int64 ``(..., k)``: places of the ``k`` largest magnitudes of every block, NaN before inf.
+
+    Magnitudes are compared as integers, in which they have the same order and which are faster.
+    The k largest lie in the k groups of largest maximum: where k is small only these are searched,
+    twice as fast at 1 % as one search.
+    """
+    bits = x.abs().view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    if k * 8 * _GROUP > x.shape[-1]:
+        return bits.topk(k, dim=-1, sorted=False).indices
+    # A group is a column: whole vectors are compared.
+    groups = bits.reshape(*bits.shape[:-1], _GROUP, -1)
+    columns = groups.amax(-2).topk(k, dim=-1, sorted=False).indices
+    shape = (*columns.shape[:-1], _GROUP, k)
+    candidates = groups.gather(-1, columns.unsqueeze(-2).expand(shape)).flatten(-2)
+    found = candidates.topk(k, dim=-1, sorted=False).indices
+    return found // k * groups.shape[-1] + columns.gather(-1, found % k)
+
+
+def pack_places(places: Tensor) -> Tensor:
+    """``(..., k)`` in [0, 4096) -> uint8 ``(..., 3 k / 2)``: two of 12 bits share three bytes."""
+    first, second = places.to(torch.int32).chunk(2, dim=-1)
+    middle = (first >> 8) | ((second >> 8) << 4)
+    return torch.cat([first & 255, middle, second & 255], dim=-1).to(torch.uint8)
+
+
+def unpack_places(packed: Tensor) -> Tensor:
+    """The inverse of :func:`pack_places`, int64."""
+    first, middle, second = packed.to(torch.int64).chunk(3, dim=-1)
+    return torch.cat([first | ((middle & 15) << 8), second | ((middle >> 4) << 8)], dim=-1)

@@ -1,0 +1,155 @@
+"""Adam whose momentum travels compressed instead of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.reducer import Reducer
+
+
+class OneBitAdam(torch.optim.Optimizer):
+    """1-bit Adam: ``freeze_step`` steps of Adam, then compressed momentum over a frozen variance.
+
+    Adam is not linear in its gradients, so error feedback on them harms its variance. After the
+    warm-up the variance ``v`` is frozen, and rank ``i`` sends ``m_i = b1 m + (1 - b1) g_i`` through
+    the strategy's codec with error feedback; their mean is the next ``m``, equal on all ranks, and
+    ``x -= lr * m / (sqrt(v) + eps)``. During the warm-up gradients travel uncompressed.
+
+    Use it in ``configure_optimizers`` with ``strategy=CompressedDDPStrategy(codec="sign")``, or any
+    other codec that keeps a residual. The strategies connect themselves; with plain DDP call
+    :meth:`attach`. Elements whose variance is 0 at the freeze (rows of an embedding that no batch
+    has used) are not updated after it. Weight decay is decoupled, as in AdamW.
+
+    Tang et al., "1-bit Adam: Communication efficient large-scale training with Adam's convergence
+    speed" (arXiv 2102.02888), algorithm 1. The bias corrections of Adam are kept, that of ``v`` at
+    its value at the freeze.
+
+    Args:
+        freeze_step: steps of the warm-up; the paper uses 15 to 25 % of the training. The learning
+            rate's own warm-up should be over by then.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        freeze_step: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if freeze_step < 1:
+            raise ValueError(
+                f"freeze_step must be at least 1 step, in which the variance is learnt, got "
+                f"{freeze_step}; 15 to 25 % of the training is usual"
+            )
+        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            raise ValueError(f"betas must be in [0, 1), got {betas}")
+        if lr < 0 or eps <= 0 or weight_decay < 0:
+            raise ValueError(
+                f"lr and weight_decay must not be negative and eps must be positive, got lr={lr}, "
+                f"weight_decay={weight_decay}, eps={eps}"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
+        super().__init__(params, defaults)
+        self.freeze_step = freeze_step
+        self._reducer: Reducer | None = None
+
+    def attach(self, reducer: Reducer) -> None:
+        """Let ``reducer`` exchange momenta once the variance is frozen.
+
+        Raises:
+            ValueError: the reducer serves another OneBitAdam already.
+        """
+        if reducer.adjustment not in (None, self):
+            raise ValueError(
+                "one OneBitAdam can be used at a time, got a second one; give all its parameters "
+                "to the first, in parameter groups"
+            )
+        parameters = {name: parameter for parameter, name in reducer.names.items()}
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        self._places = {n: (p, groups[p]) for n, p in parameters.items() if p in groups}
+        self._reducer = reducer
+        reducer.adjustment = self
+
+    @property
+    def active(self) -> bool:
+        """Whether the warm-up is over."""
+        return int(self.param_groups[0]["step"]) >= self.freeze_step
+
+    def __call__(self, slots: Sequence[Slot], bucket: Tensor, scale: Tensor) -> None:
+        """Local gradients in the flat ``bucket`` -> local momenta. What the reducer calls."""
+        for slot in slots:
+            if slot.name not in self._places:  # of another optimizer
+                continue
+            parameter, group = self._places[slot.name]
+            if "exp_avg" not in self.state[parameter]:  # never used so far
+                continue
+            beta, momentum = group["betas"][0], self.state[parameter]["exp_avg"]
+            gradient = _like(slot.of(bucket), parameter)
+            gradient.copy_((1 - beta) * gradient + beta * momentum * scale)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_exchange()
+        frozen = self.active
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, frozen=frozen)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], *, frozen: bool) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        momentum, variance, gradient = state["exp_avg"], state["exp_avg_sq"], parameter.grad
+        assert gradient is not None
+        if not frozen:
+            momentum.lerp_(gradient, 1 - beta1)
+            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        else:
+            # What the reducer has exchanged is the mean of the ranks' momenta already.
+            new = gradient if self._exchanged else momentum.lerp(gradient, 1 - beta1)
+            momentum.copy_(torch.where(variance > 0, new, 0.0))
+        steps = group["step"]
+        root = (variance / (1 - beta2 ** min(steps, self.freeze_step))).sqrt_().add_(group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(momentum, root, value=-group["lr"] / (1 - beta1**steps))
+
+    @property
+    def _exchanged(self) -> bool:
+        return self._reducer is not None and self._reducer.network.world_size > 1
+
+    def _require_exchange(self) -> None:
+        if self._reducer is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "OneBitAdam exchanges its momentum through our reducer and found none: use "
+                "strategy='compressed_ddp_sign' (Lightning), CompressedDDPStrategy (Fabric), or "
+                "optimizer.attach(compress_ddp(model, 'sign'))"
+            )
+
+
+def _like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """The part of a bucket that holds a parameter's gradient, in that parameter's layout."""
+    # DDP lays gradients out in the parameter's own strides where these are dense.
+    extent = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+    if parameter.numel() and extent + 1 == parameter.numel():
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)

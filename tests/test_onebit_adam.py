@@ -1,0 +1,162 @@
+"""1-bit Adam against its own formulas, and through a real exchange."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import Rank, run_threads
+
+from lightning_dist import OneBitAdam
+from lightning_dist.integrations.ddp import compress_ddp
+
+SHAPE = (24, 32)
+BETAS = (0.8, 0.95)
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(SHAPE, generator=generator) * (1 + torch.arange(32)) / 16
+
+
+class Weight(nn.Module):
+    """``d loss / d weight`` is what forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SHAPE))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return (self.weight * given).sum()
+
+
+def make(parameters: object, freeze_step: int = 3) -> OneBitAdam:
+    return OneBitAdam(
+        parameters, lr=0.05, freeze_step=freeze_step, betas=BETAS, weight_decay=0.1  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def train(rank: Rank, codec: str, steps: int, freeze_step: int = 3) -> list[Tensor]:
+    model = rank.ddp(Weight())
+    reducer = compress_ddp(model, codec, groups=rank.groups(), min_compress_numel=0)
+    optimizer = make(model.parameters(), freeze_step)
+    optimizer.attach(reducer)
+    path = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(gradient(rank.rank, step)).backward()
+        optimizer.step()
+        path.append(model.module.weight.detach().clone())
+    reducer.close()
+    return path
+
+
+def by_hand(size: int, steps: int, freeze_step: int, codec: object = None) -> list[Tensor]:
+    """Algorithm 1 in float64, with exact exchanges."""
+    weight = torch.ones(SHAPE, dtype=torch.float64)
+    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
+    path = []
+    for step in range(steps):
+        g = sum(gradient(r, step).double() for r in range(size)) / size
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        if step < freeze_step:
+            v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+        done, learnt = step + 1, min(step + 1, freeze_step)
+        weight = weight * (1 - 0.05 * 0.1)
+        root = (v / (1 - BETAS[1] ** learnt)).sqrt() + 1e-8
+        weight = weight - 0.05 * (m / (1 - BETAS[0] ** done)) / root
+        path.append(weight)
+    return path
+
+
+def test_the_warm_up_is_adamw() -> None:
+    ours, theirs = Weight(), Weight()
+    optimizers = (
+        make(ours.parameters(), freeze_step=100),
+        torch.optim.AdamW(theirs.parameters(), lr=0.05, betas=BETAS, weight_decay=0.1),
+    )
+    for step in range(8):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(gradient(0, step)).backward()
+            optimizer.step()
+        torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_with_an_exact_exchange_it_is_adam_with_a_frozen_variance(size: int) -> None:
+    """Codec ``none``: the mean of the ranks' momenta is the momentum of the mean gradient."""
+    ranks = run_threads(lambda rank: train(rank, "none", 8), size)
+    for path in ranks:
+        for got, expected in zip(path, by_hand(size, 8, 3), strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compressed_momenta_stay_near_and_replicas_identical() -> None:
+    """One bit with error feedback: every step is off, the sum of the steps is not."""
+    ranks = run_threads(lambda rank: train(rank, "sign:block_size=32", 60, 20), 3)
+    for path in ranks[1:]:
+        assert all(map(torch.equal, path, ranks[0]))
+    exact = by_hand(3, 60, 20)
+    moved = (exact[-1] - exact[19]).norm()
+    assert (ranks[0][-1].double() - exact[-1]).norm() < 0.6 * moved
+    assert (ranks[0][20].double() - exact[20]).norm() > 1e-3, "step 21 must have been compressed"
+    torch.testing.assert_close(ranks[0][19].double(), exact[19], rtol=1e-4, atol=1e-4)
+
+
+def test_elements_without_a_variance_do_not_move() -> None:
+    """Else a momentum of 1 over a variance of 0 would be an update of 1e8."""
+    model = Weight()
+    optimizer = make(model.parameters(), freeze_step=2)
+    for step in range(5):
+        given = gradient(0, step)
+        given[3] = 0 if step < 2 else 1.0
+        optimizer.zero_grad()
+        model(given).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight[3], torch.full((32,), 0.995**5))
+
+
+def test_it_goes_on_from_its_state(tmp_path: Path) -> None:
+    def run(model: Weight, optimizer: OneBitAdam, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(gradient(0, step)).backward()
+            optimizer.step()
+
+    whole = Weight()
+    run(whole, first := make(whole.parameters()), range(6))
+    assert first.active
+    half = Weight()
+    run(half, optimizer := make(half.parameters()), range(4))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    rest = copy.deepcopy(half)
+    later = make(rest.parameters())
+    later.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    run(rest, later, range(4, 6))
+    assert torch.equal(rest.weight, whole.weight)
+
+
+def test_bad_settings_are_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match=r"freeze_step must be at least 1 step, .* got 0"):
+        OneBitAdam(parameters, freeze_step=0)
+    with pytest.raises(ValueError, match=r"betas must be in \[0, 1\), got \(0.9, 1.0\)"):
+        OneBitAdam(parameters, freeze_step=1, betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match=r"eps must be positive, got lr=0.001, .* eps=0"):
+        OneBitAdam(parameters, freeze_step=1, eps=0)
+
+
+def test_a_second_one_is_refused() -> None:
+    def body(rank: Rank) -> None:
+        model = rank.ddp(Weight())
+        reducer = compress_ddp(model, "sign", groups=rank.groups())
+        make(model.parameters()).attach(reducer)
+        with pytest.raises(ValueError, match="one OneBitAdam can be used at a time"):
+            make(model.parameters()).attach(reducer)
+        reducer.close()
+
+    run_threads(body, 2)
