@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from benchmarks.convergence_rank import DONE, READY, TIMEOUT, rank_main
 from benchmarks.convergence_settings import Job, Refused, Run
 
+_RANK_FAILED = (mp.ProcessRaisedException, mp.ProcessExitedException)
 _POLL_S = 0.5
 _SILENCE_S = 2 * TIMEOUT.total_seconds()  # no run takes this long: the ranks hang
 _START_S = 300.0  # imports on a busy machine
@@ -82,7 +83,7 @@ def _next(results: Any, ranks: Any, *, within_s: float, expected: str | None = N
         except queue.Empty:
             try:
                 ended = ranks.join(timeout=0)
-            except mp.ProcessException as error:
+            except _RANK_FAILED as error:
                 raise _Broken(_last_line(str(error))) from None
             if ended:
                 raise _Broken("all ranks ended without a report") from None
@@ -99,7 +100,7 @@ def _wait_for(ranks: Any) -> None:
     try:
         while time.monotonic() < deadline and not ranks.join(timeout=_POLL_S):
             pass
-    except mp.ProcessException:
+    except _RANK_FAILED:
         pass
 
 

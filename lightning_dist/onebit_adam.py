@@ -24,7 +24,8 @@ class OneBitAdam(torch.optim.Optimizer):
     Use it in ``configure_optimizers`` with ``strategy=CompressedDDPStrategy(codec="sign")``, or any
     other codec that keeps a residual. The strategies connect themselves; with plain DDP call
     :meth:`attach`. Elements whose variance is 0 at the freeze (rows of an embedding that no batch
-    has used) are not updated after it. Weight decay is decoupled, as in AdamW.
+    has used) are not updated after it. Weight decay is decoupled, as in AdamW. Do not clip: after
+    the warm-up that would clip momenta (Lightning's ``gradient_clip_val`` is refused).
 
     Tang et al., "1-bit Adam: Communication efficient large-scale training with Adam's convergence
     speed" (arXiv 2102.02888), algorithm 1. The bias corrections of Adam are kept, that of ``v`` at
@@ -75,7 +76,8 @@ class OneBitAdam(torch.optim.Optimizer):
                 "to the first, in parameter groups"
             )
         parameters = {name: parameter for parameter, name in reducer.names.items()}
-        groups = {p: group for group in self.param_groups for p in group["params"]}
+        # By number: loading a state replaces the groups themselves.
+        groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self._places = {n: (p, groups[p]) for n, p in parameters.items() if p in groups}
         self._reducer = reducer
         reducer.adjustment = self
@@ -91,9 +93,10 @@ class OneBitAdam(torch.optim.Optimizer):
             if slot.name not in self._places:  # of another optimizer
                 continue
             parameter, group = self._places[slot.name]
+            beta = self.param_groups[group]["betas"][0]
             if "exp_avg" not in self.state[parameter]:  # never used so far
                 continue
-            beta, momentum = group["betas"][0], self.state[parameter]["exp_avg"]
+            momentum = self.state[parameter]["exp_avg"]
             gradient = _like(slot.of(bucket), parameter)
             gradient.copy_((1 - beta) * gradient + beta * momentum * scale)
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 
 from lightning_dist._version import __version__
-from lightning_dist.codecs import Codec, after_steps, by_size, resolve_codec
+from lightning_dist.codecs import Codec, after_steps, resolve_codec
+from lightning_dist.codecs.policies import sized
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Settings:
     @property
     def policy(self) -> Codec:
         """The codec of every parameter at every step, with ``start_step`` and the size limit."""
-        return after_steps(self.start_step, by_size(self.codec, min_numel=self.min_compress_numel))
+        return after_steps(self.start_step, sized(self.codec, self.min_compress_numel))
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts that must be equal on all ranks, JSON-able."""

@@ -23,8 +23,10 @@ def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize("codec", ["int7", "", 8, None, Int8])
 def test_unknown_codec(codec: Any) -> None:
     assert message(resolve_codec, codec) == (
-        "codec must be one of 'none', 'fp16', 'bf16', 'int8' or a codec object such as "
-        f"lightning_dist.Int8(block_size=128), got {codec!r}"
+        "codec must be one of 'none', 'fp16', 'bf16', 'int8', 'int4', 'fp8', 'sign', 'qsgd', "
+        "'terngrad', 'topk', 'dgc', 'randomk', 'threshold', 'powersgd', with options as in "
+        "'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128), "
+        f"got {codec!r}"
     )
 
 

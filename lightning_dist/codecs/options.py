@@ -11,13 +11,13 @@ from lightning_dist.codecs.base import Codec
 _TRUTH = {"true": True, "false": False}
 
 
-def parse_codec(text: str, table: Mapping[str, type[Codec]]) -> Codec:
+def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
     """``name`` or ``name:option=value,option=value``.
 
     Raises:
         ValueError: unknown name or option, or a value of the wrong kind or out of range.
     """
-    name, _, options = text.partition(":")
+    name, _, options = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in table:
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, table))}, with options as in "
@@ -39,14 +39,15 @@ def parse_codec(text: str, table: Mapping[str, type[Codec]]) -> Codec:
     return kind(**values)
 
 
-def _value(value: str, field: Field[Any], kind: type[Codec], text: str) -> Any:
+def _value(value: str, field: Field[Any], kind: type[Codec], text: object) -> Any:
     wanted = get_type_hints(kind)[field.name]
     try:
         if wanted is bool:
             return _TRUTH[value.lower()]
         return wanted(value)
     except (KeyError, ValueError):
-        listed = "true or false" if wanted is bool else f"a {wanted.__name__}"
+        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+        listed = kinds.get(wanted, "text")
         raise ValueError(
             f"option {field.name} of codec {kind.name!r} must be {listed}, got {value!r} in "
             f"{text!r}"

@@ -125,6 +125,18 @@ class Schedule(_Policy):
         return tuple(codec for _, codec in self.stages)
 
 
+def sized(codec: Codec, smallest: int | None) -> Codec:
+    """``codec`` under the limit ``smallest``, except where a :func:`by_size` in it has its own."""
+    if isinstance(codec, BySize):
+        return codec
+    if isinstance(codec, ByName):
+        rules = tuple((pattern, sized(inner, smallest)) for pattern, inner in codec.rules)
+        return ByName(sized(codec.otherwise, smallest), rules)
+    if isinstance(codec, Schedule):
+        return Schedule(tuple((step, sized(inner, smallest)) for step, inner in codec.stages))
+    return BySize(codec, smallest)
+
+
 def _raw_beside(codec: Codec) -> Codec:
     """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
     return NoCompression() if codec.exchange == "allreduce" else Uncompressed()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Codec, ExchangeName
 
+_UNITS = ("rms", "absolute")
 _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -18,18 +19,22 @@ _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Threshold(Codec):
     """Send every element of gradient + residual with ``|x| > tau``, as (index, value).
 
-    How many bytes that is depends on the gradients and changes from step to step: ranks first tell
-    each other how much they will send. Wire bytes per rank and step: ``(W-1) * k (4 + 2)`` for the
-    largest ``k`` of all ranks, plus 8. State: one residual per element, without which the small
-    ones would never arrive. ``tau`` is in units of the gradient (a GradScaler does not change it).
-    Prefer ``topk`` unless you know the size of your gradients: with a small ``tau`` everything is
-    sent, at more bytes than uncompressed; with a large one nothing is.
+    ``unit="rms"``: ``tau`` times the root mean square of the tensor, which follows the gradients as
+    they shrink; ``"absolute"``: in units of the gradient (a GradScaler does not change it), for who
+    knows their size. With too small a ``tau`` everything is sent, at more bytes than uncompressed;
+    with too large a one nothing is.
+
+    How many bytes that is changes from step to step: ranks first tell each other how much they will
+    send. Wire bytes per rank and step: ``(W-1) * k (4 + 2)`` for the largest ``k`` of all ranks,
+    plus 8 (W-1) a bucket. State: one residual per element, without which the small ones would never
+    arrive. Prefer ``topk`` where the number of bytes must be known.
 
     Strom, "Scalable distributed DNN training using commodity GPU cloud computing" (Interspeech
     2015); as (index, value) in GRACE (Xu et al., ICDCS 2021).
     """
 
-    tau: float = 1e-3
+    tau: float = 3.0
+    unit: str = "rms"  # or "absolute"
     values: str = "bf16"  # or "fp32"
 
     name: ClassVar[str] = "threshold"
@@ -40,8 +45,12 @@ class Threshold(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.tau < math.inf:
             raise ValueError(
-                f"threshold: tau must be a positive number, in units of the gradient, got "
-                f"{self.tau}; look at the gradients' sizes, or use topk:ratio=0.01"
+                f"threshold: tau must be a positive number, got {self.tau}; 3 (times the root mean "
+                "square) is the default"
+            )
+        if self.unit not in _UNITS:
+            raise ValueError(
+                f"threshold: unit must be 'rms' (of each tensor) or 'absolute', got {self.unit!r}"
             )
         if self.values not in _VALUES:
             raise ValueError(f"threshold: values must be 'bf16' or 'fp32', got {self.values!r}")
@@ -52,7 +61,12 @@ class Threshold(Codec):
 
     def select(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """``x (n,)`` -> indices ``(k,)`` int32, ascending, and values ``(k,)``; NaN is taken."""
-        large = ~(x.abs() <= self.tau * scale)
+        unit = scale
+        if self.unit == "rms":
+            norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+            unit = (norm / max(1, x.numel()) ** 0.5).to(x.dtype)
+        size = x.abs()
+        large = ~(size <= self.tau * unit) | ~size.isfinite()
         indices = large.nonzero().flatten()
         return indices.to(torch.int32), x[indices].to(self.value_dtype)
 

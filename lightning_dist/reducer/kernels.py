@@ -51,7 +51,10 @@ class Passes:
         _write(own, self.codec.encode(x, keys))
 
     def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
-        _write(mean, self.codec.encode(self._mean_of_ranks(shards, torch.float32), keys))
+        # Payloads in float64 are uncompressed gradients, whose mean must not be shorter than they.
+        wide = shards[0].dtype == torch.float64
+        exact = self._mean_of_ranks(shards, torch.float64 if wide else torch.float32)
+        _write(mean, self.codec.encode(exact, keys))
 
     def settle(
         self,

@@ -14,7 +14,7 @@ from lightning_dist import CompressedDDPStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 
 BAD: list[tuple[Mapping[str, Any], str]] = [
-    ({"codec": "int9"}, "codec must be one of 'none', 'fp16', 'bf16', 'int8' .* got 'int9'"),
+    ({"codec": "int9"}, "codec must be one of 'none', 'fp16', 'bf16', 'int8', .* got 'int9'"),
     ({"codec": 8}, "codec must be one of .* got 8"),
     ({"codec": None}, "codec must be one of .* got None"),
     ({"error_feedback": "yes"}, "error_feedback must be True, False or 'auto', got 'yes'"),

@@ -10,7 +10,10 @@ SOON = 20  # seconds; a hang would last for the timeout of the group, 30
 def test_ranks_with_different_codecs_are_named(two: Results) -> None:
     ranks = two("different_settings")
     for facts in ranks:
-        assert "codec: 'int8' on rank 0; 'bf16' on rank 1" in facts["codec"]["message"]
+        assert (
+            "codec: 'Int8(block_size=256)' on rank 0; 'BF16()' on rank 1"
+            in facts["codec"]["message"]
+        )
         assert facts["codec"]["seconds"] < SOON
         assert "start_step: 0 on rank 0; 1 on rank 1" in facts["start_step"]["message"]
         assert "codec" not in facts["start_step"]["message"]

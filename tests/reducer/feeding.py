@@ -35,6 +35,7 @@ EVERY_CODEC = (
     "dgc:ratio=0.1,block_size=128,warmup_steps=4,clip=5.0",
     "randomk:ratio=0.25,block_size=64",
     "threshold:tau=1.5",
+    "threshold:tau=1.5,unit=absolute",
     "powersgd:rank=2",
     "powersgd:rank=2,two_phase=true",
     "qsgd:block_size=64",

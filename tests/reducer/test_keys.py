@@ -1,0 +1,181 @@
+"""Where the randomness of a stochastic codec comes from, and what cannot change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from feeding import Fed, Tensors, backward, compressed, digest, feed
+from saving import train
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import QSGD, BlockCodec, RandomK, TernGrad
+from lightning_dist.reducer.geometry import Grid
+from lightning_dist.reducer.keys import ChunkKeys, Place
+
+CODEC = QSGD(block_size=64)
+
+
+def places(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list[Place]:
+    """Whole parameters of ``rows * blocks`` blocks, one after the other in a chunk."""
+    grid = Grid(rows * blocks * block, rows, block)
+    (span,) = grid.spans(10**6)
+    numbers = span.numbers(torch.device("cpu"))
+    columns = (slice(i * blocks, (i + 1) * blocks) for i in range(len(names)))
+    return [Place(name, at, numbers) for name, at in zip(names, columns, strict=True)]
+
+
+def drawn(
+    *names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0, **shape: int
+) -> ChunkKeys:
+    keys = ChunkKeys(codec, places(*names, **shape), rank=rank)
+    keys.draw(step)
+    return keys
+
+
+def different(a: Tensor, b: Tensor) -> bool:
+    """Not one key in common, in any place."""
+    return set(a.flatten().tolist()).isdisjoint(b.flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 1},
+        {"rank": 1},
+        {"codec": QSGD(block_size=64, bits=8)},
+        {"codec": TernGrad(block_size=64)},
+    ],
+    ids=["step", "rank", "option", "codec"],
+)
+def test_keys_depend_on(other: dict[str, Any]) -> None:
+    first, second = drawn("weight"), drawn("weight", **other)
+    assert first.encode.unique().numel() == first.encode.numel(), "every block has its own"
+    assert different(first.encode, second.encode)
+    assert different(first.reduce, second.reduce)
+
+
+def test_keys_depend_on_the_parameter() -> None:
+    keys = drawn("weight", "other")
+    assert different(keys.encode[:, :4], keys.encode[:, 4:])
+    assert different(keys.reduce[:, :4], keys.reduce[:, 4:])
+
+
+def test_the_same_place_has_the_same_keys_again() -> None:
+    keys = drawn("weight", step=7)
+    before = keys.encode.clone(), keys.reduce.clone()
+    keys.draw(8)
+    assert different(keys.encode, before[0])
+    keys.draw(7)
+    assert torch.equal(keys.encode, before[0])
+    assert torch.equal(keys.reduce, before[1])
+
+
+def test_the_mean_is_rounded_with_other_keys_than_what_is_sent() -> None:
+    for rank in range(3):
+        keys = drawn("weight", rank=rank)
+        assert keys.reduce.shape == (1, 4, 1)
+        assert different(keys.reduce, keys.encode)
+
+
+def test_every_owner_rounds_its_own_blocks() -> None:
+    of_ranks = [drawn("weight", rank=rank).reduce for rank in range(3)]
+    assert torch.stack(of_ranks).unique().numel() == 12
+
+
+def test_with_shared_keys_all_ranks_have_the_same_ones() -> None:
+    codec = RandomK(block_size=64)
+    first, *others = (drawn("weight", codec=codec, rank=r, rows=1).encode for r in range(3))
+    assert all(torch.equal(other, first) for other in others)
+    assert different(first, drawn("weight", codec=codec, step=1, rows=1).encode)
+
+
+def test_neighbours_in_the_chunk_change_nothing() -> None:
+    together, alone = drawn("weight", "other"), drawn("other")
+    assert torch.equal(together.encode[:, 4:], alone.encode)
+    assert torch.equal(together.reduce[:, 4:], alone.reduce)
+
+
+def test_a_parameter_in_pieces_has_the_keys_of_the_whole() -> None:
+    """Blocks count from the start of their parameter, not of their chunk."""
+    whole = drawn("weight", blocks=5).encode
+    spans = Grid(3 * 5 * 64, 3, 64).spans(6)  # two columns of three rows at most
+    first = 0
+    for span in spans:
+        numbers = span.numbers(torch.device("cpu"))
+        piece = ChunkKeys(CODEC, [Place("weight", slice(0, span.columns), numbers)], rank=0)
+        piece.draw(0)
+        assert torch.equal(piece.encode, whole[:, first : first + span.columns])
+        first += span.columns
+    assert first == 5
+
+
+DIVIDED, WHOLE = {"bucket_cap_mb": 0.004}, {"bucket_cap_mb": 25}
+
+
+def path(rank: Rank, codec: str, buckets: dict[str, float]) -> list[str]:
+    digests = []
+    with compressed(rank, Fed(), codec, min_compress_numel=256, ddp=buckets) as (model, _):
+        for step in range(4):
+            gradients = backward(model, feed(rank.rank, step))
+            digests.append(digest([gradients[name] for name in sorted(gradients)]))
+        sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+        assert (len(sizes) > 1) == (buckets is DIVIDED)
+    return digests
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
+def test_other_buckets_give_the_same_bits(codec: str, size: int) -> None:
+    whole = run_threads(lambda rank: path(rank, codec, WHOLE), size)
+    assert run_threads(lambda rank: path(rank, codec, DIVIDED), size) == whole
+    assert len(set(whole[0])) == 4
+
+
+def test_randomk_chooses_the_same_places_in_other_buckets() -> None:
+    """Of two ranks, whose sum does not depend on the order of a ring."""
+    codec = "randomk:ratio=0.25,block_size=64"
+    whole = run_threads(lambda rank: path(rank, codec, WHOLE), 2)
+    assert run_threads(lambda rank: path(rank, codec, DIVIDED), 2) == whole
+
+
+@pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_restart_gives_the_same_bits_whatever_the_buckets(codec: str, size: int) -> None:
+    """The step is counted over the restart, and that is all of the state there is."""
+    whole = train(size, range(4), codec=codec, ddp=DIVIDED)
+    state = train(size, range(2), codec=codec, ddp=DIVIDED).state
+    assert state == {"version": 1, "world_size": size, "step": 2, "residuals": {}}
+    resumed = train(size, range(2, 4), state, codec=codec, ddp=WHOLE)
+    assert resumed.digests == [digests[2:] for digests in whole.digests]
+    forgot = train(size, range(2, 4), {**state, "step": 0}, codec=codec, ddp=WHOLE)
+    assert forgot.digests != resumed.digests, "else the step does not matter"
+
+
+def repeated(rank: Rank, codec: str, steps: int) -> list[Tensors]:
+    """The same gradients on every rank at every step."""
+    with compressed(rank, Fed(), codec, min_compress_numel=256, error_feedback=False) as (model, _):
+        return [backward(model, feed(0, 0)) for _ in range(steps)]
+
+
+def test_equal_gradients_are_rounded_otherwise_at_every_step_and_on_every_rank() -> None:
+    """Two ranks: where they round differently the mean lies between two levels."""
+    codec = "qsgd:bits=2,block_size=64"
+    first, second = run_threads(lambda rank: repeated(rank, codec, 2), 2)[0]
+    assert not torch.equal(first["first"], second["first"])
+    between = 0
+    for block in first["first"].flatten().split(64):
+        levels = block.abs().unique()  # 0, half a step, a step
+        between += levels.numel() == 3
+    assert between == 30
+
+
+def test_randomk_sends_the_same_places_on_all_ranks() -> None:
+    """And other ones at the next step."""
+    codec = "randomk:ratio=0.25,block_size=64"
+    (first, second), *_ = run_threads(lambda rank: repeated(rank, codec, 2), 3)
+    chosen = [gradients["first"].view(-1, 64) != 0 for gradients in (first, second)]
+    assert all((places.sum(1) == 16).all() for places in chosen)
+    assert not torch.equal(*chosen)
