@@ -17,7 +17,13 @@ The batch is divided among the ranks. Rows:
 
     ddp         DistributedDataParallel as it is, fp32: the reference
     NAME        `compress_ddp(ddp, NAME)` with the codec's default error feedback
-    NAME-noef   without error feedback, where the default has it
+    NAME-noef   without error feedback, where the default has it (2 ranks only)
+    NAME-warm   the first fifth of the steps uncompressed (`start_step`), for the codecs that keep
+                little of a gradient
+    onebit-adam:NAME
+                `OneBitAdam` in place of AdamW (gpt), its variance frozen after a fifth of the steps
+                and momenta through codec NAME; with `none` what the frozen variance alone does.
+                Not clipped, unlike AdamW
 
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, which nobody has tuned for any row; so differences to ddp are paired by seed. A
@@ -46,6 +52,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a file: let `benchmarks` be found, as with `python -m`
@@ -58,20 +65,28 @@ from benchmarks.report import collect_meta, write_json
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")
+WARM_CODECS = ("sign", "topk", "powersgd")
+ONEBIT_CODECS = ("none", "sign")
 QUICK_CODECS = ("bf16", "int8", "int4")
 
 
-def jobs_of(task: str, codecs: list[str]) -> list[Job]:
-    """DDP first, then every codec, with and without the error feedback it has by default."""
-    jobs = [Job(task=task, codec=None)]
+def jobs_of(task: str, codecs: list[str], *, ranks: int, steps: int | None) -> list[Job]:
+    """DDP first, then every codec as it is, and the rows that show what its setting does."""
+    make = partial(Job, task=task, steps=steps)
+    jobs = [make(codec=None)]
     for name in codecs:
-        jobs.append(Job(task=task, codec=name))
+        jobs.append(make(codec=name))
         try:
             codec = resolve_codec(name)
         except ValueError:
             continue  # the row itself will say why
-        if codec.keeps_residual and not codec.lossless:
-            jobs.append(Job(task=task, codec=name, error_feedback=False))
+        if codec.name in WARM_CODECS:
+            jobs.append(make(codec=name, warm=True))
+        has_feedback = codec.keeps_residual and not codec.lossless
+        if has_feedback and not codec.momentum_correction and ranks == 2:
+            jobs.append(make(codec=name, error_feedback=False))
+        if task == "gpt" and codec.name in ONEBIT_CODECS:
+            jobs.append(make(codec=name, onebit=True))
     return jobs
 
 
@@ -82,7 +97,11 @@ def measure(arguments: argparse.Namespace) -> list[Cell]:
     cells: list[Cell] = []
     seeds = range(arguments.seeds)
     for ranks in arguments.ranks:
-        jobs = [job for task in arguments.task for job in jobs_of(task, arguments.codec)]
+        jobs = [
+            job
+            for task in arguments.task
+            for job in jobs_of(task, arguments.codec, ranks=ranks, steps=arguments.steps)
+        ]
         began = time.perf_counter()
         for result in run_jobs(jobs, world_size=ranks, seeds=seeds):
             if not cells or (cells[-1].job, cells[-1].ranks) != (result.job, ranks):
@@ -114,10 +133,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--codec", action="append", metavar="NAME", help="default: all there are; repeatable")
     add("--task", action="append", choices=TASKS, help="default: both; repeatable")
     add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
+    add("--steps", type=int, metavar="N", help="of every training; default: the task's own")
     add("--seeds", type=int, metavar="N", help="5, quick: 2; seeds are 0 to N - 1")
     arguments = parser.parse_args(argv)
     quick = arguments.quick
-    codecs = arguments.codec or (QUICK_CODECS if quick else CODECS)
+    codecs = arguments.codec or (QUICK_CODECS if quick else [*CODECS, "powersgd:two_phase=true"])
     arguments.codec = list(dict.fromkeys(codecs))
     arguments.task = list(dict.fromkeys(arguments.task or TASKS))
     arguments.ranks = list(dict.fromkeys(arguments.ranks or ([2] if quick else [2, 4])))

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.convergence_settings import GptSettings
 from examples.byte_gpt.data import ByteWindows, stdlib_files
 from examples.byte_gpt.model import ByteGPT
+from lightning_dist import OneBitAdam
 
 _VAL_BATCH = 32
 _ALL = slice(None)
@@ -65,6 +66,18 @@ class GptTask:
             return min((step + 1) / s.warmup_steps, max(s.final_lr, decayed))
 
         return optimizer, LambdaLR(optimizer, factor)
+
+    def onebit_adam(
+        self, model: nn.Module, freeze_step: int, schedule: LambdaLR
+    ) -> tuple[OneBitAdam, LambdaLR]:
+        """1-bit Adam with the hyperparameters and the schedule of :meth:`optimizer`."""
+        s = self.settings
+        groups = [
+            {key: group[key] for key in ("params", "weight_decay")}
+            for group in schedule.optimizer.param_groups
+        ]
+        optimizer = OneBitAdam(groups, lr=s.lr, betas=(0.9, 0.95), freeze_step=freeze_step)
+        return optimizer, LambdaLR(optimizer, schedule.lr_lambdas)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
         """Endless windows ``(batch, context + 1)`` of this rank's packages."""

@@ -23,6 +23,7 @@ from benchmarks.convergence_digits import DigitsTask
 from benchmarks.convergence_gpt import GptTask
 from benchmarks.convergence_settings import (
     MIN_COMPRESS_NUMEL,
+    WARM_SHARE,
     DigitsSettings,
     GptSettings,
     Job,
@@ -66,13 +67,16 @@ def rank_main(
     )
     # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
     groups = new_groups(dist.group.WORLD, timeout=TIMEOUT)
-    tasks = {name: make_task(name, rank, world_size) for name in {job.task for job in jobs}}
+    kinds = {(job.task, job.steps) for job in jobs}
+    tasks = {kind: make_task(*kind, rank=rank, world_size=world_size) for kind in kinds}
     report = results.put if rank == 0 else _ignore
     report(READY)
     for job in jobs:
         for seed in seeds:
             try:
-                result: Run | Refused = train(tasks[job.task], job, seed=seed, groups=groups)
+                result: Run | Refused = train(
+                    tasks[job.task, job.steps], job, seed=seed, groups=groups
+                )
             except CannotStart as refusal:  # on every rank alike, before anything is exchanged
                 result = Refused(job=job, reason=str(refusal))
             report(result)
@@ -94,6 +98,7 @@ def train(task: Task, job: Job, *, seed: int, groups: Groups) -> Run:
     model = task.model()
     ddp = DistributedDataParallel(model)
     handle, own_momentum, feedback = None, False, None
+    steps: int = task.settings.steps
     if job.codec is not None:
         try:
             codec = resolve_codec(job.codec)
@@ -105,17 +110,24 @@ def train(task: Task, job: Job, *, seed: int, groups: Groups) -> Run:
                 error_feedback="auto" if job.error_feedback else False,
                 # Not above the codec's own limit: casts compress everything, also here.
                 min_compress_numel=min(MIN_COMPRESS_NUMEL, codec.min_numel),
+                start_step=round(WARM_SHARE * steps) if job.warm else 0,
                 compile_kernels=False,
                 groups=groups,
             )
         except ValueError as error:
             raise CannotStart(str(error)) from error
     optimizer, schedule = task.optimizer(model, own_momentum=own_momentum)
+    if job.onebit:
+        assert handle is not None
+        assert isinstance(task, GptTask)
+        optimizer, schedule = task.onebit_adam(model, round(WARM_SHARE * steps), schedule)
+        optimizer.attach(handle)
     batches = task.batches(seed)
-    for _ in range(task.settings.steps):
+    for _ in range(steps):
         optimizer.zero_grad()
         task.loss(ddp, next(batches)).backward()
-        task.before_step(model)
+        if not job.onebit:  # it would clip momenta
+            task.before_step(model)
         optimizer.step()
         schedule.step()
     identical = same_on_all_ranks(model)
@@ -134,11 +146,12 @@ def train(task: Task, job: Job, *, seed: int, groups: Groups) -> Run:
     )
 
 
-def make_task(name: str, rank: int, world_size: int) -> Task:
+def make_task(name: str, steps: int | None, *, rank: int, world_size: int) -> Task:
     """A task with its data, loaded once for all runs."""
+    chosen = {} if steps is None else {"steps": steps}
     if name == "gpt":
-        return GptTask(GptSettings(), rank=rank, world_size=world_size)
-    return DigitsTask(DigitsSettings(), rank=rank, world_size=world_size)
+        return GptTask(GptSettings(**chosen), rank=rank, world_size=world_size)
+    return DigitsTask(DigitsSettings(**chosen), rank=rank, world_size=world_size)
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 DDP_ROW = "ddp"
 NO_FEEDBACK_SUFFIX = "-noef"
+WARM_SUFFIX = "-warm"
+ONEBIT_PREFIX = "onebit-adam:"
+WARM_SHARE = 0.2
+"""Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
 
 MIN_COMPRESS_NUMEL = 256
 """Codecs leave tensors below some thousand elements alone, which are most of these small models."""
@@ -52,13 +56,19 @@ class Job:
     task: str
     codec: str | None  # None: DDP itself
     error_feedback: bool = True  # False: switched off; True: as the codec has it by default
+    warm: bool = False  # uncompressed for the first steps
+    onebit: bool = False  # OneBitAdam in place of AdamW
+    steps: int | None = None  # None: the task's own
 
     @property
     def row(self) -> str:
         """The row's name in the table."""
         if self.codec is None:
             return DDP_ROW
-        return self.codec if self.error_feedback else self.codec + NO_FEEDBACK_SUFFIX
+        if self.onebit:
+            return ONEBIT_PREFIX + self.codec
+        suffix = WARM_SUFFIX if self.warm else ""
+        return self.codec + suffix + ("" if self.error_feedback else NO_FEEDBACK_SUFFIX)
 
 
 @dataclass(frozen=True, kw_only=True)
