@@ -13,32 +13,83 @@ from lightning_dist._version import __version__
 from lightning_dist.integrations.registration import register_all
 
 if TYPE_CHECKING:
-    from lightning_dist.codecs import BF16, CODECS, FP16, Codec, Int8, NoCompression
+    from lightning_dist.codecs import (
+        BF16,
+        CODECS,
+        DGC,
+        FP8,
+        FP16,
+        QSGD,
+        Codec,
+        Int4,
+        Int8,
+        NoCompression,
+        PowerSGD,
+        RandomK,
+        Sign,
+        TernGrad,
+        Threshold,
+        TopK,
+        after_steps,
+        by_name,
+        by_size,
+        warmup,
+    )
     from lightning_dist.integrations.ddp import compress_ddp
     from lightning_dist.integrations.lightning import CompressedDDPStrategy
+    from lightning_dist.onebit_adam import OneBitAdam
 
 _HOME = {
     "BF16": "codecs",
     "CODECS": "codecs",
-    "FP16": "codecs",
     "Codec": "codecs",
     "CompressedDDPStrategy": "integrations.lightning",
+    "DGC": "codecs",
+    "FP16": "codecs",
+    "FP8": "codecs",
+    "Int4": "codecs",
     "Int8": "codecs",
     "NoCompression": "codecs",
-    "compress_ddp": "integrations.ddp",
     "OneBitAdam": "onebit_adam",
+    "PowerSGD": "codecs",
+    "QSGD": "codecs",
+    "RandomK": "codecs",
+    "Sign": "codecs",
+    "TernGrad": "codecs",
+    "Threshold": "codecs",
+    "TopK": "codecs",
+    "after_steps": "codecs",
+    "by_name": "codecs",
+    "by_size": "codecs",
+    "compress_ddp": "integrations.ddp",
+    "warmup": "codecs",
 }
 
 __all__ = [
     "BF16",
     "CODECS",
+    "DGC",
+    "FP8",
     "FP16",
+    "QSGD",
     "Codec",
     "CompressedDDPStrategy",
+    "Int4",
     "Int8",
     "NoCompression",
+    "OneBitAdam",
+    "PowerSGD",
+    "RandomK",
+    "Sign",
+    "TernGrad",
+    "Threshold",
+    "TopK",
     "__version__",
+    "after_steps",
+    "by_name",
+    "by_size",
     "compress_ddp",
+    "warmup",
 ]
 
 

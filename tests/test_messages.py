@@ -34,7 +34,7 @@ def test_unknown_codec(codec: Any) -> None:
 def test_block_size(block_size: int) -> None:
     assert message(Int8, block_size=block_size) == (
         "int8: block_size must be a multiple of 16 from 16 to 65536, got "
-        f"{block_size}; 256 is the measured default"
+        f"{block_size}; 256 is the default"
     )
 
 

@@ -8,14 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
 
 _LARGEST = 448.0
 
 
 @dataclass(frozen=True)
-class FP8(BlockCodec):
+class FP8(ScaledBlocks):
     """``q = e4m3(x / s)``, ``s = amax(block) / 448``: floats of 4 exponent and 3 mantissa bits.
 
     ``|x - q s| <= max(|x| / 16, s / 1024)``: small elements beside a large one keep 6 % precision
@@ -29,24 +30,8 @@ class FP8(BlockCodec):
     FP8-LM (arXiv 2310.18313).
     """
 
-    block_size: int = 256  # smaller: finer scales, more bytes for them
-
     name: ClassVar[str] = "fp8"
-    exchange: ClassVar[ExchangeName] = "two_shot"
-    min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        size: object = self.block_size
-        if not isinstance(size, int) or not 16 <= size <= 65536 or size % 16:
-            raise ValueError(
-                f"fp8: block_size must be a multiple of 16 from 16 to 65536, got {size!r}; "
-                "use 256, the default"
-            )
-
-    @property
-    def block(self) -> int:
-        return self.block_size
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size)
@@ -68,6 +53,3 @@ class FP8(BlockCodec):
         # term: blocks whose scale is subnormal lose everything.
         half_step = amax * (HEADROOM / _LARGEST * 2.0**-10)
         return torch.maximum(x.abs() / 16, half_step) * (1 + 1e-4) + 450 * SMALLEST_NORMAL
-
-    def finite(self, payload: Payload) -> Tensor:
-        return payload[0].isfinite().all()

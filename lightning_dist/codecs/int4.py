@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import (
     HEADROOM,
     SMALLEST_NORMAL,
@@ -24,7 +25,7 @@ _LEVELS = 7
 
 
 @dataclass(frozen=True)
-class Int4(BlockCodec):
+class Int4(ScaledBlocks):
     """Blockwise absmax quantisation to ``q`` in [-7, 7]: ``q = round(x / s)``, ``s = amax / 7``.
 
     ``|x - q s| <= s/2``, ``s <= 1.008 amax / 7``. With ``hadamard`` each block is rotated first,
@@ -44,25 +45,15 @@ class Int4(BlockCodec):
     hadamard: bool = False
 
     name: ClassVar[str] = "int4"
-    exchange: ClassVar[ExchangeName] = "two_shot"
-    min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 16 <= self.block_size <= 65536 or self.block_size % 16:
-            raise ValueError(
-                f"int4: block_size must be a multiple of 16 from 16 to 65536, got "
-                f"{self.block_size}; 128 is the measured default"
-            )
+        super().__post_init__()
         if self.hadamard and (self.block_size & (self.block_size - 1) or self.block_size > 1024):
             raise ValueError(
                 f"int4: hadamard needs a block_size that is a power of two up to 1024, got "
                 f"{self.block_size}; use 128, or leave hadamard out"
             )
-
-    @property
-    def block(self) -> int:
-        return self.block_size
 
     @property
     def fusable(self) -> bool:  # type: ignore[override]  # a rotation is a matrix product
@@ -96,9 +87,6 @@ class Int4(BlockCodec):
             half_step *= self.block_size
             amax = torch.where(amax.isfinite(), sizes.sum(-1, keepdim=True), torch.inf)
         return amax * half_step + self.block_size * 8 * SMALLEST_NORMAL
-
-    def finite(self, payload: Payload) -> Tensor:
-        return payload[0].isfinite().all()
 
 
 @cache

@@ -8,12 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
 
 
 @dataclass(frozen=True)
-class Int8(BlockCodec):
+class Int8(ScaledBlocks):
     """Blockwise absmax quantisation: ``q = round(x / s)``, ``s = amax(block) / 127``.
 
     ``|x - q s| <= s/2`` for every element, ``s <= 1.008 amax / 127``. The scale is a bfloat16, so
@@ -28,23 +29,8 @@ class Int8(BlockCodec):
     "8-bit optimizers via block-wise quantization" (arXiv 2110.02861).
     """
 
-    block_size: int = 256  # smaller: finer scales, more bytes for them
-
     name: ClassVar[str] = "int8"
-    exchange: ClassVar[ExchangeName] = "two_shot"
-    min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 16 <= self.block_size <= 65536 or self.block_size % 16:
-            raise ValueError(
-                f"int8: block_size must be a multiple of 16 from 16 to 65536, got "
-                f"{self.block_size}; 256 is the measured default"
-            )
-
-    @property
-    def block(self) -> int:
-        return self.block_size
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.bfloat16, 1), Plane(torch.int8, self.block_size)
@@ -63,6 +49,3 @@ class Int8(BlockCodec):
         # The second term: x / s is rounded once before it is rounded to an integer, and blocks
         # whose scale is subnormal lose everything.
         return amax * (HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * SMALLEST_NORMAL
-
-    def finite(self, payload: Payload) -> Tensor:
-        return payload[0].isfinite().all()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import noise
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import (
     HEADROOM,
     SMALLEST_NORMAL,
@@ -24,7 +25,7 @@ _ONE = 1 << 24  # 1.0 in fixed point
 
 
 @dataclass(frozen=True)
-class QSGD(BlockCodec):
+class QSGD(ScaledBlocks):
     """Unbiased rounding to ``2L + 1`` levels, ``L = 2**(bits-1) - 1``: ``E[q] s = x``.
 
     ``s = norm(block) / L``, ``q`` one of the two integers around ``x / s``, the upper one with the
@@ -38,25 +39,18 @@ class QSGD(BlockCodec):
     Alistarh et al., "QSGD" (arXiv 1610.02132), without the Elias code.
     """
 
-    bits: int = 4
     block_size: int = 512  # the variance relative to the gradient grows with it
+    bits: int = 4
     norm: str = "max"  # or "l2"
 
     name: ClassVar[str] = "qsgd"
-    exchange: ClassVar[ExchangeName] = "two_shot"
-    min_numel: ClassVar[int] = 4096
     stochastic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         bits: object = self.bits
-        size: object = self.block_size
         if not isinstance(bits, int) or bits not in (2, 4, 8):
             raise ValueError(f"qsgd: bits must be 2, 4 or 8, got {bits!r}; use 4, the default")
-        if not isinstance(size, int) or not 16 <= size <= 65536 or size % 16:
-            raise ValueError(
-                f"qsgd: block_size must be a multiple of 16 from 16 to 65536, got {size!r}; "
-                "use 512, the default"
-            )
+        super().__post_init__()
         if self.norm not in _NORMS:
             raise ValueError(f"qsgd: norm must be 'max' or 'l2', got {self.norm!r}; use 'max'")
 
@@ -78,10 +72,6 @@ class QSGD(BlockCodec):
         """The largest code."""
         return int(2 ** (self.bits - 1) - 1)
 
-    @property
-    def block(self) -> int:
-        return self.block_size
-
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size * self.bits // 8)
 
@@ -98,9 +88,6 @@ class QSGD(BlockCodec):
         step = self._norm_of(x).to(x.dtype) * (HEADROOM / self.levels)
         step = torch.where(step <= torch.finfo(torch.float32).max, step, torch.inf)
         return step * (1 + 1e-4) + 2 * self.levels * SMALLEST_NORMAL
-
-    def finite(self, payload: Payload) -> Tensor:
-        return payload[0].isfinite().all()
 
     def _norm_of(self, x: Tensor) -> Tensor:
         if self.norm == "max":

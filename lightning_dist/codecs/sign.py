@@ -8,12 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import SMALLEST_NORMAL, cut_to_bfloat16, pack, unpack
 
 
 @dataclass(frozen=True)
-class Sign(BlockCodec):
+class Sign(ScaledBlocks):
     """The sign of every element times the mean size of its block: ``s sign(x)``, ``s = mean|x|``.
 
     ``|C(x) - x|^2 = |x|_2^2 - |x|_1^2 / d``: 36 % of the gradient is lost where it is Gaussian,
@@ -27,24 +28,8 @@ class Sign(BlockCodec):
     EF-signSGD: Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv 1901.09847).
     """
 
-    block_size: int = 256  # smaller: the sizes of weights differ, more bytes for scales
-
     name: ClassVar[str] = "sign"
-    exchange: ClassVar[ExchangeName] = "two_shot"
-    min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        size: object = self.block_size
-        if not isinstance(size, int) or not 16 <= size <= 65536 or size % 16:
-            raise ValueError(
-                f"sign: block_size must be a multiple of 16 from 16 to 65536, got {size!r}; "
-                "use 256, the default"
-            )
-
-    @property
-    def block(self) -> int:
-        return self.block_size
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size // 8)
@@ -62,9 +47,6 @@ class Sign(BlockCodec):
         mean = torch.where(mean <= torch.finfo(torch.float32).max, mean, torch.inf)
         # The cut to bfloat16 takes one part in 128, or everything where the mean is subnormal.
         return (x.abs() - mean).abs() + mean * (2.0**-7 + 1e-6) + SMALLEST_NORMAL
-
-    def finite(self, payload: Payload) -> Tensor:
-        return payload[0].isfinite().all()
 
 
 def _mean_size(x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.codecs.qsgd import round_at_random
+from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import (
     HEADROOM,
     SMALLEST_NORMAL,
@@ -22,7 +23,7 @@ from lightning_dist.codecs.scales import (
 
 
 @dataclass(frozen=True)
-class TernGrad(BlockCodec):
+class TernGrad(ScaledBlocks):
     """``s sign(x) b``, ``b`` is 1 with probability ``|x| / s``, else 0; ``s = amax(block)``.
 
     Unbiased, with variance ``|x| (s - |x|)`` of each element: one large element makes all others
@@ -41,17 +42,10 @@ class TernGrad(BlockCodec):
     clip_sigma: float = 0.0  # 0: no clipping
 
     name: ClassVar[str] = "terngrad"
-    exchange: ClassVar[ExchangeName] = "two_shot"
-    min_numel: ClassVar[int] = 4096
     stochastic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        size: object = self.block_size
-        if not isinstance(size, int) or not 16 <= size <= 65536 or size % 16:
-            raise ValueError(
-                f"terngrad: block_size must be a multiple of 16 from 16 to 65536, got {size!r}; "
-                "use 512, the default"
-            )
+        super().__post_init__()
         clip: object = self.clip_sigma
         if not isinstance(clip, float | int) or not (clip == 0 or 1 <= clip < math.inf):
             raise ValueError(
@@ -62,10 +56,6 @@ class TernGrad(BlockCodec):
     @property
     def contraction(self) -> bool:
         return False
-
-    @property
-    def block(self) -> int:
-        return self.block_size
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size // 4)
@@ -84,9 +74,6 @@ class TernGrad(BlockCodec):
         limit = self._limit(x).to(x.dtype) * HEADROOM
         limit = torch.where(limit <= torch.finfo(torch.float32).max, limit, torch.inf)
         return torch.maximum(limit * (1 + 1e-4), x.abs()) + 2 * SMALLEST_NORMAL
-
-    def finite(self, payload: Payload) -> Tensor:
-        return payload[0].isfinite().all()
 
     def _limit(self, x: Tensor) -> Tensor:
         amax = x.abs().amax(-1, keepdim=True)

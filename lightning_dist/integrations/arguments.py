@@ -27,12 +27,13 @@ class CompressionArguments:
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            codec: ``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"``, or a codec object.
+            codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``,
+                a codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``).
             error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
-                per compressed element. ``"auto"``: where the codec needs it (int8).
+                per compressed element. ``"auto"``: where the codec needs it.
             hierarchical: ``"auto"`` or False. In this version every exchange is flat.
             min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses
-                all. None: the codec's own choice (4096 for int8, 0 for casts).
+                all. None: the codec's own choice (0 for casts, 4096 for most others).
             start_step: synchronised steps before compression starts.
             compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
                 ``"auto"``: for models of 4 Mi elements or more where a compiler is there.

@@ -1,0 +1,36 @@
+"""What the codecs of short codes and one scale per block share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from torch import Tensor
+
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload
+
+
+@dataclass(frozen=True)
+class ScaledBlocks(BlockCodec):
+    """Blocks of ``block_size`` codes; the first plane of the payload is their bfloat16 scale."""
+
+    block_size: int = 256  # smaller: finer scales, more bytes for them
+
+    exchange: ClassVar[ExchangeName] = "two_shot"
+    min_numel: ClassVar[int] = 4096
+
+    def __post_init__(self) -> None:
+        size: object = self.block_size
+        if not isinstance(size, int) or not 16 <= size <= 65536 or size % 16:
+            default = next(f.default for f in fields(self) if f.name == "block_size")
+            raise ValueError(
+                f"{self.name}: block_size must be a multiple of 16 from 16 to 65536, got "
+                f"{size!r}; {default} is the default"
+            )
+
+    @property
+    def block(self) -> int:
+        return self.block_size
+
+    def finite(self, payload: Payload) -> Tensor:
+        return payload[0].isfinite().all()
