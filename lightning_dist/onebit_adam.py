@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ class OneBitAdam(torch.optim.Optimizer):
     the warm-up that would clip momenta (Lightning's ``gradient_clip_val`` is refused).
 
     Tang et al., "1-bit Adam: Communication efficient large-scale training with Adam's convergence
-    speed" (arXiv 2102.02888), algorithm 1. The bias corrections of Adam are kept, that of ``v`` at
-    its value at the freeze.
+    speed" (arXiv 2102.02888), algorithm 1. The bias corrections of Adam are kept, by the
+    optimizer's steps, that of ``v`` at its value at the freeze. While the warm-up lasts nothing of
+    the model is compressed, other optimizers' parameters neither.
 
     Args:
         freeze_step: steps of the warm-up; the paper uses 15 to 25 % of the training. The learning
@@ -59,17 +61,39 @@ class OneBitAdam(torch.optim.Optimizer):
                 f"lr and weight_decay must not be negative and eps must be positive, got lr={lr}, "
                 f"weight_decay={weight_decay}, eps={eps}"
             )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "freeze_step": freeze_step,
+            "step": 0,
+        }
         super().__init__(params, defaults)
-        self.freeze_step = freeze_step
-        self._reducer: Reducer | None = None
+        self._adjusted: set[Tensor] = set()
+
+    _reducer: Reducer | None = None
+    _places: Mapping[str, tuple[Tensor, int]] = MappingProxyType({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_adjusted", set())  # a copy is attached to nothing
+
+    @property
+    def freeze_step(self) -> int:
+        """Steps of the warm-up."""
+        return int(self.param_groups[0]["freeze_step"])
 
     def attach(self, reducer: Reducer) -> None:
         """Let ``reducer`` exchange momenta once the variance is frozen.
 
         Raises:
-            ValueError: the reducer serves another OneBitAdam already.
+            ValueError: the reducer serves another OneBitAdam already, or this one another model.
         """
+        if self._reducer is not None and self._reducer is not reducer and not self._reducer.closed:
+            raise ValueError(
+                "a OneBitAdam serves one model, got the parameters of two; make one for each"
+            )
         if reducer.adjustment not in (None, self):
             raise ValueError(
                 "one OneBitAdam can be used at a time, got a second one; give all its parameters "
@@ -94,11 +118,18 @@ class OneBitAdam(torch.optim.Optimizer):
                 continue
             parameter, group = self._places[slot.name]
             beta = self.param_groups[group]["betas"][0]
+            # Under a GradScaler the step of the pass before may have been skipped.
+            if parameter in self._adjusted and float(scale) == 1.0:
+                raise ValueError(
+                    "OneBitAdam takes one synchronised backward pass per step, got a second one; "
+                    "accumulate under no_sync, or with accumulate_grad_batches"
+                )
             if "exp_avg" not in self.state[parameter]:  # never used so far
                 continue
             momentum = self.state[parameter]["exp_avg"]
             gradient = _like(slot.of(bucket), parameter)
             gradient.copy_((1 - beta) * gradient + beta * momentum * scale)
+            self._adjusted.add(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -114,7 +145,13 @@ class OneBitAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, frozen=frozen)
+        self._adjusted.clear()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As every optimizer's; a GradScaler that skips a step leaves nothing behind either."""
+        self._adjusted.clear()
+        super().zero_grad(set_to_none)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], *, frozen: bool) -> None:
         beta1, beta2 = group["betas"]
@@ -129,16 +166,13 @@ class OneBitAdam(torch.optim.Optimizer):
             variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         else:
             # What the reducer has exchanged is the mean of the ranks' momenta already.
-            new = gradient if self._exchanged else momentum.lerp(gradient, 1 - beta1)
+            exchanged = parameter in self._adjusted
+            new = gradient if exchanged else momentum.lerp(gradient, 1 - beta1)
             momentum.copy_(torch.where(variance > 0, new, 0.0))
         steps = group["step"]
         root = (variance / (1 - beta2 ** min(steps, self.freeze_step))).sqrt_().add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(momentum, root, value=-group["lr"] / (1 - beta1**steps))
-
-    @property
-    def _exchanged(self) -> bool:
-        return self._reducer is not None and self._reducer.network.world_size > 1
 
     def _require_exchange(self) -> None:
         if self._reducer is None and dist.is_initialized() and dist.get_world_size() > 1:

@@ -8,7 +8,14 @@ from typing import Any, Literal
 import torch
 
 from lightning_dist._version import __version__
-from lightning_dist.codecs import Codec, after_steps, resolve_codec
+from lightning_dist.codecs import (
+    BlockCodec,
+    Codec,
+    PowerSGD,
+    Threshold,
+    after_steps,
+    resolve_codec,
+)
 from lightning_dist.codecs.policies import sized
 
 
@@ -41,7 +48,7 @@ class Settings:
             ValueError: with the rule, the value received and what to do.
         """
         resolved = resolve_codec(codec)
-        if error_feedback not in (True, False, "auto"):
+        if not isinstance(error_feedback, bool) and error_feedback != "auto":
             raise ValueError(
                 f"error_feedback must be True, False or 'auto', got {error_feedback!r}"
             )
@@ -50,18 +57,22 @@ class Settings:
                 f"hierarchical must be 'auto' or False in this version, got {hierarchical!r}: the "
                 "hierarchical exchange is not built yet, all exchanges are flat; leave it out"
             )
-        if min_compress_numel is not None and min_compress_numel < 0:
+        if min_compress_numel is not None and not _is_count(min_compress_numel):
             raise ValueError(
                 f"min_compress_numel must be 0 (compress every tensor) or more elements, got "
-                f"{min_compress_numel}"
+                f"{min_compress_numel!r}"
             )
-        if start_step < 0:
-            raise ValueError(f"start_step must be 0 or more synchronised steps, got {start_step}")
+        if not _is_count(start_step):
+            raise ValueError(f"start_step must be 0 or more synchronised steps, got {start_step!r}")
         if compile_kernels not in (True, False, "auto"):
             raise ValueError(
                 f"compile_kernels must be True, False or 'auto', got {compile_kernels!r}"
             )
         for leaf in resolved.leaves():
+            if not isinstance(leaf, BlockCodec | PowerSGD | Threshold):
+                raise ValueError(
+                    f"a codec of your own must be a lightning_dist.codecs.BlockCodec, got {leaf}"
+                )
             _check_feedback(leaf, error_feedback)
         return cls(
             codec=resolved,
@@ -86,6 +97,10 @@ class Settings:
             "min_compress_numel": self.min_compress_numel,
             "start_step": self.start_step,
         }
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam
@@ -160,3 +161,46 @@ def test_a_second_one_is_refused() -> None:
         reducer.close()
 
     run_threads(body, 2)
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    """Its bucket would hold momenta already; under no_sync it is right."""
+
+    def body(rank: Rank) -> None:
+        model = rank.ddp(Weight())
+        reducer = compress_ddp(model, "none", groups=rank.groups())
+        optimizer = make(model.parameters(), freeze_step=1)
+        optimizer.attach(reducer)
+        model(gradient(rank.rank, 0)).backward()
+        optimizer.step()
+        model(gradient(rank.rank, 1)).backward()
+        with pytest.raises(RuntimeError, match="one synchronised backward pass per step"):
+            model(gradient(rank.rank, 2)).backward()
+        reducer.close()
+
+    run_threads(body, 2)
+
+
+def test_it_serves_one_model() -> None:
+    def body(rank: Rank) -> None:
+        model = rank.ddp(Weight())
+        reducers = [
+            compress_ddp(DistributedDataParallel(Weight(), process_group=rank.group(f"ddp{i}")),
+                         "sign", groups=[rank.group(f"a{i}"), rank.group(f"b{i}")])
+            for i in range(2)
+        ]  # fmt: skip
+        optimizer = make(model.parameters())
+        optimizer.attach(reducers[0])
+        with pytest.raises(ValueError, match="a OneBitAdam serves one model"):
+            optimizer.attach(reducers[1])
+        for reducer in reducers:
+            reducer.close()
+
+    run_threads(body, 2)
+
+
+def test_a_copy_and_a_pickle_work_alone() -> None:
+    model = Weight()
+    optimizer = copy.deepcopy(make(model.parameters()))
+    assert (optimizer.freeze_step, optimizer.active) == (3, False)
+    optimizer.step()

@@ -87,6 +87,10 @@ class Codec(ABC):
         """Changes when :meth:`for_tensor` may answer differently than at the step before."""
         return 0
 
+    def turns(self) -> tuple[int, ...]:
+        """The steps at which :meth:`stage` changes, and 0, ascending."""
+        return (0,)
+
     def leaves(self) -> tuple[Codec, ...]:
         """Every codec that :meth:`for_tensor` may answer with."""
         return (self,)

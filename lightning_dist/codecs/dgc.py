@@ -21,7 +21,9 @@ class DGC(TopK):
     and ``v`` to zero where it was sent (factor masking, which stops stale momentum). This class is
     the codec of ``v`` and the hyperparameters; ``u``, ``v`` and the clipping of each rank's
     gradients, tensor by tensor, to the norm ``clip / sqrt(W)`` belong to the reducer. The momentum
-    is in ``u`` already: the optimiser must be plain SGD, without momentum and not Adam.
+    is in ``u`` already: the optimiser must be plain SGD, without momentum and not Adam (the
+    strategies refuse others). Tensors that are not compressed get the momentum too; steps before
+    a ``start_step``, and training with one rank, do not: ramp with ``warmup_steps`` instead.
 
     ``warmup_steps`` lowers the density from 25 % to ``ratio`` by four in each of equal parts:
     sparsity 75, 93.75, 98.44, 99.6, then 99.9 %. The paper ramps over the first four epochs.
@@ -75,6 +77,10 @@ class DGC(TopK):
         if step >= self.warmup_steps:
             return len(self.leaves()) - 1
         return step * (len(self.leaves()) - 1) // self.warmup_steps
+
+    def turns(self) -> tuple[int, ...]:
+        last = len(self.leaves()) - 1
+        return tuple(-(-i * self.warmup_steps // max(1, last)) for i in range(last + 1))
 
     def leaves(self) -> tuple[Codec, ...]:
         """The codecs of the ramp, the last with ``ratio``."""

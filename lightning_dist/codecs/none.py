@@ -46,4 +46,10 @@ class Uncompressed(NoCompression):
     the uninterrupted one bit for bit at any world size. Same bytes as the ring.
     """
 
+    momentum: float = 0.0  # of the local gradients, beside a codec that brings its own
+
     exchange: ClassVar[ExchangeName] = "two_shot"
+
+    @property
+    def momentum_correction(self) -> float:
+        return self.momentum

@@ -35,6 +35,9 @@ class _Policy(Codec):
     def stage(self, step: int) -> Hashable:
         return tuple(codec.stage(step) for codec in self._inner())
 
+    def turns(self) -> tuple[int, ...]:
+        return tuple(sorted({turn for codec in self._inner() for turn in codec.turns()}))
+
     def leaves(self) -> tuple[Codec, ...]:
         found = (leaf for codec in self._inner() for leaf in codec.leaves())
         return tuple(dict.fromkeys(found))
@@ -97,26 +100,31 @@ class ByName(_Policy):
 
 @dataclass(frozen=True)
 class Schedule(_Policy):
-    """See :func:`warmup` and :func:`after_steps`."""
+    """See :func:`warmup` and :func:`after_steps`. A codec counts steps from its own first one."""
 
     stages: tuple[tuple[int, Codec], ...]  # (first step, codec), ascending from 0
 
     name: ClassVar[str] = "warmup"
 
     def __post_init__(self) -> None:
-        steps = [step for step, _ in self.stages]
-        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+        steps: list[object] = [step for step, _ in self.stages]
+        whole = all(type(step) is int for step in steps)
+        if not whole or steps[:1] != [0] or steps != sorted(set(steps)):  # type: ignore[type-var]
             raise ValueError(
-                f"warmup: steps must begin at 0 and ascend, got {steps}; write "
-                "warmup({0: 'none', 500: 'int8'})"
+                f"warmup: steps must be whole numbers that begin at 0 and ascend, got {steps}; "
+                "write warmup({0: 'none', 500: 'int8'})"
             )
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
-        return self._at(step)[1].for_tensor(name, shape, step=step)
+        first, codec = self._at(step)
+        return codec.for_tensor(name, shape, step=step - first)
 
     def stage(self, step: int) -> Hashable:
         first, codec = self._at(step)
-        return first, codec.stage(step)
+        return first, codec.stage(step - first)
+
+    def turns(self) -> tuple[int, ...]:
+        return tuple(sorted({first + t for first, codec in self.stages for t in codec.turns()}))
 
     def _at(self, step: int) -> tuple[int, Codec]:
         return [stage for stage in self.stages if stage[0] <= step][-1]
@@ -139,4 +147,6 @@ def sized(codec: Codec, smallest: int | None) -> Codec:
 
 def _raw_beside(codec: Codec) -> Codec:
     """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
-    return NoCompression() if codec.exchange == "allreduce" else Uncompressed()
+    if codec.exchange == "allreduce":
+        return NoCompression()
+    return Uncompressed(momentum=codec.momentum_correction)

@@ -47,10 +47,11 @@ class PowerSGD(Codec):
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= 1024:
+        rank: object = self.rank
+        if type(rank) is not int or not 1 <= rank <= 1024:
             raise ValueError(
-                f"powersgd: rank must be from 1 to 1024, got {self.rank}; 1 to 8 is usual, more is "
-                "closer to the gradient and more bytes"
+                f"powersgd: rank must be a whole number from 1 to 1024, got {rank!r}; 1 to 8 is "
+                "usual, more is closer to the gradient and more bytes"
             )
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:

@@ -21,7 +21,7 @@ class ScaledBlocks(BlockCodec):
 
     def __post_init__(self) -> None:
         size: object = self.block_size
-        if not isinstance(size, int) or not 16 <= size <= 65536 or size % 16:
+        if type(size) is not int or not 16 <= size <= 65536 or size % 16:
             default = next(f.default for f in fields(self) if f.name == "block_size")
             raise ValueError(
                 f"{self.name}: block_size must be a multiple of 16 from 16 to 65536, got "

@@ -43,9 +43,11 @@ class Threshold(Codec):
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.tau < math.inf:
+        tau: object = self.tau
+        number = isinstance(tau, float | int) and not isinstance(tau, bool)
+        if not number or not 0 < self.tau < math.inf:
             raise ValueError(
-                f"threshold: tau must be a positive number, got {self.tau}; 3 (times the root mean "
+                f"threshold: tau must be a positive number, got {tau!r}; 3 (times the root mean "
                 "square) is the default"
             )
         if self.unit not in _UNITS:

@@ -15,14 +15,14 @@ from lightning_dist.topology import Topology
 class GatherVariable:
     """Every rank receives every rank's 1-D planes, which have as many elements as it likes.
 
-    The verbs of :class:`~lightning_dist.exchange.rounds.Exchange`; ``issue`` tells the lengths,
-    ``advance`` sends the planes, padded to the longest. Nothing is sent where all are empty.
+    As :class:`~lightning_dist.exchange.rounds.Exchange`, but the payload is given to ``issue``,
+    which tells the lengths; ``advance`` sends the planes, padded to the longest. No planes are sent
+    where all are empty.
     """
 
     def __init__(self, *, group: dist.ProcessGroup, topology: Topology) -> None:
         self._group, self._topology = group, topology
         self.sent = Sent()
-        self.nbytes = 0
 
     def issue(self, own: Payload) -> None:
         """Begin; all planes of ``own`` have the same length."""
@@ -54,6 +54,10 @@ class GatherVariable:
             tuple(plane[rank, :length] for plane in self._received)
             for rank, length in enumerate(lengths)
         ]
+
+    def release(self) -> None:
+        """Forget the payloads."""
+        self._own, self._received = (), []
 
     def _gather(self, plane: Tensor, longest: int) -> Tensor:
         padded = plane.new_zeros(longest)

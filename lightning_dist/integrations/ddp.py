@@ -105,7 +105,13 @@ def attach(
         groups = continue_from.network.data, continue_from.network.control
     data, control = groups or new_groups(model.process_group, timeout=timeout)
     device = model.device
-    own = {**settings.fingerprint(), "parameters": _shapes(model.module), "host": this_host()}
+    find_unused = model.find_unused_parameters and not model.static_graph
+    own = {
+        **settings.fingerprint(),
+        "parameters": _shapes(model.module),
+        "find_unused_parameters": find_unused,
+        "host": this_host(),
+    }
     facts = all_facts(own, group=data, device=device)
     require_equal([{k: v for k, v in fact.items() if k != "host"} for fact in facts])
     topology = Topology(tuple(fact["host"] for fact in facts), data.rank())
@@ -119,7 +125,7 @@ def attach(
         network=network,
         state=None if continue_from is None else continue_from.state,
         grad_scale=grad_scale,
-        find_unused=model.find_unused_parameters and not model.static_graph,
+        find_unused=find_unused,
         watch=ExposureWatch(network, advice_to=first) if several else None,
     )
     if continue_from is not None:
@@ -143,12 +149,25 @@ def attach(
 
 
 def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bool = False) -> None:
-    """Let a OneBitAdam among ``optimizers`` exchange its momentum through ``reducer``.
+    """Let a OneBitAdam among ``optimizers`` exchange its momentum through ``reducer``. Collective.
 
     Raises:
-        ValueError: there are two, or gradients are clipped, which would clip momenta.
+        ValueError: there are two, or not the same on all ranks; gradients are clipped, which would
+            clip momenta; a codec brings momentum and the optimizer has its own.
     """
+    optimizers = list(optimizers)
+    network, settings = reducer.network, reducer.settings
+    onebit = [repr(o.defaults) for o in optimizers if isinstance(o, OneBitAdam)]
+    facts = {"OneBitAdam": onebit}
+    require_equal(all_facts(facts, group=network.data, device=network.device))
+    double = any(leaf.momentum_correction for leaf in settings.codec.leaves())
     for optimizer in optimizers:
+        if double and any(g.get("momentum") or "betas" in g for g in optimizer.param_groups):
+            raise ValueError(
+                f"codec {settings.codec.name!r} gives the gradients momentum, and "
+                f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
+                "'topk'"
+            )
         if isinstance(optimizer, OneBitAdam):
             if clips:
                 raise ValueError(
@@ -200,15 +219,23 @@ def require_compressible(module: nn.Module) -> None:
 
 def _require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> None:
     """Raise, or for a model that is merely small say once, that nothing would be compressed."""
-    last = 1 << 62  # a step after every warm-up
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
-    chosen = [settings.policy.for_tensor(n, s, step=last) for n, s in trained.items()]
     wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
+    chosen = (
+        settings.policy.for_tensor(name, shape, step=step)
+        for step in settings.policy.turns()
+        for name, shape in trained.items()
+    )
     if not wanted or any(not codec.lossless for codec in chosen):
         return
-    if any(isinstance(leaf, PowerSGD) for leaf in wanted):
+    low_rank = [leaf for leaf in wanted if isinstance(leaf, PowerSGD)]
+    if low_rank and all(
+        codec.for_tensor("", shape, step=0).lossless
+        for codec in low_rank
+        for shape in trained.values()
+    ):
         raise ValueError(
-            f"codec {settings.codec} compresses matrices (n, m) with rank * (n + m) < n * m, and "
+            f"codec {low_rank[0]} compresses matrices (n, m) with rank * (n + m) < n * m, and "
             f"none of the model's {len(trained)} parameters is one: lower the rank, or use int8"
         )
     if says:
@@ -244,7 +271,9 @@ def _plain(name: str) -> str:
 
 def _shapes(module: nn.Module) -> str:
     """A short text that differs where parameters differ."""
-    trained = [(_plain(n), *p.shape) for n, p in module.named_parameters() if p.requires_grad]
+    trained = [
+        (_plain(n), str(p.dtype), *p.shape) for n, p in module.named_parameters() if p.requires_grad
+    ]
     numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
     return f"{len(trained)} tensors, {numel} elements, digest {_digest(repr(trained))}"
 

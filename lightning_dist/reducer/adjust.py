@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.policy import Slot
 
 
@@ -36,6 +35,6 @@ def clip_lane(lane: Lane, bucket: Tensor, scale: Tensor, *, world_size: int) -> 
         return
     for slot in lane.slots:
         gradient = slot.of(bucket)
-        norm = torch.linalg.vector_norm(gradient, dtype=compute_dtype(gradient.dtype))
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)  # no square overflows
         most = scale * (clip * world_size**-0.5)
         gradient.mul_((most / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0))

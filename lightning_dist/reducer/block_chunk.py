@@ -97,7 +97,7 @@ class BlockChunk(Chunk):
         for piece, own, payloads in zip(self.pieces, self._own, self._payloads, strict=True):
             keys = self._keys_of(piece)
             self.kernels.settle(piece.grad, piece.state, scale, ok, keys, own, payloads)
-            if piece.state and isinstance(self.exchange, TwoShot):
+            if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
                 shards = _columns(self.exchange.shards, piece.columns)
                 mean = _columns(self.exchange.mean, piece.columns)
                 row = piece.state[0][self._rank : self._rank + 1]

@@ -54,7 +54,9 @@ class SideStream:
 
     def submit(self, task: Task) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        # The hook runs in the autograd thread, which may have inherited an autocast.
+        exact = torch.autocast("cuda", enabled=False)
+        with torch.cuda.stream(self._stream), torch.no_grad(), exact:
             task()
 
     def close(self) -> None:

@@ -62,6 +62,10 @@ class ExposureWatch:
         else:
             self._marks.append(time.perf_counter())
 
+    def drop_step(self) -> None:
+        """Forget the marks of a step that is not to be measured."""
+        self._marks, self._pending = [], None
+
     def end_step(self, *, raw_bytes: int, last_bucket_bytes: int) -> None:
         """Close a step whose marks are complete: first bucket ... last bucket, settled."""
         marks, self._marks = self._marks, []

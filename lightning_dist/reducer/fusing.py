@@ -166,7 +166,7 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
     grad = dense(variant.dtype, 1, 1.0)
     kinds = variant.passes.memory.kinds
     state = tuple(dense(compute_dtype(variant.dtype), 2 + i, 0.01) for i in range(len(kinds)))
-    scale = torch.ones((), device=variant.device)
+    scale = torch.ones((), dtype=torch.float32, device=variant.device)
     ok = torch.ones((), dtype=torch.bool, device=variant.device)
     whole = rows == 1 and codec.exchange != "allreduce"
     received = tuple(payload(rows) for _ in range(world if whole else 1))

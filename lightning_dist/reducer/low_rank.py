@@ -114,8 +114,8 @@ class LowRankChunk(Chunk):
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         self.wait()
-        keep = bool(ok)  # waits for a GPU: a branch saves a pass over every residual
-        share = 1.0 / float(scale)
+        # Both wait for a GPU; the branch saves a pass over every residual.
+        keep, share = bool(ok), 1.0 / float(scale)
         for i, matrix in enumerate(self._matrices):
             own, mean = self._products(i)
             if matrix.residual is not None and keep:
@@ -155,7 +155,8 @@ class LowRankChunk(Chunk):
     @property
     @override
     def nbytes(self) -> int:
-        return 2 * (self._p.own.nbytes + self._q.own.nbytes)
+        copies = (m.pending.nbytes for m in self._matrices if m.pending is not m.gradient)
+        return 2 * (self._p.own.nbytes + self._q.own.nbytes) + sum(copies)
 
 
 def _matrix(

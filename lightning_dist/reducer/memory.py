@@ -1,4 +1,4 @@
-"""What a rank remembers of what it has not sent: nothing, a residual, or residual and momentum.
+"""What a rank remembers of its gradients: nothing, a residual, a momentum, or both.
 
 ``x`` is the gradient of this step, ``pending`` what should be sent, ``sent`` what the payload says
 of it; all ``(rows, B, block)`` in the compute dtype. ``x``, ``pending`` and ``sent`` carry the
@@ -67,6 +67,20 @@ class ErrorFeedback(Memory):
 
 
 @dataclass(frozen=True)
+class Momentum(Memory):
+    """``u <- m u + g``, ``p = u``: what DGC does to the tensors that it does not compress."""
+
+    momentum: float
+    kinds: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+        return x + state[0] * self.momentum * scale
+
+    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
+        return (pending / scale,)
+
+
+@dataclass(frozen=True)
 class MomentumCorrection(Memory):
     """``u <- m u + g``, ``p = e + u``, ``e <- p - sent``; ``u <- 0`` where something was sent.
 
@@ -89,7 +103,9 @@ class MomentumCorrection(Memory):
 def memory_of(codec: Codec, error_feedback: bool | Literal["auto"]) -> Memory:
     """The memory of a codec under the user's wish."""
     keeps = codec.keeps_residual if error_feedback == "auto" else error_feedback
-    if codec.lossless or not keeps:
+    if codec.lossless:
+        return Momentum(codec.momentum_correction) if codec.momentum_correction else NoMemory()
+    if not keeps:
         return NoMemory()
     if codec.momentum_correction:
         return MomentumCorrection(codec.momentum_correction)

@@ -86,6 +86,7 @@ class Reducer:
         """Changes local gradients before they are compressed, and says from when on they are."""
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
+        self.closed = False
         self.names, self._grad_scale = names, grad_scale
         self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
@@ -96,7 +97,7 @@ class Reducer:
         self._executor = executor_for(network.device)
         self._in_flight: list[_Job] = []
         self._finite: list[Tensor] = []
-        self._scale = torch.ones((), device=network.device)
+        self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._failure: BaseException | None = None
 
     def reduce_bucket(self, bucket: Bucket) -> Future[Tensor]:
@@ -109,6 +110,9 @@ class Reducer:
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
         job = _Job(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters(), done)
         if self.network.world_size == 1:
+            if job.is_last:
+                self.step += 1
+                self.stats.end_step()
             done.set_result(job.gradients)
             return done
         if self._watch is not None:
@@ -137,6 +141,7 @@ class Reducer:
         """Decode every bucket of the step and, where all ranks were finite, keep the residuals."""
         jobs = self._in_flight
         ok = torch.ones((), dtype=torch.bool) if verdict is None else verdict.ok()
+        ok = ok.to(self.network.device)
         unused = set() if verdict is None else verdict.unused()
         for job in jobs:
             for lane in job.lanes:
@@ -144,7 +149,7 @@ class Reducer:
                     lane,
                     self.state,
                     scale=self._scale,
-                    ok=ok.to(self.network.device),
+                    ok=ok,
                     unused=unused,
                 )
                 self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
@@ -233,6 +238,9 @@ class Reducer:
     def _note_exposure(self, jobs: Sequence[_Job]) -> None:
         if self._watch is None:
             return
+        if all(lane.codec.lossless for job in jobs for lane in job.lanes):
+            self._watch.drop_step()  # a warm-up says nothing of compression
+            return
         self._watch.mark()
         self._watch.end_step(
             raw_bytes=sum(lane.raw_bytes for job in jobs for lane in job.lanes),
@@ -299,6 +307,7 @@ class Reducer:
 
         The process groups stay, and so does :meth:`state_dict`.
         """
+        self.closed = True
         self._executor.close()
         if self._usage is not None:
             self._usage.close()

@@ -86,6 +86,8 @@ class SparseChunk(Chunk):
         if self._pending is not self._bucket:
             for slot in self._slots:
                 slot.of(self._bucket).copy_(slot.of(self._pending))
+        self._exchange.release()
+        self._own = ()
 
     def _add(self, payload: Payload, *, weight: float) -> None:
         indices, values = payload
@@ -100,4 +102,5 @@ class SparseChunk(Chunk):
     @property
     @override
     def nbytes(self) -> int:
-        return 0  # made anew for every step
+        # Payloads are made anew for every step.
+        return self._pending.nbytes if self._pending is not self._bucket else 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.codecs.powersgd import PowerSGD
+from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.residuals import Residuals
 
@@ -33,9 +33,9 @@ class ReducerState:
     ) -> tuple[Tensor, Tensor]:
         """Left ``(n, r)`` and right ``(m, r)`` factor; new ones where the rank has changed."""
         found = self.factors.get(slot.name)
-        first = codec.first_factors(slot.name, slot.shape, dtype)
-        if found is None or [f.shape for f in found] != [f.shape for f in first]:
-            found = first
+        wanted = [(rows, codec.rank) for rows in matrix_shape(slot.shape)]
+        if found is None or [tuple(factor.shape) for factor in found] != wanted:
+            found = codec.first_factors(slot.name, slot.shape, dtype)
         left, right = (factor.to(device=device, dtype=dtype) for factor in found)
         self.factors[slot.name] = left, right
         return left, right

@@ -118,7 +118,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"codec": "topk:ratio=2"}, "topk: ratio must be a number above 0 and up to 1, got 2.0"),
     ({"codec": "topk:values=fp64"}, "topk: values must be 'bf16', 'fp32' or 'int8', got 'fp64'"),
     ({"codec": "threshold:tau=0"}, r"threshold: tau must be a positive number, got 0\.0; 3"),
-    ({"codec": "powersgd:rank=0"}, "powersgd: rank must be from 1 to 1024, got 0"),
+    ({"codec": "powersgd:rank=0"}, "powersgd: rank must be a whole number from 1 to 1024, got 0"),
     ({"codec": "dgc:momentum=1"}, "dgc: momentum must be a number from 0 to below 1, got 1.0"),
     ({"codec": "top_k:ratio=0.1"}, "codec must be one of 'none', .*'topk', .* got 'top_k:ratio"),
     (

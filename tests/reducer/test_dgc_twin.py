@@ -101,9 +101,12 @@ def ours(rank: Rank, case: Case) -> Run:
 def by_hand(case: Case, size: int) -> tuple[list[Tensors], list[Twin]]:
     twins = [Twin(case.momentum, case.clip, size) for _ in range(size)]
     outputs = []
+    bias = torch.zeros(SHAPES["bias"], dtype=DOUBLE)
     for step in range(STEPS):
         fed = [given(rank, step) for rank in range(size)]
-        out = {"bias": sum(gradients["bias"] for gradients in fed) / size}
+        # Not compressed, but with the same momentum; not clipped.
+        bias = case.momentum * bias + sum(gradients["bias"] for gradients in fed) / size
+        out = {"bias": bias}
         for name in LARGE:
             sent = [t.send(name, g[name], case.k(step)) for t, g in zip(twins, fed, strict=True)]
             out[name] = sum(sent) / size  # type: ignore[assignment]

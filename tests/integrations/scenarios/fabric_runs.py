@@ -24,13 +24,14 @@ class Run:
         accumulate: int = 1,
         compiled: bool = False,
         plugins: Any = None,
+        momentum: float = 0.9,
     ) -> None:
         self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugins)
         self.fabric.launch()
         model = Regression(hidden=256).net  # weights of 4096 elements: compressed by default
         if compiled:
             model = torch.compile(model, backend="aot_eager")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
         self.accumulate = accumulate
         data = self.fabric.setup_dataloaders(loader(8))
