@@ -40,6 +40,7 @@ SECTIONS: dict[str, Section] = {
     "kernels": ("codecs", tables.kernels),
     "memory": ("codecs", tables.memory),
     "convergence-gpt": ("convergence", partial(tables.convergence, task="gpt")),
+    "convergence-gpt-long": ("convergence_long", partial(tables.convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(tables.convergence, task="digits")),
     "time-to-accuracy": ("time_to_accuracy", tables.time_to_accuracy),
 }

@@ -9,7 +9,8 @@ from typing import Any
 Result = Mapping[str, Any]  # {"meta": ..., "rows": [...]}
 Row = Mapping[str, Any]
 
-_NO_FEEDBACK_SUFFIX = "-noef"
+_ONEBIT_PREFIX = "onebit-adam:"
+_SUFFIXES = {"-noef": "no error feedback", "-warm": "first fifth uncompressed"}
 _TORCH_NAMES = {
     "no-comm": "(no communication)",
     "ddp": "`ddp`, fp32",
@@ -49,8 +50,12 @@ def name_of(row: str) -> str:
     """A row of any benchmark for people."""
     if row in _TORCH_NAMES:
         return _TORCH_NAMES[row]
-    codec = row.removesuffix(_NO_FEEDBACK_SUFFIX)
-    return f"`{codec}`" if codec == row else f"`{codec}`, no error feedback"
+    if row.startswith(_ONEBIT_PREFIX):
+        return f"`OneBitAdam`, `{row.removeprefix(_ONEBIT_PREFIX)}`"
+    for suffix, meaning in _SUFFIXES.items():
+        if row.endswith(suffix):
+            return f"`{row.removesuffix(suffix)}`, {meaning}"
+    return f"`{row}`"
 
 
 def link_of(link_mbit: float | None) -> str:

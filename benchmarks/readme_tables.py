@@ -114,8 +114,10 @@ def convergence(result: Result, *, task: str) -> str | None:
     worlds = sorted({row["ranks"] for row in rows})
     parts = [_metric_table(rows, metric, worlds=worlds) for metric in metrics]
     seeds = max(len(row["seeds"]) for row in rows)
+    steps = result["meta"]["arguments"].get("steps")
+    length = f" of {steps} steps" if steps else ""
     text = (
-        f"Task `{task}`, {seeds} seeds: mean and standard deviation after the last step; "
+        f"Task `{task}`{length}, {seeds} seeds: mean and standard deviation after the last step; "
         "difference to fp32 DDP with the same seed, mean and standard deviation. =: the mean "
         "difference is within DDP's own standard deviation over seeds."
     )
@@ -155,7 +157,7 @@ def time_to_accuracy(result: Result) -> str | None:
 
 
 def _metric_table(rows: Sequence[Row], metric: str, *, worlds: Sequence[int]) -> str:
-    heads = [metric.replace("_", " "), "error feedback", "times fewer bytes"]
+    heads = [metric.replace("_", " "), "times fewer bytes"]
     for ranks in worlds:
         heads += [f"{ranks} ranks", "difference to `ddp`, %"]
     lines = []
@@ -164,8 +166,7 @@ def _metric_table(rows: Sequence[Row], metric: str, *, worlds: Sequence[int]) ->
         if not of_world:
             continue
         first = next(iter(of_world.values()))
-        codec = f"`{first['codec']}`"
-        cells = [codec, yes(first["error_feedback"]), number(first["bytes_ratio"], 1)]
+        cells = [name_of(name), number(first["bytes_ratio"], 1)]
         for ranks in worlds:
             value = of_world[ranks]["metrics"].get(metric, {}) if ranks in of_world else {}
             cells.append(with_spread(value.get("mean"), value.get("std"), 3))

@@ -5,7 +5,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.codecs import Codec, PowerSGD
+from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.integrations.checks import require_compressible, require_ddp, require_effect
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
@@ -117,7 +118,7 @@ def attach(
     topology = Topology(tuple(fact["host"] for fact in facts), data.rank())
     network = Network(data, control, topology, device)
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
-    _require_effect(settings, names, says=topology.rank == 0)
+    require_effect(settings, names, says=topology.rank == 0)
     first, several = topology.rank == 0, topology.world_size > 1
     reducer = Reducer(
         names,
@@ -175,76 +176,6 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
                     "gradients; leave it out, or use another optimizer"
                 )
             optimizer.attach(reducer)
-
-
-def require_ddp(model: nn.Module) -> None:
-    """Raise ValueError unless ``model`` is a DDP module that still takes a hook."""
-    if not isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            f"compress_ddp needs a DistributedDataParallel, got {type(model).__name__}; wrap the "
-            "model first: DistributedDataParallel(model)"
-        )
-    if model.mixed_precision is not None:
-        raise ValueError(
-            "DistributedDataParallel(mixed_precision=...) installs a communication hook of its own "
-            "and takes no second one; use torch.autocast, or Trainer(precision='bf16-mixed')"
-        )
-    if model.skip_all_reduce_unused_params:
-        raise ValueError(
-            "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
-            "compressed step ends with the last one; leave it out"
-        )
-    hooks = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
-    if hooks:
-        raise ValueError(
-            f"a model takes one communication hook, and {hooks[0]} is registered already; remove "
-            "that registration, or wrap the model in a new DistributedDataParallel"
-        )
-
-
-def require_compressible(module: nn.Module) -> None:
-    """Raise ValueError for models whose gradients cannot be compressed."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError(
-            "the model must have a parameter with requires_grad=True, and has none; unfreeze one, "
-            "or run without a distributed strategy"
-        )
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise ValueError(
-                f"gradients must be dense, and {name or type(child).__name__!r} was made with "
-                "sparse=True; make it with sparse=False"
-            )
-
-
-def _require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> None:
-    """Raise, or for a model that is merely small say once, that nothing would be compressed."""
-    trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
-    wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
-    chosen = (
-        settings.policy.for_tensor(name, shape, step=step)
-        for step in settings.policy.turns()
-        for name, shape in trained.items()
-    )
-    if not wanted or any(not codec.lossless for codec in chosen):
-        return
-    low_rank = [leaf for leaf in wanted if isinstance(leaf, PowerSGD)]
-    if low_rank and all(
-        codec.for_tensor("", shape, step=0).lossless
-        for codec in low_rank
-        for shape in trained.values()
-    ):
-        raise ValueError(
-            f"codec {low_rank[0]} compresses matrices (n, m) with rank * (n + m) < n * m, and "
-            f"none of the model's {len(trained)} parameters is one: lower the rank, or use int8"
-        )
-    if says:
-        log.warning(
-            "nothing is compressed: all %d parameters are 1-D or small for codec %s; lower "
-            "min_compress_numel (0 compresses all)",
-            len(trained),
-            settings.codec,
-        )
 
 
 def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> Groups:

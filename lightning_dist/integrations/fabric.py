@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.ddp import attach, connect_optimizers, require_compressible
+from lightning_dist.integrations.checks import require_compressible
+from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.reducer.reducer import Reducer
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.ddp import attach, connect_optimizers, require_compressible
+from lightning_dist.integrations.checks import require_compressible
+from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
 if TYPE_CHECKING:

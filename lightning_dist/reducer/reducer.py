@@ -8,9 +8,8 @@ buckets keep their local gradients and the received payloads wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch.futures import Future
 
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
-from lightning_dist.reducer.chunk import Chunk, Lane
+from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.exposure import ExposureWatch
+from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import slots_by_codec
@@ -30,31 +30,6 @@ from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane
 from lightning_dist.settings import Settings
-
-
-class Bucket(Protocol):
-    """What the reducer needs of ``torch.distributed.GradBucket``."""
-
-    def buffer(self) -> Tensor: ...
-    def index(self) -> int: ...
-    def is_last(self) -> bool: ...
-    def parameters(self) -> list[Tensor]: ...
-
-
-@dataclass(eq=False)  # buckets are compared by identity
-class _Job:
-    """One bucket on its way."""
-
-    index: int
-    is_last: bool
-    gradients: Tensor  # (N,) flat: local in, mean over ranks out
-    parameters: Sequence[Tensor]
-    done: Future[Tensor]
-    lanes: Sequence[Lane] = ()
-    unused: Mapping[str, Tensor] = field(default_factory=dict)  # gradients to leave as they were
-
-    def chunks(self) -> list[Chunk]:
-        return [chunk for lane in self.lanes for chunk in lane.chunks]
 
 
 class Reducer:
@@ -95,7 +70,7 @@ class Reducer:
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
-        self._in_flight: list[_Job] = []
+        self._in_flight: list[Job] = []
         self._finite: list[Tensor] = []
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._failure: BaseException | None = None
@@ -108,7 +83,7 @@ class Reducer:
         """
         device = self.network.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
-        job = _Job(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters(), done)
+        job = Job(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters(), done)
         if self.network.world_size == 1:
             if job.is_last:
                 self.step += 1
@@ -121,10 +96,11 @@ class Reducer:
         # A future carries an exception to DDP's C++ side only through `then`.
         return done if device.type == "cuda" else done.then(_value)
 
-    def _process(self, job: _Job) -> None:
+    def _process(self, job: Job) -> None:
         self._enter(job)
         job.lanes = self._lanes(job)
-        job.unused = self._unused_here(job)
+        if self._usage is not None:
+            job.keep_unused(self._usage)
         self._adjust(job)
         for chunk in job.chunks():
             chunk.encode(self._scale, step=self.step)
@@ -154,8 +130,7 @@ class Reducer:
                 )
                 self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
                 if not lane.codec.lossless:
-                    for slot in (slot for slot in lane.slots if slot.name in unused):
-                        slot.of(job.gradients).copy_(job.unused[slot.name])
+                    job.restore(lane, unused)
         self.step += 1
         self.stats.end_step()
         self._note_exposure(jobs)
@@ -174,7 +149,7 @@ class Reducer:
             used = {slot.name: slot.name in here for lane in lanes for slot in lane.slots}
         return Verdict(finite, used, self.network)
 
-    def _enter(self, job: _Job) -> None:
+    def _enter(self, job: Job) -> None:
         if self._in_flight and job.index <= self._in_flight[-1].index:
             # The last backward was cut short by an exception. Its payloads must land before their
             # buffers are used again; its residuals were never touched.
@@ -186,7 +161,7 @@ class Reducer:
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
         self._in_flight.append(job)
 
-    def _lanes(self, job: _Job) -> Sequence[Lane]:
+    def _lanes(self, job: Job) -> Sequence[Lane]:
         waiting = self.adjustment is not None and not self.adjustment.active
         policy = NoCompression() if waiting else self._policy
         stage = (waiting, policy.stage(self.step))
@@ -206,24 +181,13 @@ class Reducer:
         self._plans[job.index] = (key, lanes)
         return lanes
 
-    def _unused_here(self, job: _Job) -> Mapping[str, Tensor]:
-        """Gradients that DDP may want back as they are: what no backward has used on this rank."""
-        if self._usage is None:
-            return {}
-        slots = [slot for lane in job.lanes for slot in lane.slots]
-        return {
-            slot.name: slot.of(job.gradients).clone()
-            for slot in slots
-            if slot.name not in self._usage
-        }
-
-    def _adjust(self, job: _Job) -> None:
+    def _adjust(self, job: Job) -> None:
         for lane in job.lanes:
             clip_lane(lane, job.gradients, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(lane.slots, job.gradients, self._scale)
 
-    def _guarded(self, job: _Job) -> None:
+    def _guarded(self, job: Job) -> None:
         try:
             if self._failure is not None:
                 raise RuntimeError("an earlier exchange failed") from self._failure
@@ -235,7 +199,7 @@ class Reducer:
                 failed = RuntimeError(f"lightning_dist: {error}")
                 waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
 
-    def _note_exposure(self, jobs: Sequence[_Job]) -> None:
+    def _note_exposure(self, jobs: Sequence[Job]) -> None:
         if self._watch is None:
             return
         if all(lane.codec.lossless for job in jobs for lane in job.lanes):

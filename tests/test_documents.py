@@ -1,0 +1,35 @@
+"""The tables in the documents are those of the kept results, and the names in them exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lightning_dist
+from benchmarks import readme
+from lightning_dist import CODECS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_measured_tables_are_made_from_the_kept_results() -> None:
+    for document in readme.DOCUMENTS:
+        text = (ROOT / document).read_text()
+        fresh, missing = readme.render(text, readme.load_results(ROOT / "benchmarks/results"))
+        assert fresh == text, f"{document} is not up to date: make tables"
+        assert not missing
+
+
+def test_every_codec_is_in_the_guide_with_its_options() -> None:
+    rows = [line for line in (ROOT / "docs/guide.md").read_text().splitlines() if "| " in line]
+    for name, make in CODECS.items():
+        (row,) = [r for r in rows if re.search(rf"^\|[^|]*`{name}`", r)]
+        for option in vars(make()):
+            assert f"`{option}=" in row or "`topk`'s" in row, (name, option)
+
+
+def test_public_names_are_documented() -> None:
+    text = "".join((ROOT / f).read_text() for f in ("README.md", "docs/guide.md"))
+    text += (ROOT / "docs/choosing-a-codec.md").read_text()
+    own = {"CODECS", "Codec", "__version__", *(make.__name__ for make in CODECS.values())}
+    assert [n for n in lightning_dist.__all__ if n not in own and n not in text] == []
