@@ -94,7 +94,7 @@ def test_ranks_with_different_settings() -> None:
 
     assert set(run_threads(body, 3)) == {
         "all ranks must compress in the same way, but they differ in\n"
-        "  codec.block_size: 256 on ranks 0, 1; 128 on rank 2\n"
+        "  codec: 'Int8(block_size=256)' on ranks 0, 1; 'Int8(block_size=128)' on rank 2\n"
         "  start_step: 0 on ranks 0, 2; 10 on rank 1\n"
         "Give every rank the same settings and the same version of the package."
     }
