@@ -120,7 +120,14 @@ class ChunkPasses(Passes):
         make = LowRankChunk if isinstance(codec, PowerSGD) else SparseChunk
         state = ReducerState()
         self.chunks: Sequence[Chunk] = [
-            make(codec, slots, self.bucket, network, state, feedback)  # type: ignore[arg-type]
+            make(
+                codec,  # type: ignore[arg-type]
+                slots=slots,
+                bucket=self.bucket,
+                network=network,
+                state=state,
+                error_feedback=feedback,
+            )
         ]
         self.scale = torch.ones((), device=device)
         self.ok = torch.ones((), dtype=torch.bool, device=device)

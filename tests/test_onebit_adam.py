@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,8 @@ class Weight(nn.Module):
         return (self.weight * given).sum()
 
 
-def make(parameters: object, freeze_step: int = 3) -> OneBitAdam:
-    return OneBitAdam(
-        parameters, lr=0.05, freeze_step=freeze_step, betas=BETAS, weight_decay=0.1  # type: ignore[arg-type]
-    )  # fmt: skip
+def make(parameters: Iterable[nn.Parameter], freeze_step: int = 3) -> OneBitAdam:
+    return OneBitAdam(parameters, lr=0.05, freeze_step=freeze_step, betas=BETAS, weight_decay=0.1)
 
 
 def train(rank: Rank, codec: str, steps: int, freeze_step: int = 3) -> list[Tensor]:

@@ -74,12 +74,11 @@ class DGC(TopK):
         return self.leaves()[self.stage(step)]
 
     def stage(self, step: int) -> int:
-        if step >= self.warmup_steps:
-            return len(self.leaves()) - 1
-        return step * (len(self.leaves()) - 1) // self.warmup_steps
+        last = len(self._ramp()) - 1  # asked for every bucket of every step
+        return last if step >= self.warmup_steps else step * last // self.warmup_steps
 
     def turns(self) -> tuple[int, ...]:
-        last = len(self.leaves()) - 1
+        last = len(self._ramp()) - 1
         return tuple(-(-i * self.warmup_steps // max(1, last)) for i in range(last + 1))
 
     def leaves(self) -> tuple[Codec, ...]:

@@ -32,6 +32,6 @@ def bits(keys: Tensor, count: int) -> Tensor:
     return mix(keys + places * _GOLDEN)
 
 
-def uniform(keys: Tensor, count: int) -> Tensor:
-    """``keys (..., B, 1)`` -> float32 ``(..., B, count)`` in [0, 1), multiples of 2**-24."""
-    return ((bits(keys, count) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+def uniform24(keys: Tensor, count: int) -> Tensor:
+    """``keys (..., B, 1)`` -> int32 ``(..., B, count)``, uniform in [0, 2**24): in fixed point."""
+    return (bits(keys, count) >> 8) & 0xFFFFFF

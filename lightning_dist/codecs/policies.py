@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dist.codecs.base import Codec, ExchangeName, Shape
+from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.codecs.none import NoCompression, Uncompressed
 
 NORMS_BIASES_EMBEDDINGS = (
@@ -26,8 +26,6 @@ NORMS_BIASES_EMBEDDINGS = (
 @dataclass(frozen=True)
 class _Policy(Codec):
     """Answers :meth:`for_tensor` with other codecs and never encodes itself."""
-
-    exchange: ClassVar[ExchangeName] = "allreduce"
 
     def _inner(self) -> tuple[Codec, ...]:
         raise NotImplementedError

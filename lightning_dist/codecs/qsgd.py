@@ -100,9 +100,9 @@ class QSGD(ScaledBlocks):
 def round_at_random(y: Tensor, keys: Tensor | None) -> Tensor:
     """int32, each of the two integers around ``y`` with the probability that makes ``y`` the mean.
 
-    ``|y| < 127.5``. The numbers of :func:`noise.uniform`, but added in fixed point: whether a
-    compiler contracts ``x * per_step + u`` to one multiply-add then cannot change the bytes.
+    ``|y| < 127.5``. In fixed point: whether a compiler contracts ``x * per_step + u`` to one
+    multiply-add then cannot change the bytes.
     """
     assert keys is not None, "a stochastic codec was not given keys"
     fixed = (y * _ONE).to(torch.int32)
-    return (fixed + ((noise.bits(keys, y.shape[-1]) >> 8) & (_ONE - 1))) >> 24
+    return (fixed + noise.uniform24(keys, y.shape[-1])) >> 24

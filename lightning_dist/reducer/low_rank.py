@@ -60,6 +60,7 @@ class LowRankChunk(Chunk):
     def __init__(
         self,
         codec: PowerSGD,
+        *,
         slots: Sequence[Slot],
         bucket: Tensor,
         network: Network,

@@ -6,7 +6,7 @@ bucket -> lanes (one codec each) -> chunks (one exchange each) -> pieces (one ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -80,13 +80,19 @@ class Planner:
         )
 
     def _chunks(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Sequence[Chunk]:
-        feedback = bool(memory_of(codec, self._error_feedback).kinds)
         if isinstance(codec, BlockCodec):
             return self._blocks(codec, bucket.dtype).chunks(slots, bucket)
+        whole: dict[str, Any] = {
+            "slots": slots,
+            "bucket": bucket,
+            "network": self.network,
+            "state": self._state,
+            "error_feedback": bool(memory_of(codec, self._error_feedback).kinds),
+        }
         if isinstance(codec, PowerSGD):
-            return [LowRankChunk(codec, slots, bucket, self.network, self._state, feedback)]
+            return [LowRankChunk(codec, **whole)]
         assert isinstance(codec, Threshold), codec
-        return [SparseChunk(codec, slots, bucket, self.network, self._state, feedback)]
+        return [SparseChunk(codec, **whole)]
 
     def _blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         return BlockPlan(codec, self.kernels(codec, dtype), self.network, self._state)

@@ -121,13 +121,7 @@ class Reducer:
         unused = set() if verdict is None else verdict.unused()
         for job in jobs:
             for lane in job.lanes:
-                settle_lane(
-                    lane,
-                    self.state,
-                    scale=self._scale,
-                    ok=ok,
-                    unused=unused,
-                )
+                settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
                 self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
                 if not lane.codec.lossless:
                     job.restore(lane, unused)

@@ -25,6 +25,7 @@ class SparseChunk(Chunk):
     def __init__(
         self,
         codec: Threshold,
+        *,
         slots: Sequence[Slot],
         bucket: Tensor,
         network: Network,

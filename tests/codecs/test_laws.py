@@ -182,14 +182,19 @@ def test_blocks_are_coded_alone(codec: BlockCodec, dtype: torch.dtype) -> None:
 @every_codec
 @given(data=st.data())
 def test_decode_is_exact_in_float32(codec: BlockCodec, data: st.DataObject) -> None:
-    """float32 and float64 decode the same bytes to the same numbers: no kernel can differ."""
-    if getattr(codec, "unbiased", False):
-        pytest.skip("the product with block/k is rounded, in the one order that there is")
+    """float32 and float64 decode the same bytes to the same numbers: no kernel can differ.
+
+    But for the gain of an unbiased choice, one product that float32 rounds.
+    """
     x = data.draw(gradients(codec, torch.float32))
     keys = keys_for(codec, x)
     payload = codec.encode(x, keys)
-    single = codec.decode(payload, torch.float32, keys)
-    assert torch.equal(single.double(), codec.decode(payload, torch.float64, keys))
+    single = codec.decode(payload, torch.float32, keys).double()
+    double = codec.decode(payload, torch.float64, keys)
+    if getattr(codec, "unbiased", False):
+        torch.testing.assert_close(single, double, rtol=2.0**-22, atol=2.0**-126)
+    else:
+        assert torch.equal(single, double)
 
 
 @every_codec

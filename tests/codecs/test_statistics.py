@@ -137,14 +137,14 @@ def test_another_salt_is_another_draw_and_the_same_one_the_same() -> None:
 
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
     keys = noise.block_keys(torch.arange(1000, dtype=torch.int32), 5).unsqueeze(-1)
-    numbers = noise.uniform(keys, 256).double()
+    numbers = noise.uniform24(keys, 256).double() * 2.0**-24
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = torch.histc(numbers, bins=64, min=0, max=1)
     expected = numbers.numel() / 64
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert 63 - 5 * 126**0.5 < chi_square < 63 + 5 * 126**0.5
-    assert torch.equal(numbers, noise.uniform(keys, 256).double())
+    assert torch.equal(numbers, noise.uniform24(keys, 256).double() * 2.0**-24)
 
 
 @pytest.mark.parametrize("salts", [(0, 1), (-1, 0), (2**31, 2**31 + 1), (2**32 + 1, 0)], ids=str)
@@ -152,7 +152,7 @@ def test_different_keys_are_independent(salts: tuple[int, int]) -> None:
     """Neighbouring salts, neighbouring blocks and neighbouring elements are uncorrelated."""
     blocks = torch.arange(500, dtype=torch.int32)
     a, b = (
-        noise.uniform(noise.block_keys(blocks, salt).unsqueeze(-1), 256).double() - 0.5
+        noise.uniform24(noise.block_keys(blocks, salt).unsqueeze(-1), 256).double() * 2.0**-24 - 0.5
         for salt in salts
     )
     for first, second in ((a, b), (a[1:], a[:-1]), (a[:, 1:], a[:, :-1])):

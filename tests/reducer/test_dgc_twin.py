@@ -109,8 +109,8 @@ def by_hand(case: Case, size: int) -> tuple[list[Tensors], list[Twin]]:
         out = {"bias": bias}
         for name in LARGE:
             sent = [t.send(name, g[name], case.k(step)) for t, g in zip(twins, fed, strict=True)]
-            out[name] = sum(sent) / size  # type: ignore[assignment]
-        outputs.append(out)  # type: ignore[arg-type]
+            out[name] = torch.stack(sent).sum(0) / size
+        outputs.append(out)
     return outputs, twins
 
 

@@ -21,7 +21,7 @@ from feeding import (
 from saving import train
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
+from lightning_dist.codecs import CODECS, resolve_codec
 
 DOUBLE = torch.float64
 SETTINGS = {"min_compress_numel": 256}
@@ -149,10 +149,3 @@ def test_zeros_in_are_zeros_out_for_every_codec() -> None:
             return any(bool(g.any()) for g in gradients.values())
 
         assert run_threads(body, 2) == [False, False], codec
-
-
-def test_block_codecs_say_how_many_bytes_they_take() -> None:
-    for make in CODECS.values():
-        codec = make()
-        if isinstance(codec, BlockCodec):
-            assert codec.wire_bytes(codec.block * 3) == 3 * codec.wire_bytes(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, residuals
+from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gradients, residuals
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -96,13 +96,13 @@ def test_any_amount_on_any_rank(amounts: tuple[int, ...]) -> None:
     def body(rank: Rank) -> tuple[Tensors, Mapping[str, Any], Tensors]:
         codec = f"threshold:unit=absolute,tau={TAU}"
         with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
-            gradients = backward(model, flat(amounts, rank.rank))
-            return gradients, reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
+            means = backward(model, flat(amounts, rank.rank))
+            return means, reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
 
     size = len(amounts)
-    for rank, (gradients, stats, owed) in enumerate(run_threads(body, size)):
+    for rank, (means, stats, owed) in enumerate(run_threads(body, size)):
         for name in LARGE:
-            torch.testing.assert_close(gradients[name], mean_of(amounts, name), rtol=1e-6, atol=0)
+            torch.testing.assert_close(means[name], mean_of(amounts, name), rtol=1e-6, atol=0)
             small = torch.arange(NUMEL[name]) >= amounts[rank]
             assert torch.equal(owed[name], torch.where(small, 0.25, 0.0))
         longest = max(sum(min(amount, numel) for numel in NUMEL.values()) for amount in amounts)
@@ -147,7 +147,8 @@ def scaled(rank: Rank, scale: float) -> list[str]:
         for step in range(4):
             model.zero_grad()
             scaler.scale(model(feed(rank.rank, step))).backward()
-            digests.append(digest(p.grad / scale for p in model.parameters()))  # type: ignore[operator]
+            found = gradients(model)
+            digests.append(digest({name: gradient / scale for name, gradient in found.items()}))
             digests.append(digest(residuals(red)))
     return digests
 
