@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,21 +10,28 @@ import torch
 
 from lightning_dist._version import __version__
 from lightning_dist.codecs import (
+    CODECS,
     BlockCodec,
     Codec,
+    NoCompression,
     PowerSGD,
     Threshold,
     after_steps,
     resolve_codec,
 )
 from lightning_dist.codecs.policies import sized
+from lightning_dist.topology.groups import Tree, tree_of
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides what travels. Equal on all ranks, or the start fails."""
 
-    codec: Codec
+    codec: Codec  # between hosts, where the exchange is hierarchical
+    intra: BlockCodec  # and inside a host
+    hierarchical: bool | Literal["auto", "leader"]
+    ranks_per_host: int | None  # None: as the names of the hosts say
+    rank_groups: Tree | None
     # keep what a codec loses and send it later, 4 bytes per element; "auto": as the codec says
     error_feedback: bool | Literal["auto"]
     # larger: fewer small tensors compressed; 0 compresses all; None: as the codec says
@@ -34,10 +42,12 @@ class Settings:
     @classmethod
     def check(
         cls,
-        codec: str | Codec = "int8",
+        codec: str | Codec | Mapping[str, str | Codec] = "int8",
         *,
         error_feedback: bool | Literal["auto"] = "auto",
-        hierarchical: bool | Literal["auto"] = "auto",
+        hierarchical: bool | Literal["auto", "leader"] = "auto",
+        ranks_per_host: int | None = None,
+        rank_groups: Sequence[Any] | None = None,
         min_compress_numel: int | None = None,
         start_step: int = 0,
         compile_kernels: bool | Literal["auto"] = "auto",
@@ -47,15 +57,16 @@ class Settings:
         Raises:
             ValueError: with the rule, the value received and what to do.
         """
-        resolved = resolve_codec(codec)
+        resolved, intra = _by_level(codec)
         if not isinstance(error_feedback, bool) and error_feedback != "auto":
             raise ValueError(
                 f"error_feedback must be True, False or 'auto', got {error_feedback!r}"
             )
-        if hierarchical not in (False, "auto"):
+        _check_grouping(hierarchical, ranks_per_host, rank_groups)
+        if intra is not None and hierarchical is False:
             raise ValueError(
-                f"hierarchical must be 'auto' or False in this version, got {hierarchical!r}: the "
-                "hierarchical exchange is not built yet, all exchanges are flat; leave it out"
+                f"a codec for each level needs a hierarchical exchange, got codec={codec!r} with "
+                "hierarchical=False; give one codec, or leave hierarchical at 'auto'"
             )
         if min_compress_numel is not None and not _is_count(min_compress_numel):
             raise ValueError(
@@ -76,6 +87,10 @@ class Settings:
             _check_feedback(leaf, error_feedback)
         return cls(
             codec=resolved,
+            intra=NoCompression() if intra is None else intra,
+            hierarchical=hierarchical,
+            ranks_per_host=ranks_per_host,
+            rank_groups=None if rank_groups is None else tree_of(rank_groups),
             error_feedback=error_feedback,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
@@ -93,10 +108,55 @@ class Settings:
             "lightning_dist": __version__,
             "torch": torch.__version__.split("+")[0],
             "codec": repr(self.codec),
+            "codec inside a host": repr(self.intra),
+            "hierarchical": self.hierarchical,
             "error_feedback": self.error_feedback,
             "min_compress_numel": self.min_compress_numel,
             "start_step": self.start_step,
         }
+
+
+def _by_level(
+    codec: str | Codec | Mapping[str, str | Codec],
+) -> tuple[Codec, BlockCodec | None]:
+    """The codec between hosts, and the one inside where it is named."""
+    if not isinstance(codec, Mapping):
+        return resolve_codec(codec), None
+    if set(codec) != {"intra", "inter"}:
+        raise ValueError(
+            "a codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
+            f"keys {sorted(codec)}"
+        )
+    intra = resolve_codec(codec["intra"])
+    if not isinstance(intra, BlockCodec) or not _fits_inside(type(intra)):
+        listed = ", ".join(name for name, kind in CODECS.items() if _fits_inside(kind))
+        raise ValueError(
+            f"inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
+            f"one of {listed}, got {codec['intra']!r}; give it to 'inter'"
+        )
+    return resolve_codec(codec["inter"]), intra
+
+
+def _fits_inside(kind: type[Codec]) -> bool:
+    return issubclass(kind, BlockCodec) and kind.exchange != "gather" and not kind.stochastic
+
+
+def _check_grouping(
+    hierarchical: bool | Literal["auto", "leader"],
+    ranks_per_host: int | None,
+    rank_groups: Sequence[Any] | None,
+) -> None:
+    if not isinstance(hierarchical, bool) and hierarchical not in ("auto", "leader"):
+        raise ValueError(
+            f"hierarchical must be 'auto', True, False or 'leader', got {hierarchical!r}"
+        )
+    if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
+        raise ValueError(f"ranks_per_host must be 1 or more ranks, got {ranks_per_host!r}")
+    if ranks_per_host is not None and rank_groups is not None:
+        raise ValueError(
+            f"ranks_per_host and rank_groups say the same in two ways, got "
+            f"ranks_per_host={ranks_per_host} and rank_groups={rank_groups!r}; give one"
+        )
 
 
 def _is_count(value: object) -> bool:

@@ -17,7 +17,7 @@ FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "wandb")
 
 FORBIDDEN = {
     "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
-    "topology.py": ("torch", "lightning_dist"),
+    "topology": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings")),
     "exchange": ("lightning_dist.settings",),
     "reducer": ("lightning_dist.onebit_adam",),
     "settings.py": ("lightning_dist.exchange",),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.reducer.network import Network
 from lightning_dist.topology import Topology
+from lightning_dist.topology.groups import route, tree_of
 
 TIMEOUT = timedelta(seconds=20)
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
@@ -40,11 +41,13 @@ class Rank:
     ranks_per_host: int | None = None
     alive: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def group(self, name: str) -> dist.ProcessGroup:
-        """A gloo group over all ranks; every rank asks for the same names."""
-        store = dist.PrefixStore(name, self.store)
-        group = dist.ProcessGroup(store, self.rank, self.size)
-        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+    def group(self, name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """A gloo group over all ranks, or some; every one of them asks for the same names."""
+        members = list(range(self.size) if ranks is None else ranks)
+        rank, size = members.index(self.rank), len(members)
+        store = dist.PrefixStore(f"{name} {members}", self.store)
+        group = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
         gloo._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -62,8 +65,16 @@ class Rank:
     def ddp(self, module: nn.Module, **arguments: object) -> DistributedDataParallel:
         return DistributedDataParallel(module, process_group=self.group("ddp"), **arguments)
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        return [self.group("payload"), self.group("flags")]
+    def groups(
+        self, tree: Sequence[Any] | None = None, *, leader: bool = False
+    ) -> list[dist.ProcessGroup]:
+        """For ``compress_ddp``; with ``tree`` those of its levels too."""
+        found = [self.group("payload"), self.group("flags")]
+        if tree is not None:
+            way = route(tree_of(tree), self.rank, leader=leader)
+            found += [self.group(f"level {i}", of.members) for i, of in enumerate(way.levels)]
+            found += [self.group("outer", way.outer)] if way.outer else []
+        return found
 
 
 def run_threads(

@@ -8,13 +8,19 @@ exchange             bytes sent              of them to other hosts
 allreduce (ring)     ``2 (W-1)/W * b``       all, if the next rank is on another
 all_gather (ring)    ``(W-1) * b``           all, if the next rank is on another
 all_to_all           ``(W-1)/W * b``         ``b/W`` for every rank on another
+all_to_all, shares   ``b - b_own``           ``b_r`` for every rank ``r`` on another
+broadcast, shares    ``(W-1) * b_own``       ``b_own`` for every rank on another
 ===================  ======================  =====================================
+
+With shares rank ``r`` owns ``b_r`` of the ``b`` bytes. A broadcast may be relayed by other ranks;
+it is counted where it starts, so that only the sum over a host is what its loopback carries.
 
 Headers of TCP and Ethernet are not in these counts (about 3 to 5 %).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dist.topology import Topology
@@ -44,9 +50,21 @@ def ring_all_gather(nbytes: int, topology: Topology) -> Sent:
 
 
 def all_to_all(nbytes: int, topology: Topology) -> Sent:
-    each = nbytes // topology.world_size
-    remote = topology.remote_peers
-    return Sent(intra=each * (topology.world_size - 1 - remote), inter=each * remote)
+    return scatter([nbytes // topology.world_size] * topology.world_size, topology)
+
+
+def scatter(shares: Sequence[int], topology: Topology) -> Sent:
+    """``shares[r]`` bytes to every other rank ``r``."""
+    to = [(topology.same_host(r), n) for r, n in enumerate(shares) if r != topology.rank]
+    return Sent(sum(n for same, n in to if same), sum(n for same, n in to if not same))
+
+
+def spread(shares: Sequence[int], topology: Topology) -> Sent:
+    """Every owner's share to all: a ring where they are equal, else broadcasts."""
+    own = shares[topology.rank]
+    if len(set(shares)) == 1:
+        return ring_all_gather(own, topology)
+    return scatter([own] * len(shares), topology)
 
 
 def _to_next(nbytes: int, topology: Topology) -> Sent:

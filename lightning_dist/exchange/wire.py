@@ -23,6 +23,8 @@ def views(buffer: Tensor, planes: Sequence[Plane], blocks: int) -> Payload:
     The views share the buffer's memory but not its storage object: torch.compile refuses to write
     to two views of different dtype that it can see to be of one storage, and these never overlap.
     """
+    if not blocks:  # nothing that could be shared, at places that need not be aligned
+        return tuple(buffer.new_empty((len(buffer), 0, p.per_block), dtype=p.dtype) for p in planes)
     payload = []
     start = 0
     for plane in planes:

@@ -16,12 +16,14 @@ class CompressionArguments:
 
     def __init__(
         self,
-        codec: str | Codec = "int8",
+        codec: str | Codec | dict[str, str | Codec] = "int8",
         error_feedback: bool | Literal["auto"] = "auto",
-        hierarchical: bool | Literal["auto"] = "auto",
+        hierarchical: bool | Literal["auto", "leader"] = "auto",
         min_compress_numel: int | None = None,
         start_step: int = 0,
         compile_kernels: bool | Literal["auto"] = "auto",
+        ranks_per_host: int | None = None,
+        rank_groups: list[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
@@ -29,14 +31,24 @@ class CompressionArguments:
         Args:
             codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``,
                 a codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``).
+                Where the exchange is hierarchical it is the codec between hosts, and inside
+                gradients travel as they are; ``{"intra": "bf16", "inter": "int4"}`` names both.
             error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
                 per compressed element. ``"auto"``: where the codec needs it.
-            hierarchical: ``"auto"`` or False. In this version every exchange is flat.
+            hierarchical: reduce inside every host first, so that only a share of the gradient
+                crosses from each rank. ``"auto"``: where there are several hosts, one of them with
+                several ranks. True: and fail where there are not. ``"leader"``: one rank of a host
+                crosses for all; also the form for hosts with different numbers of ranks. False:
+                flat.
             min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses
                 all. None: the codec's own choice (0 for casts, 4096 for most others).
             start_step: synchronised steps before compression starts.
             compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
                 ``"auto"``: for models of 4 Mi elements or more where a compiler is there.
+            ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts'
+                names.
+            rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``; nested for more
+                than two levels, such as sites of racks.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -49,6 +61,8 @@ class CompressionArguments:
             codec,
             error_feedback=error_feedback,
             hierarchical=hierarchical,
+            ranks_per_host=ranks_per_host,
+            rank_groups=rank_groups,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
             compile_kernels=compile_kernels,

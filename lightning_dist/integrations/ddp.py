@@ -5,12 +5,11 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
@@ -18,25 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.checks import require_compressible, require_ddp, require_effect
+from lightning_dist.integrations.networks import Groups, finds_unused, network_for
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
-from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology, this_host
 
 log = logging.getLogger(__name__)
-
-Groups = Sequence[dist.ProcessGroup]
 
 
 def compress_ddp(
     model: DistributedDataParallel,
-    codec: str | Codec = "int8",
+    codec: str | Codec | Mapping[str, str | Codec] = "int8",
     *,
     error_feedback: bool | Literal["auto"] = "auto",
-    hierarchical: bool | Literal["auto"] = "auto",
+    hierarchical: bool | Literal["auto", "leader"] = "auto",
+    ranks_per_host: int | None = None,
+    rank_groups: Sequence[Any] | None = None,
     min_compress_numel: int | None = None,
     start_step: int = 0,
     compile_kernels: bool | Literal["auto"] = "auto",
@@ -48,18 +46,27 @@ def compress_ddp(
     Args:
         model: a DistributedDataParallel without a communication hook.
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
-            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``).
+            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``). Where
+            the exchange is hierarchical it is the codec between hosts, and inside gradients travel
+            as they are; ``{"intra": "bf16", "inter": "int4"}`` names both.
         error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
             compressed element. ``"auto"``: where the codec needs it.
-        hierarchical: ``"auto"`` or False. In this version every exchange is flat.
+        hierarchical: reduce inside every host first, so that only a share of the gradient crosses
+            from each rank. ``"auto"``: where there are several hosts, one of them with several
+            ranks. True: and fail where there are not. ``"leader"``: one rank of a host crosses for
+            all; also the form for hosts with different numbers of ranks. False: flat.
+        ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts' names.
+        rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``; nested for more than
+            two levels, such as sites of racks.
         min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
             None: the codec's own choice (0 for casts, 4096 for most others).
         start_step: synchronised steps before compression starts.
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
             models of 4 Mi elements or more where a compiler is there.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
-        groups: two process groups over the ranks of ``model``, for payloads and for flags, used by
-            nothing else. None makes them.
+        groups: two process groups over the ranks of ``model``, for payloads and for flags; where
+            the exchange is hierarchical also this rank's, from the inside out. Used by nothing
+            else. None makes them.
 
     Returns:
         The reducer: ``comm_stats()``, ``state_dict()``, ``load_state_dict()``, ``close()``.
@@ -72,6 +79,8 @@ def compress_ddp(
         codec,
         error_feedback=error_feedback,
         hierarchical=hierarchical,
+        ranks_per_host=ranks_per_host,
+        rank_groups=rank_groups,
         min_compress_numel=min_compress_numel,
         start_step=start_step,
         compile_kernels=compile_kernels,
@@ -101,22 +110,15 @@ def attach(
     """
     require_ddp(model)
     require_compressible(model.module)
-    # Every group costs threads and sockets, but ranks out of step must not meet in an old one.
-    if continue_from is not None and _on_all_ranks(continue_from.in_step, model):
-        groups = continue_from.network.data, continue_from.network.control
-    data, control = groups or new_groups(model.process_group, timeout=timeout)
-    device = model.device
-    find_unused = model.find_unused_parameters and not model.static_graph
-    own = {
-        **settings.fingerprint(),
-        "parameters": _shapes(model.module),
-        "find_unused_parameters": find_unused,
-        "host": this_host(),
-    }
-    facts = all_facts(own, group=data, device=device)
-    require_equal([{k: v for k, v in fact.items() if k != "host"} for fact in facts])
-    topology = Topology(tuple(fact["host"] for fact in facts), data.rank())
-    network = Network(data, control, topology, device)
+    network = network_for(
+        model,
+        settings,
+        parameters=_shapes(model.module),
+        continue_from=continue_from,
+        groups=groups,
+        timeout=timeout,
+    )
+    topology, device = network.topology, network.device
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
     require_effect(settings, names, says=topology.rank == 0)
     first, several = topology.rank == 0, topology.world_size > 1
@@ -126,7 +128,7 @@ def attach(
         network=network,
         state=None if continue_from is None else continue_from.state,
         grad_scale=grad_scale,
-        find_unused=find_unused,
+        find_unused=finds_unused(model),
         watch=ExposureWatch(network, advice_to=first) if several else None,
     )
     if continue_from is not None:
@@ -144,8 +146,6 @@ def attach(
         return state.reduce_bucket(bucket)
 
     model.register_comm_hook(reducer, lightning_dist_hook)
-    if first:
-        log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
     return reducer
 
 
@@ -176,23 +176,6 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
                     "gradients; leave it out, or use another optimizer"
                 )
             optimizer.attach(reducer)
-
-
-def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> Groups:
-    """Two new groups over the ranks of ``like``: payloads and flags. Collective among them."""
-    ranks = dist.get_process_group_ranks(like)
-    backend = dist.get_backend(like)
-    return [
-        dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        for _ in range(2)
-    ]
-
-
-def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
-    """Whether ``here`` holds on every rank. Collective over DDP's own group."""
-    flag = torch.tensor([float(here)], device=model.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=model.process_group)
-    return bool(flag.item())
 
 
 def _plain(name: str) -> str:

@@ -17,6 +17,7 @@ from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArg
 from lightning_dist.integrations.checks import require_compressible
 from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.topology import Topology
 
 
 class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
@@ -50,6 +51,11 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     def _grad_scale(self) -> Tensor | None:
         scaler = getattr(self.precision, "scaler", None)
         return None if scaler is None else scaler._scale
+
+    @property
+    def topology(self) -> Topology | None:
+        """Hosts and groups of the ranks; None before the first ``fabric.setup``."""
+        return self.reducers[0].network.topology if self.reducers else None
 
     def comm_stats(self) -> list[Mapping[str, Any]]:
         """Bytes this rank sent, for each module in the order of ``fabric.setup``."""

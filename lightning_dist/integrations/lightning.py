@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from lightning_dist.reducer.reducer import Reducer
+    from lightning_dist.topology import Topology
 
 
 class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
@@ -67,6 +68,11 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return None if scaler is None else scaler._scale
 
+    @property
+    def topology(self) -> Topology | None:
+        """Hosts and groups of the ranks; None before the first fit."""
+        return None if self._reducer is None else self._reducer.network.topology
+
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent since the start of the fit.
 
@@ -98,7 +104,10 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
             return
         self._logged_step = stats["steps"]
         last = stats["last_step"]
-        metrics = {f"comm/{key}": last[key] for key in ("raw_bytes", "wire_bytes", "ratio")}
+        metrics = {
+            f"comm/{key}": last[key]
+            for key in ("raw_bytes", "wire_bytes", "ratio", "intra_bytes", "inter_bytes")
+        }
         metrics |= {f"comm/total_{key}": stats[key] for key in ("raw_bytes", "wire_bytes")}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)

@@ -7,40 +7,16 @@ ones 96 %, and one chunk is encoded while another travels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange.rounds import Exchange, TwoShot
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.keys import ChunkKeys
-
-
-@dataclass
-class Piece:
-    """Views of one parameter's part of a chunk; ``staged`` where rows are not filled."""
-
-    name: str
-    grad: Tensor  # (rows, blocks, block)
-    state: tuple[Tensor, ...]  # as the memory says, each like grad
-    columns: slice  # blocks of the chunk's payload
-    numbers: Tensor  # (rows, blocks, 1) int32: which block of its parameter each one is
-    staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
-
-    def load(self) -> None:
-        if self.staged:
-            for copy in (self.grad, *self.state):
-                copy.zero_()
-            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
-
-    def store(self) -> None:
-        if self.staged:
-            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
+from lightning_dist.reducer.pieces import Piece, columns_of
 
 
 class BlockChunk(Chunk):
@@ -57,9 +33,9 @@ class BlockChunk(Chunk):
     ) -> None:
         self.pieces, self.exchange, self.kernels = pieces, exchange, kernels
         self._keys, self._rank = keys, rank
-        self._own = [_columns(exchange.own, piece.columns) for piece in pieces]
+        self._own = [columns_of(exchange.own, piece.columns) for piece in pieces]
         self._payloads = [
-            tuple(_columns(payload, piece.columns) for payload in exchange.payloads)
+            tuple(columns_of(payload, piece.columns) for payload in exchange.payloads)
             for piece in pieces
         ]
         # An exchange on the bucket's own memory needs no decoding back into it.
@@ -98,8 +74,8 @@ class BlockChunk(Chunk):
             keys = self._keys_of(piece)
             self.kernels.settle(piece.grad, piece.state, scale, ok, keys, own, payloads)
             if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
-                shards = _columns(self.exchange.shards, piece.columns)
-                mean = _columns(self.exchange.mean, piece.columns)
+                shards = columns_of(self.exchange.shards, piece.columns)
+                mean = columns_of(self.exchange.mean, piece.columns)
                 row = piece.state[0][self._rank : self._rank + 1]
                 self.kernels.carry(row, scale, ok, shards, mean)
             piece.store()
@@ -116,7 +92,3 @@ class BlockChunk(Chunk):
 
     def _keys_of(self, piece: Piece) -> Tensor | None:
         return None if self._keys is None else self._keys.encode[:, piece.columns]
-
-
-def _columns(payload: Payload, columns: slice) -> Payload:
-    return tuple(plane[:, columns] for plane in payload)

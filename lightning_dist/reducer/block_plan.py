@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
-from lightning_dist.reducer.block_chunk import BlockChunk, Piece
+from lightning_dist.reducer.block_chunk import BlockChunk
 from lightning_dist.reducer.geometry import Grid, Span
 from lightning_dist.reducer.kernels import Kernels, compute_dtype
 from lightning_dist.reducer.keys import ChunkKeys, Place
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.pieces import Piece, piece_of
+from lightning_dist.reducer.policy import Slot, neighbours
 from lightning_dist.reducer.state import ReducerState
 
 CHUNK_ELEMENTS = 1 << 18  # 1 MB of float32 gradient; measured best of 256 Ki and 1 Mi
@@ -43,15 +44,14 @@ class BlockPlan:
 
     def _pieces(self, slots: Sequence[Slot], bucket: Tensor) -> Iterator[list[Piece]]:
         rows, codec = self.rows, self.codec
-        elements = max(CHUNK_ELEMENTS, rows * _LEAST_ROW_ELEMENTS)
-        limit = max(1, elements // codec.block)
+        limit = max(1, chunk_elements(rows) // codec.block)
         if codec.exchange == "allreduce":
             limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
         pieces: list[Piece] = []
         columns = 0
         # Blocks and state belong to one parameter; without them neighbours are one piece.
         separate = codec.block > 1 or bool(self.kernels.memory.kinds)
-        for run in [[slot] for slot in slots] if separate else _runs(slots):
+        for run in [[slot] for slot in slots] if separate else neighbours(slots):
             grid = Grid(sum(slot.numel for slot in run), rows, codec.block)
             for span in grid.spans(limit):
                 if pieces and (columns + span.columns) * rows > limit:
@@ -71,19 +71,10 @@ class BlockPlan:
             )
             for kind in self.kernels.memory.kinds
         ]
-        if span.direct:
-            places = [_view(flat, span) for flat in flats]
-            staged: list[tuple[Tensor, Tensor]] = []
-        else:
-            shape = (span.grid.rows, span.columns, span.grid.block)
-            places = [flat.new_zeros(shape) for flat in flats]
-            staged = [
-                (flat[start : start + length], place[row].view(-1)[:length])
-                for flat, place in zip(flats, places, strict=True)
-                for row, start, length in span.filled()
-            ]
-        numbers = span.numbers(bucket.device) if self.codec.stochastic else bucket.new_empty(0)
-        return Piece(run[0].name, places[0], tuple(places[1:]), columns, numbers, staged)
+        numbers = bucket.new_empty(0)
+        if self.codec.stochastic:
+            numbers = span.numbers(bucket.device) + run[0].start // self.codec.block
+        return piece_of(run[0].name, flats, span, columns=columns, numbers=numbers)
 
     def _chunk(self, pieces: Sequence[Piece], dtype: torch.dtype) -> BlockChunk:
         rank = self.network.rank
@@ -118,21 +109,6 @@ class BlockPlan:
         return build(planes, blocks, group=net.data, topology=net.topology, device=net.device)
 
 
-def _runs(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Slots that lie one after the other in the bucket, together."""
-    runs: list[list[Slot]] = []
-    for slot in slots:
-        if runs and runs[-1][-1].offset + runs[-1][-1].numel == slot.offset:
-            runs[-1].append(slot)
-        else:
-            runs.append([slot])
-    return runs
-
-
-def _view(flat: Tensor, span: Span) -> Tensor:
-    grid = span.grid
-    return flat.as_strided(
-        (grid.rows, span.columns, grid.block),
-        (grid.blocks_per_row * grid.block, grid.block, 1),
-        flat.storage_offset() + span.first * grid.block,
-    )
+def chunk_elements(rows: int) -> int:
+    """Elements of one chunk, of which each of ``rows`` ranks reduces a part."""
+    return max(CHUNK_ELEMENTS, rows * _LEAST_ROW_ELEMENTS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -19,6 +20,9 @@ class Chunk(ABC):
     Until :meth:`settle` the bucket holds what is needed to compute the new state, and no state has
     changed.
     """
+
+    def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
+        """Where a host reduces among itself first: begin that, asynchronous."""
 
     @abstractmethod
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -44,6 +48,9 @@ class Chunk(ABC):
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         """Mean of all ranks -> bucket; and, where ``ok``, the new state."""
 
+    def finish(self) -> None:  # noqa: B027
+        """Where the mean came to one rank of the host: until the bucket has it too."""
+
     @property
     @abstractmethod
     def sent(self) -> Sent:
@@ -53,6 +60,28 @@ class Chunk(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the buffers held between steps."""
+
+
+def begun(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """Every chunk once the next one has begun: one crosses while the other is reduced inside."""
+    for chunk in chunks[:1]:
+        chunk.begin()
+    for chunk, following in zip_longest(chunks, chunks[1:]):
+        if following is not None:
+            following.begin()
+        yield chunk
+
+
+def settle_all(chunks: Iterable[Chunk], scale: Tensor, ok: Tensor) -> None:
+    """Every mean into its bucket; one is spread inside the host while the next is decoded."""
+    unfinished = None
+    for chunk in chunks:
+        chunk.settle(scale, ok)
+        if unfinished is not None:
+            unfinished.finish()
+        unfinished = chunk
+    if unfinished is not None:
+        unfinished.finish()
 
 
 @dataclass

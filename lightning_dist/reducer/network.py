@@ -1,23 +1,33 @@
-"""The process groups and the place that a reducer works with."""
+"""The process groups and places that a reducer works with, flat or in levels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
+from lightning_dist.topology.groups import Tree, route, rows_of
+
+NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
+"""Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """The groups and places that a reducer works with."""
+    """Where gradients are averaged: between all ranks of ``data``, or ``within`` smaller groups
+    first.
+    """
 
     data: dist.ProcessGroup  # payloads; used by nobody else
     control: dist.ProcessGroup  # a few flags a step, which must not queue behind payloads
     topology: Topology
     device: torch.device
+    within: Within | None = None
+    row_of: tuple[int, ...] | None = None  # who shares the state of one row; None: nobody
 
     @property
     def world_size(self) -> int:
@@ -26,3 +36,41 @@ class Network:
     @property
     def rank(self) -> int:
         return self.topology.rank
+
+    @property
+    def rows(self) -> Rows:
+        """How the state of all ranks is put together."""
+        return Rows(self.row_of or tuple(range(self.world_size)), self.rank)
+
+
+@dataclass(frozen=True)
+class Within:
+    """A group that reduces among itself before its ``owners`` go on ``across`` the groups."""
+
+    group: dist.ProcessGroup  # payloads; used by nobody else
+    topology: Topology  # of the group
+    owners: int  # the first of the group: all with a shard each, or one leader with everything
+    weight: float  # of each member's value, so that the mean over groups is the mean over ranks
+    beyond: int  # ranks that share one owner's part on the levels outside this one
+    across: Network | None  # None on ranks that do not go on
+
+
+def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup) -> Network:
+    """``network`` with the groups of ``tree``, made from the inside out. Collective."""
+    topology = network.topology
+    network = replace(network, row_of=rows_of(tree, world_size=topology.world_size))
+    way = route(tree, topology.rank, leader=leader)
+    groups = [new_group(level.members) for level in way.levels]
+    outer = new_group(way.outer) if way.outer else None
+    across = None
+    if outer is not None:
+        across = replace(network, data=outer, topology=topology.among(way.outer))
+    for level, group in zip(reversed(way.levels), reversed(groups), strict=True):
+        inside = topology.among(level.members)
+        within = Within(group, inside, level.owners, level.weight, level.beyond, across)
+        across = replace(network, data=group, topology=inside, within=within)
+    return replace(
+        network,
+        within=within,
+        topology=replace(topology, intra_group=groups[0], inter_group=outer),
+    )

@@ -5,7 +5,8 @@ bucket -> lanes (one codec each) -> chunks (one exchange each) -> pieces (one ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -15,30 +16,56 @@ from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.powersgd import PowerSGD
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import ring_allreduce
-from lightning_dist.reducer.block_plan import BlockPlan
+from lightning_dist.reducer.block_plan import BlockPlan, chunk_elements
 from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.fusing import Variant, fused_passes
-from lightning_dist.reducer.kernels import Factors, Kernels
+from lightning_dist.reducer.hierarchical import Inside
+from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
 from lightning_dist.reducer.low_rank import LowRankChunk
-from lightning_dist.reducer.memory import memory_of
-from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.memory import NoMemory, memory_of
+from lightning_dist.reducer.network import Network, Within
 from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.scratch import Scratch
+from lightning_dist.reducer.share_plan import SharePlan
 from lightning_dist.reducer.sparse import SparseChunk
 from lightning_dist.reducer.state import ReducerState
 
 
 class Planner:
-    """Builds lanes; owns one set of kernels per codec and dtype."""
+    """Builds lanes; owns one set of kernels per codec and dtype.
+
+    Args:
+        intra: the codec inside a host, where the exchange is hierarchical.
+        whole: names of the parameters that some codec needs as a matrix.
+    """
 
     def __init__(
-        self, network: Network, state: ReducerState, *, error_feedback: bool | Literal["auto"]
+        self,
+        network: Network,
+        state: ReducerState,
+        *,
+        error_feedback: bool | Literal["auto"],
+        intra: BlockCodec,
+        whole: Collection[str] = (),
     ) -> None:
         self.network, self._state = network, state
         self._error_feedback: bool | Literal["auto"] = error_feedback
+        self._intra, self._whole = intra, whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
+        self._inside: dict[torch.dtype, Inside] = {}
+        self._scratch = Scratch(network.device)
+        self._across = None
+        if network.within is not None and network.within.across is not None:
+            self._across = Planner(
+                network.within.across,
+                state,
+                error_feedback=error_feedback,
+                intra=intra,
+                whole=whole,
+            )
 
     def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
-        """Kernels for gradients of ``dtype``."""
+        """Kernels of a flat exchange for gradients of ``dtype``."""
         if (codec, dtype) not in self._kernels:
             world = self.network.world_size
             share = 1.0 / world
@@ -56,14 +83,17 @@ class Planner:
         return self._kernels[codec, dtype]
 
     def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
-        """Compile the kernels of ``codec`` for gradients of ``dtypes``, where that helps."""
-        if not isinstance(codec, BlockCodec) or not codec.fusable or codec.lossless:
-            return
+        """Compile the kernels for gradients of ``dtypes``, where that helps."""
+        within = self.network.within
         for dtype in dtypes:
-            kernels = self.kernels(codec, dtype)
-            rows = self._blocks(codec, dtype).rows
-            variant = Variant(kernels.passes, dtype, rows, self.network.device)
-            kernels.use(fused_passes(variant))
+            if within is not None:
+                inside = self._inside_of(dtype, within)
+                self._fuse(inside.up, dtype, rows=1)
+                self._fuse(inside.down, dtype, rows=1)
+            elif isinstance(codec, BlockCodec):
+                self._fuse(self.kernels(codec, dtype), dtype, rows=self._blocks(codec, dtype).rows)
+            if self._across is not None:
+                self._across.fuse(codec, [_share_dtype(codec, dtype)])
 
     def keeps_state(self, codec: Codec) -> bool:
         """Whether anything is kept from one step to the next."""
@@ -71,15 +101,26 @@ class Planner:
 
     def lane(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Lane:
         """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used."""
+        kinds = memory_of(codec, self._error_feedback).kinds
+        for slot, kind in product(slots, kinds):
+            self._state.know(kind, slot, dtype=compute_dtype(bucket.dtype))
         raw = sum(slot.numel for slot in slots) * bucket.itemsize
-        return Lane(
+        lane = Lane(
             codec,
             slots,
-            self._chunks(codec, slots, bucket),
+            self.chunks(codec, slots, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
         )
+        for slot, kind in product(slots, kinds):
+            self._state.adopted(kind, slot.name)
+        return lane
 
-    def _chunks(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Sequence[Chunk]:
+    def chunks(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Sequence[Chunk]:
+        """The exchanges of ``slots``, one after the other."""
+        if self.network.within is not None:
+            return self._shares(codec, self.network.within, bucket.dtype).chunks(
+                slots, bucket, share_dtype=_share_dtype(codec, bucket.dtype)
+            )
         if isinstance(codec, BlockCodec):
             return self._blocks(codec, bucket.dtype).chunks(slots, bucket)
         whole: dict[str, Any] = {
@@ -94,5 +135,51 @@ class Planner:
         assert isinstance(codec, Threshold), codec
         return [SparseChunk(codec, **whole)]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that chunks share."""
+        return self._scratch.nbytes + (0 if self._across is None else self._across.nbytes)
+
+    def _shares(self, codec: Codec, within: Within, dtype: torch.dtype) -> SharePlan:
+        kinds = memory_of(codec, self._error_feedback).kinds
+        elementwise = isinstance(codec, BlockCodec) and codec.block == 1
+        return SharePlan(
+            inside=self._inside_of(dtype, within),
+            within=within,
+            across=lambda slots, share: self._chunks_across(codec, slots, share),
+            scratch=self._scratch,
+            whole=self._whole,
+            separate=bool(kinds) or not elementwise,
+            most=chunk_elements(self.network.rows.count),
+            together=isinstance(codec, PowerSGD),
+        )
+
+    def _chunks_across(self, codec: Codec, slots: Sequence[Slot], share: Tensor) -> Sequence[Chunk]:
+        return () if self._across is None else self._across.chunks(codec, slots, share)
+
+    def _inside_of(self, dtype: torch.dtype, within: Within) -> Inside:
+        if dtype not in self._inside:
+            up, down = (
+                Kernels(
+                    self._intra,
+                    memory=NoMemory(),
+                    factors=Factors(mean=weight),
+                    world_size=within.topology.world_size,
+                )
+                for weight in (within.weight, 1.0)
+            )
+            self._inside[dtype] = Inside(up, down)
+        return self._inside[dtype]
+
+    def _fuse(self, kernels: Kernels, dtype: torch.dtype, *, rows: int) -> None:
+        if kernels.codec.fusable and not kernels.codec.lossless:
+            variant = Variant(kernels.passes, dtype, rows, self.network.device)
+            kernels.use(fused_passes(variant))
+
     def _blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         return BlockPlan(codec, self.kernels(codec, dtype), self.network, self._state)
+
+
+def _share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
+    """Wide, so that the codec alone rounds the mean of a host; without one, what is sent anyway."""
+    return dtype if codec.lossless else compute_dtype(dtype)

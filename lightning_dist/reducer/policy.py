@@ -8,21 +8,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_dist.codecs import Codec
+from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.base import Shape
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket."""
+    """The place of a parameter, or of a part of it, in a bucket."""
 
     name: str
     offset: int  # elements from the start of the bucket
     shape: Shape
+    start: int = 0  # elements of the parameter before this part
+    rest: int = 0  # and after it
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> int:
+        """Elements of the parameter."""
+        return self.start + self.numel + self.rest
 
     def of(self, bucket: Tensor) -> Tensor:
         """The flat view ``(numel,)`` of this parameter in ``bucket``."""
@@ -41,3 +48,24 @@ def slots_by_codec(
         if slot.numel:
             found.setdefault(policy.for_tensor(name, shape, step=step), []).append(slot)
     return found
+
+
+def matrices(policy: Codec, shapes: Mapping[str, Shape]) -> set[str]:
+    """Names of the parameters that some codec of ``policy`` takes as a matrix, at any step."""
+    return {
+        name
+        for step in policy.turns()
+        for name, shape in shapes.items()
+        if isinstance(policy.for_tensor(name, shape, step=step), PowerSGD)
+    }
+
+
+def neighbours(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Slots that lie one after the other in the bucket, together."""
+    runs: list[list[Slot]] = []
+    for slot in slots:
+        if runs and runs[-1][-1].offset + runs[-1][-1].numel == slot.offset:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs

@@ -17,16 +17,16 @@ from torch.futures import Future
 
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
-from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.chunk import Lane, begun
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import slots_by_codec
-from lightning_dist.reducer.residuals import STATE_VERSION, Residuals, check_state
+from lightning_dist.reducer.policy import matrices, slots_by_codec
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
+from lightning_dist.reducer.store import STATE_VERSION, Store, check_state
 from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane
 from lightning_dist.settings import Settings
@@ -66,7 +66,14 @@ class Reducer:
         self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
         self._watch = watch
-        self.planner = Planner(network, self.state, error_feedback=settings.error_feedback)
+        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+        self.planner = Planner(
+            network,
+            self.state,
+            error_feedback=settings.error_feedback,
+            intra=settings.intra,
+            whole=matrices(self._policy, shapes),
+        )
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
@@ -102,7 +109,7 @@ class Reducer:
         if self._usage is not None:
             job.keep_unused(self._usage)
         self._adjust(job)
-        for chunk in job.chunks():
+        for chunk in begun(job.chunks()):
             chunk.encode(self._scale, step=self.step)
             if self._keeps_state:
                 self._finite.append(chunk.finite())
@@ -208,7 +215,7 @@ class Reducer:
             self._watch = None
 
     @property
-    def residuals(self) -> Residuals:
+    def residuals(self) -> Store:
         """What this rank still owes, by parameter name."""
         return self.state.residuals
 
@@ -226,17 +233,18 @@ class Reducer:
         chunks = [c for _, lanes in self._plans.values() for lane in lanes for c in lane.chunks]
         return {
             "residual_bytes": self.state.nbytes,
-            "buffer_bytes": sum(chunk.nbytes for chunk in chunks),
+            "buffer_bytes": sum(chunk.nbytes for chunk in chunks) + self.planner.nbytes,
         }
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
 
         Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
-        as ``{parameter name: (W, numel)}`` on the CPU, unscaled. With ``dgc`` also ``"momenta"``,
+        as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
+        row per outermost group. With ``dgc`` also ``"momenta"``,
         with ``powersgd`` ``"factors"``.
         """
-        state = self.state.gather(self.network.data, device=self.network.device)
+        state = self.state.gather(self.network.data, self.network.rows, device=self.network.device)
         if state is None:
             return None
         return {
@@ -249,15 +257,15 @@ class Reducer:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
 
-        On another world size every rank starts from the mean residual.
+        With another number of rows every rank starts from the mean residual.
         """
         self._plans.clear()  # they hold views of the old residuals
         if state is None:
-            self.state.load({}, rank=0, world_size=1)
+            self.state.load({}, self.network.rows)
             self.step = 0
             return
         check_state(state)
-        self.state.load(state, rank=self.network.rank, world_size=self.network.world_size)
+        self.state.load(state, self.network.rows)
         self.step = int(state["step"])
 
     def close(self) -> None:

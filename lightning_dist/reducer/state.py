@@ -10,33 +10,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
+from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.reducer.policy import Slot
-from lightning_dist.reducer.residuals import Residuals
+from lightning_dist.reducer.store import Rows, Store
 
 
 class ReducerState:
-    """Residuals and momenta, which differ from rank to rank, and factors, equal on all of them."""
+    """Residuals and momenta, which differ from rank to rank, and factors, equal where they are."""
 
     def __init__(self) -> None:
-        self.residuals, self.momenta = Residuals(), Residuals()
+        self.residuals, self.momenta = Store(), Store()
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # on ranks that may never need them
 
     def per_rank(
         self, kind: str, slot: Slot, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """The flat tensor of ``kind`` ("residual" or "momentum"), zeros the first time."""
-        store = {"residual": self.residuals, "momentum": self.momenta}[kind]
-        return store.get(slot.name, numel=slot.numel, dtype=dtype, device=device)
+        """The flat tensor of ``kind`` for ``slot``, zeros the first time."""
+        self.know(kind, slot, dtype=dtype)
+        store = self._store(kind)
+        return store.get(slot.name, start=slot.start, numel=slot.numel, dtype=dtype, device=device)
+
+    def know(self, kind: str, slot: Slot, *, dtype: torch.dtype) -> None:
+        """There is state of ``kind`` for the parameter of ``slot``, here or on another rank."""
+        self._store(kind).know(slot.name, numel=slot.whole, dtype=dtype)
+
+    def adopted(self, kind: str, name: str) -> None:
+        """All of ``kind`` that this rank needs for ``name`` was asked for."""
+        self._store(kind).adopted(name)
+
+    def stores(self) -> tuple[Store, ...]:
+        return self.residuals, self.momenta
+
+    def _store(self, kind: str) -> Store:
+        return {"residual": self.residuals, "momentum": self.momenta}[kind]
 
     def low_rank(
         self, codec: PowerSGD, slot: Slot, *, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Left ``(n, r)`` and right ``(m, r)`` factor; new ones where the rank has changed."""
-        found = self.factors.get(slot.name)
+        found = self.factors.get(slot.name, self._loaded.pop(slot.name, None))
         wanted = [(rows, codec.rank) for rows in matrix_shape(slot.shape)]
         if found is None or [tuple(factor.shape) for factor in found] != wanted:
             found = codec.first_factors(slot.name, slot.shape, dtype)
-        left, right = (factor.to(device=device, dtype=dtype) for factor in found)
+        # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
+        left, right = (factor.to(device=device, dtype=dtype).contiguous() for factor in found)
         self.factors[slot.name] = left, right
         return left, right
 
@@ -60,23 +78,49 @@ class ReducerState:
             for name, (left, right) in self.factors.items()
         }
 
-    def gather(self, group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Any] | None:
+    def gather(
+        self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device
+    ) -> dict[str, Any] | None:
         """The state of all ranks on the CPU of rank 0 of ``group``; None elsewhere. Collective."""
-        residuals = self.residuals.gather(group, device=device)
-        momenta = self.momenta.gather(group, device=device)
+        residuals = self.residuals.gather(group, rows, device=device)
+        momenta = self.momenta.gather(group, rows, device=device)
+        factors = self._factors_of_all(group, device=device)
         if residuals is None:
             return None
-        factors = {
-            name: [factor.cpu().clone() for factor in pair] for name, pair in self.factors.items()
-        }
         optional = {"momenta": momenta, "factors": factors}
         return {"residuals": residuals, **{key: value for key, value in optional.items() if value}}
 
-    def load(self, gathered: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    def load(self, gathered: Mapping[str, Any], rows: Rows) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now."""
-        self.residuals.load(gathered.get("residuals", {}), rank=rank, world_size=world_size)
-        self.momenta.load(gathered.get("momenta", {}), rank=rank, world_size=world_size)
-        self.factors = {
+        self.residuals.load(gathered.get("residuals", {}), rows)
+        self.momenta.load(gathered.get("momenta", {}), rows)
+        self.factors = {}
+        self._loaded = {
             name: (left.clone(), right.clone())
             for name, (left, right) in gathered.get("factors", {}).items()
         }
+
+    def _factors_of_all(
+        self, group: dist.ProcessGroup, *, device: torch.device
+    ) -> dict[str, list[Tensor]]:
+        """Factors of every matrix; on a host with several ranks only its owner works with them."""
+        held = self._loaded | self.factors
+        own = {
+            name: [[*left.shape], [*right.shape], left.dtype == torch.float64, name in self.factors]
+            for name, (left, right) in held.items()
+        }
+        of_ranks = all_facts(own, group=group, device=device)
+        found = {}
+        for name in sorted({name for of_rank in of_ranks for name in of_rank}):
+            holders = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
+            holder = next((r for r in holders if of_ranks[r][name][-1]), holders[0])
+            *sizes, double, _ = of_ranks[holder][name]
+            dtype = torch.float64 if double else torch.float32
+            pair = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+            if group.rank() == holder:
+                for factor, mine in zip(pair, held[name], strict=True):
+                    factor.copy_(mine)
+            for factor in pair if holder else ():
+                dist.broadcast(factor, group_src=holder, group=group)
+            found[name] = [factor.cpu() for factor in pair]
+        return found

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.chunk import Lane, settle_all
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.state import ReducerState
 
@@ -65,9 +65,8 @@ def settle_lane(
     stays owed.
     """
     names = [slot.name for slot in lane.slots if slot.name in unused]
-    kept = [store[n] for n in names for store in (state.residuals, state.momenta) if n in store]
+    kept = [part for store in state.stores() for name in names for part in store.parts(name)]
     before = [tensor.clone() for tensor in kept]
-    for chunk in lane.chunks:
-        chunk.settle(scale, ok)
+    settle_all(lane.chunks, scale, ok)
     for tensor, value in zip(kept, before, strict=True):
         tensor.copy_(value)

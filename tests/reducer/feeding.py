@@ -74,14 +74,22 @@ def feed(
 def compressed(
     rank: Rank,
     module: nn.Module,
-    codec: str | Codec = "int8",
+    codec: str | Codec | Mapping[str, str | Codec] = "int8",
     *,
     ddp: Mapping[str, Any] | None = None,
+    tree: Sequence[Any] | None = None,
+    leader: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Reducer]]:
-    """``module`` in a real DDP with our hook; one per world, since names of groups are fixed."""
+    """``module`` in a real DDP with our hook; one per world, since names of groups are fixed.
+
+    ``tree``: groups of a hierarchical exchange, ``leader``: in the leader form.
+    """
     model = rank.ddp(module, **(ddp or {}))
-    reducer = compress_ddp(model, codec, groups=rank.groups(), **settings)
+    if tree is not None:
+        settings |= {"hierarchical": "leader" if leader else True, "rank_groups": tree}
+    groups = rank.groups(tree, leader=leader)
+    reducer = compress_ddp(model, codec, groups=groups, **settings)
     try:
         yield model, reducer
     finally:

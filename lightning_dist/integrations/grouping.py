@@ -1,0 +1,138 @@
+"""Which ranks reduce with whom: what the user, the hosts and the launcher say, in this order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology
+from lightning_dist.topology.groups import (
+    Tree,
+    blocks_of,
+    innermost,
+    require_cover,
+    route,
+)
+from lightning_dist.topology.hosts import describe_counts
+from lightning_dist.topology.launcher import contradiction
+
+log = logging.getLogger(__name__)
+
+
+def topology_of(
+    settings: Settings,
+    *,
+    hosts: Sequence[str],
+    claims: Sequence[Mapping[str, Any] | None],
+    rank: int,
+) -> tuple[Topology, Tree | None]:
+    """The hosts of all ranks, as declared or as they say themselves, and the groups to reduce in.
+
+    None instead of groups: the exchange is flat.
+
+    Raises:
+        ValueError: groups that do not cover all ranks once; a hierarchical exchange was asked for
+            and there is one level only, or hosts and launcher do not agree.
+    """
+    world_size = len(hosts)
+    tree = _declared(settings, world_size=world_size)
+    if tree is not None:
+        hosts = _names_of(tree, world_size=world_size)
+    elif settings.hierarchical is not False:
+        _check_claims(settings, hosts, claims, says=rank == 0)
+    topology = Topology(tuple(hosts), rank)
+    groups = tree or topology.by_host()
+    levels = len(groups) > 1 and max(map(len, innermost(groups))) > 1
+    if settings.hierarchical is False or not levels:
+        _require_flat(settings, topology)
+        return topology, None
+    return topology, groups
+
+
+def view_of(settings: Settings, *, world_size: int) -> str:
+    """What this rank was told about the groups, to be compared with what the others were told."""
+    try:
+        tree = _declared(settings, world_size=world_size)
+    except ValueError:  # raised again once it is known that all ranks were told the same
+        return f"ranks_per_host={settings.ranks_per_host}, rank_groups={settings.rank_groups}"
+    if tree is None:
+        return "as the names of the hosts say"
+    return f"{describe_counts([len(group) for group in innermost(tree)])}: {tree}"
+
+
+def _declared(settings: Settings, *, world_size: int) -> Tree | None:
+    if settings.rank_groups is not None:
+        require_cover(settings.rank_groups, world_size=world_size)
+        return settings.rank_groups
+    if settings.ranks_per_host is not None:
+        return blocks_of(settings.ranks_per_host, world_size=world_size)
+    return None
+
+
+def picture(settings: Settings, topology: Topology, tree: Tree) -> str:
+    """``2 hosts x 4 ranks, between hosts: int8 on 1/4 of the gradient per rank``."""
+    way = route(tree, 0, leader=settings.hierarchical == "leader")
+    parts = math.prod(level.owners for level in way.levels)
+    nested = len(way.levels) > 1
+    text = describe_counts([len(group) for group in innermost(tree)])
+    if nested:
+        text += f" in {len(tree)} groups"
+    if not settings.intra.lossless:
+        text += f", inside: {settings.intra.name}"
+    share = f"1/{parts} of the gradient per rank" if parts > 1 else "the gradient, by one rank each"
+    return f"{text}, between {'groups' if nested else 'hosts'}: {_name(settings)} on {share}"
+
+
+def _name(settings: Settings) -> str:
+    return " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
+
+
+def _names_of(tree: Tree, *, world_size: int) -> list[str]:
+    """Declared groups count as hosts."""
+    names = [""] * world_size
+    for number, group in enumerate(innermost(tree)):
+        for rank in group:
+            names[rank] = f"group {number}"
+    return names
+
+
+def _check_claims(
+    settings: Settings,
+    hosts: Sequence[str],
+    claims: Sequence[Mapping[str, Any] | None],
+    *,
+    says: bool,
+) -> None:
+    found = contradiction(hosts, claims)
+    if found is None:
+        return
+    remedy = "name the groups with ranks_per_host= or rank_groups="
+    if settings.hierarchical != "auto":
+        raise ValueError(f"{found}; {remedy}")
+    if says:
+        log.warning("%s. The names of the hosts are used; %s", found, remedy)
+
+
+def _require_flat(settings: Settings, topology: Topology) -> None:
+    """Raise where a setting needs several levels, and there is one."""
+    if topology.world_size == 1:
+        return  # nothing is sent
+    counts = f"{topology.describe()}: {topology.world_size} ranks in all"
+    if settings.hierarchical not in (False, "auto"):
+        raise ValueError(
+            f"hierarchical={settings.hierarchical!r} needs several hosts, one of them with several "
+            f"ranks, got {counts}; leave it at 'auto', or name the groups with ranks_per_host= or "
+            "rank_groups="
+        )
+    if not settings.intra.lossless:
+        raise ValueError(
+            f"a codec for each level needs several hosts, one of them with several ranks, got "
+            f"{counts}; give one codec"
+        )
+    if settings.rank_groups is not None and settings.hierarchical is not False:
+        raise ValueError(
+            f"rank_groups must be several groups, one of them with several ranks, got {counts}"
+        )

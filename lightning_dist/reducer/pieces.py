@@ -1,0 +1,65 @@
+"""Parts of a flat tensor as the kernels take them: in place where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import Payload
+from lightning_dist.reducer.geometry import Span
+
+
+@dataclass
+class Piece:
+    """Views of one parameter's part of a chunk; ``staged`` where rows are not filled."""
+
+    name: str
+    grad: Tensor  # (rows, blocks, block)
+    state: tuple[Tensor, ...]  # as the memory says, each like grad
+    columns: slice  # blocks of the chunk's payload
+    numbers: Tensor  # (rows, blocks, 1) int32: which block of its parameter each one is
+    staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
+
+    def load(self) -> None:
+        if self.staged:
+            for copy in (self.grad, *self.state):
+                copy.zero_()
+            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
+
+    def store(self) -> None:
+        if self.staged:
+            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
+
+
+def piece_of(
+    name: str, flats: Sequence[Tensor], span: Span, *, columns: slice, numbers: Tensor
+) -> Piece:
+    """``span`` of a gradient and its state, the ``flats``, as ``columns`` of a payload."""
+    if span.direct:
+        places = [_view(flat, span) for flat in flats]
+        return Piece(name, places[0], tuple(places[1:]), columns, numbers)
+    shape = (span.grid.rows, span.columns, span.grid.block)
+    places = [flat.new_zeros(shape) for flat in flats]
+    staged = [
+        (flat[start : start + length], place[row].view(-1)[:length])
+        for flat, place in zip(flats, places, strict=True)
+        for row, start, length in span.filled()
+    ]
+    return Piece(name, places[0], tuple(places[1:]), columns, numbers, staged)
+
+
+def columns_of(payload: Payload, columns: slice) -> Payload:
+    """``columns`` of every plane."""
+    return tuple(plane[:, columns] for plane in payload)
+
+
+def _view(flat: Tensor, span: Span) -> Tensor:
+    grid = span.grid
+    return flat.as_strided(
+        (grid.rows, span.columns, grid.block),
+        (grid.blocks_per_row * grid.block, grid.block, 1),
+        flat.storage_offset() + span.first * grid.block,
+    )

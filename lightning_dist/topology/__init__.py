@@ -1,0 +1,5 @@
+"""Which ranks share a host, and which groups they form. No gradients, no collectives."""
+
+from lightning_dist.topology.hosts import Topology, this_host
+
+__all__ = ["Topology", "this_host"]

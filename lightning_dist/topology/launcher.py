@@ -1,0 +1,77 @@
+"""What the launcher says about this process's place, to be checked against the names of hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_LOCAL_SIZES = {
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "MVAPICH2",
+    "MPI_LOCALNRANKS": "MPICH",
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``node``: number of the machine; ``local_size``: ranks on it; None where it is not said."""
+
+    launcher: str
+    node: int | None = None
+    local_size: int | None = None
+
+    def as_fact(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def claim(*, rank: int, environment: Mapping[str, str] = os.environ) -> Claim | None:
+    """What torchrun, Lightning, SLURM or MPI has put into the environment of global ``rank``.
+
+    The innermost launcher speaks: torchrun inside a SLURM allocation is torchrun.
+    """
+
+    def number(name: str) -> int | None:
+        text = environment.get(name, "")
+        return int(text) if text.isdigit() else None
+
+    if "LOCAL_WORLD_SIZE" in environment:
+        return Claim("torchrun", number("GROUP_RANK"), number("LOCAL_WORLD_SIZE"))
+    if number("SLURM_PROCID") == rank and number("SLURM_NTASKS") not in (None, 1):
+        return Claim("SLURM", number("SLURM_NODEID"))
+    for variable, launcher in _LOCAL_SIZES.items():
+        if number(variable) is not None:
+            return Claim(launcher, local_size=number(variable))
+    if "LOCAL_RANK" in environment and "NODE_RANK" in environment:
+        return Claim("Lightning", number("NODE_RANK"))
+    return None
+
+
+def contradiction(hosts: Sequence[str], claims: Sequence[Mapping[str, Any] | None]) -> str | None:
+    """Where the claims of all ranks and the names of their hosts do not agree; None if they do."""
+    if any(claim is None for claim in claims):
+        return None
+    said = [claim for claim in claims if claim is not None]
+    nodes = [claim["node"] for claim in said]
+    if None not in nodes and _groups(nodes) != _groups(hosts):
+        return (
+            f"{said[0]['launcher']} says that ranks 0 to {len(hosts) - 1} are on nodes {nodes}, "
+            f"the names of their hosts are {list(hosts)}"
+        )
+    for rank, claim in enumerate(said):
+        here = sum(host == hosts[rank] for host in hosts)
+        # A process group may leave some of a host's ranks out, but it cannot add any.
+        if claim["local_size"] is not None and here > claim["local_size"]:
+            return (
+                f"{claim['launcher']} says that there are {claim['local_size']} ranks on the host "
+                f"of rank {rank}, but {here} ranks give the name {hosts[rank]!r}"
+            )
+    return None
+
+
+def _groups(keys: Sequence[object]) -> list[list[int]]:
+    found: dict[object, list[int]] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(key, []).append(rank)
+    return list(found.values())
