@@ -60,7 +60,14 @@ class BlockPasses(Passes):
         factors = Factors(0.5, 2.0) if linear else Factors(mean=0.5)
         self.kernels = Kernels(codec, memory=self.memory, factors=factors, world_size=2)
         if fused:
-            self.kernels.use(fused_passes(Variant(self.kernels.passes, torch.float32, 1, device)))
+            variant = Variant(
+                self.kernels.passes,
+                torch.float32,
+                rows=1,
+                received=1 if linear else 2,
+                device=device,
+            )
+            self.kernels.use(fused_passes(variant))
         generator = torch.Generator().manual_seed(_SEED)
         shape = (CHUNKS, 1, self.blocks, codec.block)
         self.grad = torch.randn(shape, generator=generator).to(device)

@@ -17,6 +17,7 @@ from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import this_host
+from lightning_dist.topology.groups import depth
 from lightning_dist.topology.launcher import claim
 
 log = logging.getLogger(__name__)
@@ -71,14 +72,20 @@ def network_for(
     if topology.rank == 0:
         rank_zero_info(f"compressed DDP: {picture(settings, topology, tree)}")
     ready = iter(levels)
-    return in_levels(
-        network,
-        tree,
-        leader=settings.hierarchical == "leader",
-        new_group=lambda ranks: (
-            next(ready) if levels else _new_group(model.process_group, ranks, timeout=timeout)
-        ),
-    )
+    made: list[dist.ProcessGroup] = []
+
+    def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = next(ready, None) or _new_group(model.process_group, ranks, timeout=timeout)
+        made.append(group)
+        return group
+
+    leader = settings.hierarchical == "leader"
+    network = in_levels(network, tree, leader=leader, new_group=new_group)
+    while len(made) < depth(tree) and not levels:
+        # torch names a group by how many this process has made before, so ranks that have fewer
+        # would never meet the others in the next one.
+        new_group([topology.rank])
+    return network
 
 
 def _new_group(

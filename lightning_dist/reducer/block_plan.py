@@ -39,6 +39,12 @@ class BlockPlan:
         world = self.network.world_size
         return world if self.codec.exchange == "two_shot" and world > 2 else 1
 
+    @property
+    def received(self) -> int:
+        """Payloads that a rank decodes and adds."""
+        whole = self.rows == 1 and self.codec.exchange != "allreduce"
+        return self.network.world_size if whole else 1
+
     def chunks(self, slots: Sequence[Slot], bucket: Tensor) -> list[BlockChunk]:
         return [self._chunk(pieces, bucket.dtype) for pieces in self._pieces(slots, bucket)]
 

@@ -43,6 +43,7 @@ class Variant:
     passes: Passes
     dtype: torch.dtype  # of the gradients
     rows: int
+    received: int  # payloads that a mean is made of
     device: torch.device
 
 
@@ -168,8 +169,7 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
     state = tuple(dense(compute_dtype(variant.dtype), 2 + i, 0.01) for i in range(len(kinds)))
     scale = torch.ones((), dtype=torch.float32, device=variant.device)
     ok = torch.ones((), dtype=torch.bool, device=variant.device)
-    whole = rows == 1 and codec.exchange != "allreduce"
-    received = tuple(payload(rows) for _ in range(world if whole else 1))
+    received = tuple(payload(rows) for _ in range(variant.received))
     examples: dict[str, tuple[Any, ...]] = {
         "encode": (grad, state, scale, keys(rows), payload(rows)),
         "settle": (grad, state, scale, ok, keys(rows), payload(rows), received),

@@ -86,12 +86,14 @@ class Planner:
         """Compile the kernels for gradients of ``dtypes``, where that helps."""
         within = self.network.within
         for dtype in dtypes:
-            if within is not None:
+            if within is None and isinstance(codec, BlockCodec):
+                plan = self._blocks(codec, dtype)
+                self._fuse(plan.kernels, dtype, rows=plan.rows, received=plan.received)
+            # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
+            elif within is not None and compute_dtype(dtype) == dtype:
                 inside = self._inside_of(dtype, within)
-                self._fuse(inside.up, dtype, rows=1)
-                self._fuse(inside.down, dtype, rows=1)
-            elif isinstance(codec, BlockCodec):
-                self._fuse(self.kernels(codec, dtype), dtype, rows=self._blocks(codec, dtype).rows)
+                self._fuse(inside.up, dtype, received=within.topology.world_size)
+                self._fuse(inside.down, dtype)
             if self._across is not None:
                 self._across.fuse(codec, [_share_dtype(codec, dtype)])
 
@@ -171,9 +173,11 @@ class Planner:
             self._inside[dtype] = Inside(up, down)
         return self._inside[dtype]
 
-    def _fuse(self, kernels: Kernels, dtype: torch.dtype, *, rows: int) -> None:
+    def _fuse(
+        self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1
+    ) -> None:
         if kernels.codec.fusable and not kernels.codec.lossless:
-            variant = Variant(kernels.passes, dtype, rows, self.network.device)
+            variant = Variant(kernels.passes, dtype, rows, received, self.network.device)
             kernels.use(fused_passes(variant))
 
     def _blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:

@@ -95,6 +95,11 @@ def innermost(tree: Tree) -> list[tuple[int, ...]]:
     return [group for branch in tree for group in innermost(branch)]
 
 
+def depth(tree: Tree) -> int:
+    """Groups that a rank is in, if it goes on at every level: 2 for hosts of ranks."""
+    return next(_depths(tree))
+
+
 def rows_of(tree: Tree, *, world_size: int) -> tuple[int, ...]:
     """The outermost branch of every rank."""
     rows = [0] * world_size

@@ -28,7 +28,7 @@ eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SI
 
 @pytest.fixture(scope="module")
 def fused() -> Mapping[str, Callable[..., None]]:
-    variant = fusing.Variant(eager.passes, torch.float32, rows=SIZE, device=CPU)
+    variant = fusing.Variant(eager.passes, torch.float32, rows=SIZE, received=1, device=CPU)
     return fusing.fused_passes(variant)
 
 
@@ -120,7 +120,7 @@ def test_without_a_compiler_auto_is_eager_and_true_is_refused(
 
 def other_variant(block_size: int) -> fusing.Variant:
     passes = Passes(Int8(block_size), ErrorFeedback(), Factors(), 2)
-    return fusing.Variant(passes, torch.float32, rows=1, device=CPU)
+    return fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU)
 
 
 def test_a_broken_tool_chain_leaves_the_kernels_eager(
