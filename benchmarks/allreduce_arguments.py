@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.allreduce_settings import (
-    BASELINES,
     FEWEST_ROUNDS,
     GRADIENT_BYTES,
     MOST_ROUNDS,
     NO_FEEDBACK_SUFFIX,
     is_torch_row,
 )
+from benchmarks.layouts import Layout
 from benchmarks.testbed import Testbed
 
 HOSTS = (2, 4)
@@ -37,18 +38,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="2 hosts, few rounds, none of torch's risky hooks")
-    add("--json", type=Path, metavar="PATH", help="write the rows here")
-    add("--hosts", type=_positive, action="append", metavar="N", help="repeatable (2 and 4)")
-    add("--ranks-per-host", type=_positive, default=1, metavar="N")
-    add("--link", type=_link, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
+    add("--hosts", type=positive, action="append", metavar="N", help="repeatable (2 and 4)")
+    add("--ranks-per-host", type=positive, default=1, metavar="N")
     add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
     add("--baselines-only", action="store_true", help="only torch's own rows")
-    bounds = f"default: what --seconds buys, {FEWEST_ROUNDS} to {MOST_ROUNDS}"
-    add("--rounds", type=_positive, metavar="N", help=f"timed steps of each row; {bounds}")
-    add("--seconds", type=float, default=_SECONDS, metavar="S", help="for each link (%(default)s)")
-    add("--warmup", type=_positive, default=3, metavar="N", help="untimed steps of the first link")
-    add("--batch", type=_positive, default=16, metavar="N", help="samples per rank and step")
-    add("--seed", type=int, default=0, metavar="N")
+    add_shared(parser)
     arguments = parser.parse_args(argv)
     arguments.hosts = arguments.hosts or list(QUICK_HOSTS if arguments.quick else HOSTS)
     arguments.link = arguments.link or list(QUICK_LINKS if arguments.quick else LINKS)
@@ -56,13 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.baselines_only and arguments.codec:
         parser.error("--baselines-only and --codec exclude each other")
     for hosts in arguments.hosts:
-        if hosts < 2:
-            parser.error(f"--hosts must be at least 2, got {hosts}: one host has no link")
-        for link_mbit in arguments.link:
-            try:
-                Testbed(hosts, link_mbit=link_mbit)
-            except ValueError as error:
-                parser.error(str(error))
+        check_hosts(parser, hosts, links=arguments.link)
     codecs = [] if arguments.baselines_only else arguments.codec or default_codecs()
     arguments.codec = list(dict.fromkeys(codecs))
     if taken := [row for row in arguments.codec if is_torch_row(row)]:
@@ -80,38 +68,60 @@ def default_codecs() -> list[str]:
     return rows
 
 
-def time_limit_s(arguments: argparse.Namespace, *, hosts: int, rows: int) -> float:
-    """For one number of hosts; generous: only a hang gets there."""
-    ranks_per_host: int = arguments.ranks_per_host
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The options of every step-time benchmark."""
+    add = parser.add_argument
+    add("--json", type=Path, metavar="PATH", help="write the rows here")
+    add("--link", type=_link, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
+    bounds = f"default: what --seconds buys, {FEWEST_ROUNDS} to {MOST_ROUNDS}"
+    add("--rounds", type=positive, metavar="N", help=f"timed steps of each row; {bounds}")
+    add("--seconds", type=float, default=_SECONDS, metavar="S", help="for each link (%(default)s)")
+    add("--warmup", type=positive, default=3, metavar="N", help="untimed steps of the first link")
+    add("--batch", type=positive, default=16, metavar="N", help="samples per rank and step")
+    add("--seed", type=int, default=0, metavar="N")
+
+
+def check_hosts(parser: argparse.ArgumentParser, hosts: int, *, links: list[float | None]) -> None:
+    """End with a message where the test-bed cannot be made like this."""
+    if hosts < 2:
+        parser.error(f"at least 2 hosts are needed, got {hosts}: one host has no link")
+    for link_mbit in links:
+        try:
+            Testbed(hosts, link_mbit=link_mbit)
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def time_limit_s(arguments: argparse.Namespace, *, layout: Layout, rows: int) -> float:
+    """For one layout; generous: only a hang gets there."""
     rounds = arguments.warmup + (arguments.rounds or FEWEST_ROUNDS)
     limit_s = _SETUP_S
     for link_mbit in arguments.link:
-        step_s = 2.0 * hosts * ranks_per_host
+        step_s = 2.0 * layout.world_size
         if link_mbit is not None:
-            most_bit = 2 * 8 * GRADIENT_BYTES * ranks_per_host
+            most_bit = 2 * 8 * GRADIENT_BYTES * max(layout.counts)
             step_s += most_bit / (link_mbit * 1e6 * _SLOWEST_LINK_SHARE)
         limit_s += max(rounds * rows * step_s, 2 * arguments.seconds)
     return limit_s
 
 
-def estimate(arguments: argparse.Namespace) -> str:
+def estimate(arguments: argparse.Namespace, *, layouts: Sequence[Layout], rows: int) -> str:
     """Time and memory for people, before anything has been measured."""
-    rows = len(BASELINES) + 1 + len(arguments.codec)  # of torch's risky hooks about one works
-    links = len(arguments.hosts) * len(arguments.link)
+    links = len(layouts) * len(arguments.link)
     if arguments.rounds is None:
-        expected_s = len(arguments.hosts) * _USUAL_SETUP_S + links * arguments.seconds
+        expected_s = len(layouts) * _USUAL_SETUP_S + links * arguments.seconds
         duration = (
             f"about {expected_s / 60:.0f} minutes (more where {FEWEST_ROUNDS} rounds take longer "
             f"than {arguments.seconds:g} s, and to compile the kernels for the first time)"
         )
     else:
         duration = f"{arguments.rounds} rounds for each of {links} combinations of hosts and link"
-    ranks = max(arguments.hosts) * arguments.ranks_per_host
+    ranks = max(layout.world_size for layout in layouts)
     needed_gb = ranks * (_MB_PER_RANK + rows * _MB_PER_ROW) / 1e3
     available_gb = _available_bytes() / 1e9
     memory = f"{needed_gb:.0f} GB of memory"
     if needed_gb > available_gb:
-        memory += f", but only {available_gb:.0f} GB are free: name fewer --codec or --hosts"
+        memory += f", but only {available_gb:.0f} GB are free: name fewer codecs or hosts"
     return f"{rows} rows, {duration}, {memory}"
 
 
@@ -120,7 +130,8 @@ def _available_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An option that is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""One rank of the step-time benchmark; `benchmarks/allreduce.py` starts it and says what it means.
+"""One rank of the step-time benchmarks: `allreduce.py` and `hierarchical.py` say what it means.
 
 Reads its settings from the command line as JSON. For every link rank 0 writes the samples of every
 row as JSON; before every link but the first it waits until the launcher has changed the link.
@@ -22,44 +22,52 @@ from benchmarks.allreduce_settings import FEWEST_ROUNDS, MOST_ROUNDS, WIDTH, Set
 from benchmarks.gate import wait_at
 
 _TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
+_LINK = os.environ["GLOO_SOCKET_IFNAME"]
+_HOST = int(os.environ["GROUP_RANK"])
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """One timed step of one row."""
+    """One timed step of one row. Lists have an element for every host."""
 
     step_s: float  # from before the forward to after the optimizer, of the slowest rank
-    tx_bytes: int  # what host 0 sent meanwhile, from its interface's counter
+    tx_bytes: list[int]  # what each host sent meanwhile, from its interface's counter
+    lo_bytes: int  # the same of host 0's loopback
     identical: bool  # whether all ranks hold the same parameters, bit by bit
     raw_bytes: int | None  # our counter, rank 0; None where nothing of ours is attached
-    counted_bytes: int | None  # our counters, to other hosts, all ranks of host 0
+    inter_bytes: list[int] | None  # our counters, to other hosts, all ranks of a host
+    intra_bytes: list[int] | None  # our counters, within the host, all ranks of it
 
 
 def measure(row: Row, batch: Batch) -> Sample:
     """Time one step between two barriers, which are outside the time, not outside the bytes."""
     dist.barrier()
-    tx_before = _tx_bytes()
+    tx_before, lo_before = _tx_bytes(_LINK), _tx_bytes("lo")
     start_ns = time.perf_counter_ns()
     row.step(*batch)
     elapsed_ns = time.perf_counter_ns() - start_ns
     dist.barrier()  # now every rank has received what this one sent
-    tx = _tx_bytes() - tx_before
+    tx, lo = _tx_bytes(_LINK) - tx_before, _tx_bytes("lo") - lo_before
     row.forget()
 
-    mine = torch.tensor([elapsed_ns, row.digest(), row.counted("inter_bytes")])
+    counted = [row.counted("inter_bytes"), row.counted("intra_bytes")]
+    mine = torch.tensor([elapsed_ns, row.digest(), _HOST, tx, lo, *counted])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    elapsed, digests, inter_bytes = torch.stack(everyone).unbind(dim=1)
-    of_host0 = inter_bytes[: int(os.environ["LOCAL_WORLD_SIZE"])]
+    table = torch.stack(everyone)
+    elapsed, digests, hosts = table[:, :3].unbind(dim=1)
+    of_host = [table[hosts == host, 3:] for host in range(int(hosts.max()) + 1)]
     ours = row.handle is not None
     return Sample(
         step_s=elapsed.max().item() / 1e9,
-        tx_bytes=tx,
+        tx_bytes=[int(ranks[0, 0]) for ranks in of_host],  # its ranks see the same counter
+        lo_bytes=int(of_host[0][0, 1]),
         identical=bool((digests == digests[0]).all()),
         raw_bytes=row.counted("raw_bytes") if ours else None,
-        counted_bytes=int(of_host0.sum()) if ours else None,
+        inter_bytes=[int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
+        intra_bytes=[int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
     )
 
 
@@ -135,8 +143,7 @@ def _resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _tx_bytes() -> int:
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
+def _tx_bytes(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 

@@ -23,6 +23,7 @@ from benchmarks.allreduce_settings import (
     WIDTH,
     is_torch_row,
 )
+from benchmarks.hierarchical_settings import FORMS, levels, split_row
 
 _LEARNING_RATE = 1e-3
 _ONE_BUCKET_MB = 4096  # larger than the model
@@ -74,11 +75,16 @@ def attach(ddp: DistributedDataParallel, row: str) -> Any | None:
     from lightning_dist import compress_ddp
     from lightning_dist.codecs import BlockCodec, resolve_codec
 
-    codec = row.removesuffix(NO_FEEDBACK_SUFFIX)
-    options: dict[str, Any] = {"error_feedback": False} if codec != row else {}
-    if isinstance(resolve_codec(codec), BlockCodec):
+    form, name = split_row(row)
+    codec = name.removesuffix(NO_FEEDBACK_SUFFIX)
+    options: dict[str, Any] = {"error_feedback": False} if codec != name else {}
+    if form is not None:
+        options["hierarchical"] = FORMS[form]
+    intra, inter = levels(codec)
+    if isinstance(resolve_codec(inter), BlockCodec):
         options["compile_kernels"] = True  # what a model of this size gets by default, but certain
-    return compress_ddp(ddp, codec, **options)
+    chosen: Any = inter if intra is None else {"intra": intra, "inter": inter}
+    return compress_ddp(ddp, chosen, **options)
 
 
 def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:

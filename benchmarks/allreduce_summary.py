@@ -9,22 +9,29 @@ from statistics import median
 from typing import Any
 
 from benchmarks.allreduce_settings import COMPUTE_ROW, DDP_ROW, FP16_ROW, GRADIENT_BYTES
+from benchmarks.layouts import Layout
 from benchmarks.report import print_table, quantile
 
 
 def summarize(
     samples_of: dict[str, list[dict[str, Any]]],
     *,
-    hosts: int,
-    ranks_per_host: int,
+    layout: Layout,
     link_mbit: float | None,
     reasons: dict[str, str],
 ) -> list[dict[str, Any]]:
     """The samples of one link as rows of the JSON, one per codec.
 
-    reasons: the rows that could not be measured, and why not.
+    reasons: the rows that could not be measured, and why not. Bytes are those of the host that
+    sends most, divided by the mean number of ranks: no share of a host with fewer or more ranks.
     """
-    world_size = hosts * ranks_per_host
+    world_size = layout.world_size
+    ranks_per_host = world_size / layout.hosts
+    known = {
+        "hosts": layout.hosts,
+        "ranks_per_host": layout.ranks_per_host,
+        "link_mbit": link_mbit,
+    }
     allreduce_bytes = round(GRADIENT_BYTES * 2 * (world_size - 1) / world_size)
     steps_ms = {
         name: [sample["step_s"] * 1e3 for sample in samples] for name, samples in samples_of.items()
@@ -32,14 +39,16 @@ def summarize(
     rows = []
     for name, samples in samples_of.items():
         step_ms = median(steps_ms[name])
-        host_bytes = median(sample["tx_bytes"] for sample in samples)
+        sent = zip(*(sample["tx_bytes"] for sample in samples), strict=True)
+        host_bytes = max(median(of_host) for of_host in sent)
         added_ms = step_ms - median(steps_ms[COMPUTE_ROW])
         silent = name == COMPUTE_ROW
-        raw_bytes, counted_bytes = samples[-1]["raw_bytes"], samples[-1]["counted_bytes"]
-        if counted_bytes is None:
+        raw_bytes, inter_bytes = samples[-1]["raw_bytes"], samples[-1]["inter_bytes"]
+        counted_bytes = None
+        if inter_bytes is None:
             raw_bytes = 0 if silent else allreduce_bytes
         else:
-            counted_bytes = round(counted_bytes / ranks_per_host)
+            counted_bytes = round(max(inter_bytes) / ranks_per_host)
         limit_pct = bound_ms = None
         if link_mbit is not None and not silent:
             wire_ms = host_bytes * 8 / (link_mbit * 1e3)
@@ -48,9 +57,7 @@ def summarize(
         rows.append(
             {
                 "codec": name,
-                "hosts": hosts,
-                "ranks_per_host": ranks_per_host,
-                "link_mbit": link_mbit,
+                **known,
                 "rounds": len(samples),
                 "step_ms_median": step_ms,
                 "step_ms_p10": quantile(steps_ms[name], 0.1),
@@ -66,7 +73,6 @@ def summarize(
                 "reason": None,
             }
         )
-    known = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_mbit": link_mbit}
     for name, reason in reasons.items():
         rows.append({**dict.fromkeys(rows[0]), **known, "codec": name, "reason": reason})
     return rows
@@ -89,9 +95,9 @@ def show(rows: list[dict[str, Any]]) -> None:
                 row["step_ms_median"],
                 row["step_ms_p10"],
                 row["step_ms_p90"],
-                _megabytes(row["wire_bytes"]),
-                _megabytes(row["counted_wire_bytes"]),
-                _megabytes(row["raw_bytes"]),
+                megabytes(row["wire_bytes"]),
+                megabytes(row["counted_wire_bytes"]),
+                megabytes(row["raw_bytes"]),
                 row["wire_limit_pct"],
                 row["bound_ms"],
                 f"{row['speedup_vs_fp32']:.2f}",
@@ -108,5 +114,6 @@ def link_name(link_mbit: float | None) -> str:
     return "unshaped" if link_mbit is None else f"{link_mbit:g} Mbit/s"
 
 
-def _megabytes(count: int | None) -> str | None:
+def megabytes(count: int | None) -> str | None:
+    """Bytes for people."""
     return None if count is None else f"{count / 1e6:.2f}"

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.layouts import Layout
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 _POLL_S = 0.1
 _GRACE_S = 2.0
@@ -129,8 +131,7 @@ class RankGroup:
 def rank_environment(
     rank: int,
     *,
-    hosts: int,
-    ranks_per_host: int,
+    layout: Layout,
     interface: str,
     master_address: str,
     master_port: int,
@@ -140,14 +141,14 @@ def rank_environment(
 
     LIGHTNING_DIST_HOSTNAME tells the hosts apart: all namespaces share the machine's host name.
     """
-    host, local_rank = divmod(rank, ranks_per_host)
+    host, local_rank = layout.place(rank)
     search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "RANK": str(rank),
-        "WORLD_SIZE": str(hosts * ranks_per_host),
+        "WORLD_SIZE": str(layout.world_size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "LOCAL_WORLD_SIZE": str(layout.counts[host]),
         "GROUP_RANK": str(host),
         "NODE_RANK": str(host),
         "MASTER_ADDR": master_address,

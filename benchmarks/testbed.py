@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks import network
+from benchmarks.layouts import Layout, RanksPerHost
 from benchmarks.ranks import RankGroup, rank_environment
 from benchmarks.signals import exit_on_signals
 
@@ -113,24 +114,27 @@ class Testbed:
         self,
         argv: Sequence[str],
         *,
-        ranks_per_host: int = 1,
+        ranks_per_host: RanksPerHost = 1,
         env: Mapping[str, str] | None = None,
     ) -> RankGroup:
-        """Start `argv` once per rank with torchrun's environment variables; does not wait."""
+        """Start `argv` once per rank with torchrun's environment variables; does not wait.
+
+        ranks_per_host: one number for all hosts, or one for each.
+        """
+        layout = Layout.of(ranks_per_host, hosts=self.hosts)
         launch = len(self._groups)
         group = RankGroup(self._output_root / f"launch{launch}")
         self._groups.append(group)
-        for rank in range(self.hosts * ranks_per_host):
+        for rank in range(layout.world_size):
             environment = rank_environment(
                 rank,
-                hosts=self.hosts,
-                ranks_per_host=ranks_per_host,
+                layout=layout,
                 interface=INTERFACE,
                 master_address=self.address(0),
                 master_port=_FIRST_PORT + launch,
                 extra=env,
             )
-            in_host = ["ip", "netns", "exec", self.namespace(rank // ranks_per_host)]
+            in_host = ["ip", "netns", "exec", self.namespace(layout.place(rank)[0])]
             group.start([*in_host, *argv], env=environment)
         return group
 
@@ -138,7 +142,7 @@ class Testbed:
         self,
         argv: Sequence[str],
         *,
-        ranks_per_host: int = 1,
+        ranks_per_host: RanksPerHost = 1,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
         echo: bool = False,

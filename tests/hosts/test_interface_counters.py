@@ -1,4 +1,4 @@
-"""Counted bytes are the bytes that leave the host, by the interface's own counter."""
+"""Counted bytes are the bytes that leave the host, and that stay, by the interfaces' counters."""
 
 from __future__ import annotations
 
@@ -8,36 +8,58 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts import Layout
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
-CODECS = ("none", "bf16", "int8")
+FLAT = ("flat/none", "flat/bf16", "flat/int8")
+ROWS = {
+    "2x1": FLAT,
+    "3x1": FLAT,
+    "2x2": (*FLAT, *(f"{form}/{codec}" for form in ("sharded", "leader") for codec in ("none", "int8"))),
+    "3+1": ("flat/int8", "leader/none", "leader/int8", "leader/topk"),
+}  # fmt: skip
+"""What the two hosts of a layout are asked to do."""
+
 SCRIPT = Path(__file__).with_name("count_bytes.py")
+HEADERS = 1.03
+EXTRA = 40_000  # flags and barriers
+
+Printed = dict[str, dict[str, int]]
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2), (3, 1)], ids=lambda p: f"{p[0]}x{p[1]}")
-def ranks(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, dict[str, int]]]]:
-    """(ranks per host, what every rank printed)."""
-    hosts, per_host = request.param
+@pytest.fixture(scope="module", params=ROWS)
+def hosts(request: pytest.FixtureRequest) -> tuple[str, list[list[Printed]]]:
+    """(layout, what every rank of every host printed)."""
+    layout = Layout.parse(request.param)
     try:
-        with Testbed(hosts=hosts, link_mbit=None) as testbed:
-            argv = [sys.executable, str(SCRIPT), *CODECS]
-            printed = testbed.launch(argv, ranks_per_host=per_host, timeout_s=100)
+        with Testbed(hosts=layout.hosts, link_mbit=None) as testbed:
+            argv = [sys.executable, str(SCRIPT), *ROWS[request.param]]
+            printed = testbed.launch(argv, ranks_per_host=layout.ranks_per_host, timeout_s=100)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
-    return per_host, [json.loads(text.strip().splitlines()[-1]) for text in printed]
+    ranks = iter(json.loads(text.strip().splitlines()[-1]) for text in printed)
+    return request.param, [[next(ranks) for _ in range(count)] for count in layout.counts]
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("codec", CODECS)
-def test_bytes_between_hosts_are_what_the_interface_sent(
-    codec: str, ranks: tuple[int, list[dict[str, dict[str, int]]]]
+def test_bytes_between_hosts_are_what_the_link_sent(hosts: tuple[str, list[list[Printed]]]) -> None:
+    layout, printed = hosts
+    for row in ROWS[layout]:
+        for host in printed:
+            counted = sum(rank[row]["inter_bytes"] for rank in host)
+            sent = max(rank[row]["link"] for rank in host)  # every rank reads the same counter
+            assert counted <= sent <= HEADERS * counted + EXTRA, row
+
+
+@pytest.mark.root
+def test_bytes_inside_a_host_are_what_its_loopback_sent(
+    hosts: tuple[str, list[list[Printed]]],
 ) -> None:
-    per_host, found = ranks
-    for first in range(0, len(found), per_host):
-        host = [rank[codec] for rank in found[first : first + per_host]]
-        counted = sum(rank["inter_bytes"] for rank in host)
-        sent = max(rank["interface"] for rank in host)  # every rank reads the same counter
-        # On top of the payload: headers, and flags and barriers of a few KB.
-        assert counted <= sent <= 1.03 * counted + 40_000
-    if per_host == 1:
-        assert all(rank[codec]["intra_bytes"] == 0 for rank in found)
+    layout, printed = hosts
+    for row in ROWS[layout]:
+        for host in printed:
+            counted = sum(rank[row]["intra_bytes"] for rank in host)
+            sent = max(rank[row]["lo"] for rank in host)
+            assert counted <= sent <= HEADERS * counted + EXTRA, row
+            if len(host) == 1:
+                assert counted == 0
