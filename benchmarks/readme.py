@@ -28,15 +28,17 @@ if not __package__:  # run as a file: let `benchmarks` be found, as with `python
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import readme_tables as tables
+from benchmarks.readme_forms import forms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/choosing-a-codec.md")
+DOCUMENTS = ("README.md", "docs/choosing-a-codec.md", "docs/hierarchical.md")
 
 Section = tuple[str, Callable[[Mapping[str, Any]], str | None]]
 
 SECTIONS: dict[str, Section] = {
     "steps-2-hosts": ("allreduce", partial(tables.step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(tables.step_times, hosts=4)),
+    "hierarchical": ("hierarchical", forms),
     "kernels": ("codecs", tables.kernels),
     "memory": ("codecs", tables.memory),
     "convergence-gpt": ("convergence", partial(tables.convergence, task="gpt")),

@@ -46,9 +46,8 @@ def test_block_size(block_size: int) -> None:
             "error_feedback must be True, False or 'auto', got 'yes'",
         ),
         (
-            {"hierarchical": True},
-            "hierarchical must be 'auto' or False in this version, got True: the hierarchical "
-            "exchange is not built yet, all exchanges are flat; leave it out",
+            {"hierarchical": "yes"},
+            "hierarchical must be 'auto', True, False or 'leader', got 'yes'",
         ),
         (
             {"min_compress_numel": -1},

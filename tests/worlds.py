@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import route, tree_of
 
@@ -40,12 +40,22 @@ class Rank:
     barrier: threading.Barrier
     ranks_per_host: int | None = None
     alive: list[dist.ProcessGroup] = field(default_factory=list)
+    made: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def group(self, name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-        """A gloo group over all ranks, or some; every one of them asks for the same names."""
+        """A gloo group over all ranks, or some; every one of them asks for the same names.
+
+        The same one for the same name and ranks: reducers may follow each other in one world.
+        """
         members = list(range(self.size) if ranks is None else ranks)
+        name = f"{name} {members}"
+        if name not in self.made:
+            self.made[name] = self._new_group(name, members)
+        return self.made[name]
+
+    def _new_group(self, name: str, members: list[int]) -> dist.ProcessGroup:
         rank, size = members.index(self.rank), len(members)
-        store = dist.PrefixStore(f"{name} {members}", self.store)
+        store = dist.PrefixStore(name, self.store)
         group = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
         gloo._set_sequence_number_for_group()
@@ -58,9 +68,13 @@ class Rank:
         per_host = self.ranks_per_host or 1
         return Topology(tuple(f"host{rank // per_host}" for rank in range(self.size)), self.rank)
 
-    def network(self) -> Network:
-        data, control = self.group("data"), self.group("control")
-        return Network(data, control, self.topology(), torch.device("cpu"))
+    def network(self, tree: Sequence[Any] | None = None, *, leader: bool = False) -> Network:
+        data, control, *levels = self.groups(tree, leader=leader)
+        flat = Network(data, control, self.topology(), torch.device("cpu"))
+        if tree is None:
+            return flat
+        ready = iter(levels)
+        return in_levels(flat, tree_of(tree), leader=leader, new_group=lambda _: next(ready))
 
     def ddp(self, module: nn.Module, **arguments: object) -> DistributedDataParallel:
         return DistributedDataParallel(module, process_group=self.group("ddp"), **arguments)

@@ -98,6 +98,7 @@ def _new_group(
         timeout=timeout,
         backend=dist.get_backend(like),
         use_local_synchronization=True,
+        sort_ranks=False,  # a rank's number in a group is its place in what we were told
     )
     return group
 

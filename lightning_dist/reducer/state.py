@@ -68,6 +68,7 @@ class ReducerState:
         self.residuals.keep_only(numel)
         self.momenta.keep_only(numel)
         self.factors = {name: pair for name, pair in self.factors.items() if name in numel}
+        self._loaded = {name: pair for name, pair in self._loaded.items() if name in numel}
 
     def to(self, device: torch.device) -> None:
         """Move everything, for instance off an accelerator after a fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8, Plane
 from lightning_dist.exchange.rounds import AllReduce, Gather, TwoShot
-from lightning_dist.exchange.traffic import Sent, all_to_all, ring_all_gather, ring_allreduce
+from lightning_dist.exchange.traffic import (
+    Sent,
+    all_to_all,
+    ring_all_gather,
+    ring_allreduce,
+    scatter,
+    spread,
+)
 from lightning_dist.topology import Topology, this_host
 
 FORMULAS = [ring_allreduce, ring_all_gather, all_to_all]
@@ -65,6 +73,37 @@ def test_hosts_change_where_bytes_go_and_not_how_many(hosts: str, blocks: int) -
     for formula in FORMULAS:
         flat = formula(nbytes, Topology(tuple("x" * len(hosts)), 0)).total
         assert {formula(nbytes, topology).total for topology in world(hosts)} == {flat}
+
+
+def test_shares_of_any_size() -> None:
+    """Two hosts of two: to each other rank its share, from each owner its own to all others."""
+    shares = [10, 20, 30, 0]
+    assert [scatter(shares, topology) for topology in world("aabb")] == [
+        Sent(intra=20, inter=30),
+        Sent(intra=10, inter=30),
+        Sent(intra=0, inter=30),
+        Sent(intra=30, inter=30),
+    ]
+    assert [spread(shares, topology) for topology in world("aabb")] == [
+        Sent(intra=10, inter=20),
+        Sent(intra=20, inter=40),
+        Sent(intra=30, inter=60),
+        Sent(),
+    ]
+
+
+def test_equal_shares_are_spread_by_a_ring() -> None:
+    equal = [spread([10] * 4, topology) for topology in world("aabb")]
+    assert equal == [Sent(intra=30), Sent(inter=30)] * 2
+    assert [scatter([10] * 4, t) for t in world("aabb")] == [Sent(intra=10, inter=20)] * 4
+
+
+@given(st.text("ab", min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_all_shares_reach_all_other_ranks(hosts: str, random: Random) -> None:
+    shares = [random.choice([0, 8, 24]) for _ in hosts]
+    for way in (scatter, spread):
+        total = sum(way(shares, topology).total for topology in world(hosts))
+        assert total == (len(hosts) - 1) * sum(shares)
 
 
 def test_sent_is_the_sum_of_both_rounds() -> None:

@@ -12,12 +12,13 @@ from benchmarks.layouts import Layout
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
 FLAT = ("flat/none", "flat/bf16", "flat/int8")
+BOTH_FORMS = ("sharded/none", "sharded/int8", "leader/none", "leader/int8")
 ROWS = {
     "2x1": FLAT,
     "3x1": FLAT,
-    "2x2": (*FLAT, *(f"{form}/{codec}" for form in ("sharded", "leader") for codec in ("none", "int8"))),
+    "2x2": (*FLAT, *BOTH_FORMS),
     "3+1": ("flat/int8", "leader/none", "leader/int8", "leader/topk"),
-}  # fmt: skip
+}
 """What the two hosts of a layout are asked to do."""
 
 SCRIPT = Path(__file__).with_name("count_bytes.py")

@@ -81,7 +81,7 @@ def compressed(
     leader: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Reducer]]:
-    """``module`` in a real DDP with our hook; one per world, since names of groups are fixed.
+    """``module`` in a real DDP with our hook; in one world one after the other.
 
     ``tree``: groups of a hierarchical exchange, ``leader``: in the leader form.
     """

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from feeding import FakeBucket, Tensors, digest, feed, residuals
+from layouts import PAIRS, UNEVEN, Layout
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -21,12 +22,13 @@ INTERRUPTED = 2
 class Model:
     """A reducer and three buckets of one parameter each."""
 
-    def __init__(self, rank: Rank, codec: str) -> None:
+    def __init__(self, rank: Rank, codec: str, layout: Layout | None = None) -> None:
         self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.flats = {name: torch.zeros(p.numel()) for name, p in self.parameters.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         settings = Settings.check(codec, error_feedback=True, min_compress_numel=0)
-        self.reducer = Reducer(names, settings=settings, network=rank.network())
+        network = rank.network(layout.tree, leader=layout.leader) if layout else rank.network()
+        self.reducer = Reducer(names, settings=settings, network=network)
 
     def reduce(self, given: Tensors, buckets: int = 3) -> list[torch.futures.Future[Tensor]]:
         """Hand over the first ``buckets`` buckets of a step."""
@@ -38,26 +40,43 @@ class Model:
         return futures
 
 
+def trained(rank: Rank, model: Model, *, buckets: int) -> list[str]:
+    """Digests of four steps, the third of which begins anew after ``buckets`` buckets."""
+    digests = []
+    try:
+        for step in range(4):
+            if buckets and step == INTERRUPTED:
+                model.reduce(feed(rank.rank, 77, SHAPES), buckets)
+            torch.futures.wait_all(model.reduce(feed(rank.rank, step, SHAPES)))
+            digests.append(digest([*model.flats.values(), *residuals(model.reducer).values()]))
+        assert model.reducer.comm_stats()["steps"] == 4
+        return digests
+    finally:
+        model.reducer.close()
+
+
 @pytest.mark.parametrize("buckets", [1, 2])
 @pytest.mark.parametrize(("codec", "size"), [("int8", 2), ("int8", 3), ("fp16", 3)])
 def test_the_next_step_is_clean(codec: str, size: int, buckets: int) -> None:
     """Gradients and residuals afterwards equal a run in which that step never began."""
 
-    def body(rank: Rank, interrupted: bool) -> list[str]:
-        model, digests = Model(rank, codec), []
-        try:
-            for step in range(4):
-                if interrupted and step == INTERRUPTED:
-                    model.reduce(feed(rank.rank, 77, SHAPES), buckets)
-                torch.futures.wait_all(model.reduce(feed(rank.rank, step, SHAPES)))
-                digests.append(digest([*model.flats.values(), *residuals(model.reducer).values()]))
-            assert model.reducer.comm_stats()["steps"] == 4
-            return digests
-        finally:
-            model.reducer.close()
+    def body(rank: Rank, buckets: int) -> list[str]:
+        return trained(rank, Model(rank, codec), buckets=buckets)
 
-    clean = run_threads(lambda rank: body(rank, interrupted=False), size)
-    assert run_threads(lambda rank: body(rank, interrupted=True), size) == clean
+    clean = run_threads(lambda rank: body(rank, 0), size)
+    assert run_threads(lambda rank: body(rank, buckets), size) == clean
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp16", "powersgd:rank=2", "threshold:tau=1.5"])
+@pytest.mark.parametrize(
+    "layout", [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)], ids=str
+)
+def test_the_next_step_is_clean_where_hosts_reduce_first(codec: str, layout: Layout) -> None:
+    def body(rank: Rank) -> list[list[str]]:
+        return [trained(rank, Model(rank, codec, layout), buckets=of) for of in (0, 1, 2)]
+
+    for clean, *interrupted in run_threads(body, layout.size):
+        assert interrupted == [clean] * 2
 
 
 @pytest.mark.parametrize("exchange", [AllReduce, TwoShot])

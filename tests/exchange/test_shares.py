@@ -1,0 +1,164 @@
+"""Shares of any size: all that ranks say reaches the owner, and the owner's result reaches all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.exchange.shares import Shares
+from lightning_dist.exchange.traffic import Sent, scatter, spread
+from lightning_dist.exchange.wire import row_bytes
+
+FLOAT = (Plane(torch.float32, 3),)
+SCALED = (Plane(torch.bfloat16, 1), Plane(torch.uint8, 5))  # planes that need padding
+WIDE = (Plane(torch.float64, 1),)
+CASES = [
+    [4, 4],
+    [4, 4, 4],
+    [5, 2, 1],
+    [3, 0, 2],
+    [0, 0, 7],
+    [6, 0, 0, 0],  # the leader form
+    [0, 0, 0],
+    [1],
+]
+cases = pytest.mark.parametrize("blocks", CASES, ids=str)
+planes_ = pytest.mark.parametrize("planes", [FLOAT, SCALED, WIDE], ids=["one", "two", "wide"])
+
+
+def said(planes: Sequence[Plane], blocks: int, *, by: int, to: int, salt: int = 0) -> Payload:
+    """What rank ``by`` says of the share of ``to``: random bits, the same wherever asked for."""
+    generator = torch.Generator().manual_seed(1000 * salt + 100 * by + to)
+    return tuple(
+        torch.randint(0, 100, (1, blocks, p.per_block), generator=generator).to(p.dtype)
+        for p in planes
+    )
+
+
+def memory(planes: Sequence[Plane], blocks: Sequence[int], rank: int) -> list[Tensor]:
+    """Larger than needed and not zero: what was there before does not matter."""
+    sizes = Shares.sizes(planes, blocks, rank=rank)
+    return [torch.full((size + 40,), 0xAB, dtype=torch.uint8) for size in sizes]
+
+
+def make(
+    rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], of: Sequence[Tensor]
+) -> Shares:
+    group = rank.group("inside")
+    return Shares(planes, blocks, group=group, topology=rank.topology(), send=of[0], receive=of[1])
+
+
+def begin(shares: Shares, rank: Rank, planes: Sequence[Plane], *, salt: int = 0) -> None:
+    for owner, payload in enumerate(shares.own):
+        blocks = payload[0].shape[1]
+        values = said(planes, blocks, by=rank.rank, to=owner, salt=salt)
+        for plane, value in zip(payload, values, strict=True):
+            plane.copy_(value)
+    shares.issue()
+
+
+def reduce(shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: int, salt: int) -> None:
+    """Check what arrived, and answer with the sum of it."""
+    shares.wait()
+    assert len(shares.received) == rank.size
+    for sender, payload in enumerate(shares.received):
+        expected = said(planes, blocks, by=sender, to=rank.rank, salt=salt)
+        assert all(map(torch.equal, payload, expected))
+    for plane, total in zip(
+        shares.mine, answer(planes, blocks, rank.rank, rank.size, salt), strict=True
+    ):
+        plane.copy_(total)
+    shares.spread()
+
+
+def answer(planes: Sequence[Plane], blocks: int, owner: int, size: int, salt: int) -> list[Tensor]:
+    of_ranks = [said(planes, blocks, by=by, to=owner, salt=salt) for by in range(size)]
+    return [sum(parts).to(parts[0].dtype) for parts in zip(*of_ranks, strict=True)]  # type: ignore[union-attr]
+
+
+def finish(
+    shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], salt: int
+) -> None:
+    shares.wait()
+    for owner, payload in enumerate(shares.results):
+        expected = answer(planes, blocks[owner], owner, rank.size, salt)
+        assert all(map(torch.equal, payload, expected))
+
+
+@cases
+@planes_
+def test_every_share_goes_to_its_owner_and_comes_back(
+    blocks: list[int], planes: tuple[Plane, ...]
+) -> None:
+    """Twice, since buffers are used again."""
+
+    def body(rank: Rank) -> None:
+        shares = make(rank, planes, blocks, memory(planes, blocks, rank.rank))
+        for salt in (1, 2):
+            begin(shares, rank, planes, salt=salt)
+            reduce(shares, rank, planes, blocks[rank.rank], salt)
+            finish(shares, rank, planes, blocks, salt)
+
+    run_threads(body, len(blocks))
+
+
+def test_exchanges_in_turn_share_memory() -> None:
+    """The first is done with it before the second begins; shares of other sizes."""
+
+    def body(rank: Rank) -> None:
+        large, small = [6, 1, 3], [0, 4, 1]
+        of = memory(FLOAT, [6, 6, 6], rank.rank)
+        first = make(rank, FLOAT, large, of)
+        second = make(rank, SCALED, small, of)
+        for salt in (1, 2):
+            for shares, planes, blocks in ((first, FLOAT, large), (second, SCALED, small)):
+                begin(shares, rank, planes, salt=salt)
+                reduce(shares, rank, planes, blocks[rank.rank], salt)
+                finish(shares, rank, planes, blocks, salt)
+
+    run_threads(body, 3)
+
+
+def test_two_exchanges_may_be_under_way() -> None:
+    """With memory of their own, as consecutive chunks are."""
+
+    def body(rank: Rank) -> None:
+        of = {1: ([2, 2, 2], FLOAT), 2: ([5, 0, 1], SCALED)}
+        made = {
+            salt: make(rank, planes, blocks, memory(planes, blocks, rank.rank))
+            for salt, (blocks, planes) in of.items()
+        }
+        steps = (
+            lambda shares, salt, blocks, planes: begin(shares, rank, planes, salt=salt),
+            lambda shares, salt, blocks, planes: reduce(
+                shares, rank, planes, blocks[rank.rank], salt
+            ),
+            lambda shares, salt, blocks, planes: finish(shares, rank, planes, blocks, salt),
+        )
+        for step in steps:
+            for salt, shares in made.items():
+                step(shares, salt, *of[salt])
+
+    run_threads(body, 3)
+
+
+@cases
+@pytest.mark.parametrize("per_host", [1, 2, 4])
+def test_bytes_are_those_of_the_formulas(blocks: list[int], per_host: int) -> None:
+    of_ranks = [row_bytes(SCALED, count) for count in blocks]
+
+    def body(rank: Rank) -> tuple[Sent, tuple[int, int]]:
+        sizes = Shares.sizes(SCALED, blocks, rank=rank.rank)
+        shares = make(rank, SCALED, blocks, memory(SCALED, blocks, rank.rank))
+        expected = scatter(of_ranks, rank.topology()) + spread(of_ranks, rank.topology())
+        assert shares.sent == expected
+        return shares.sent, sizes
+
+    ranks = run_threads(body, len(blocks), ranks_per_host=per_host)
+    assert [sizes for _, sizes in ranks] == [(sum(of_ranks), len(blocks) * own) for own in of_ranks]
+    assert sum(sent.total for sent, _ in ranks) == 2 * (len(blocks) - 1) * sum(of_ranks)
