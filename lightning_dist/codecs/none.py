@@ -15,7 +15,8 @@ from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
 class NoCompression(BlockCodec):
     """Send the gradient in its own dtype through one allreduce per bucket, as DDP itself does.
 
-    Bit-identical to DistributedDataParallel without a hook. Wire bytes per rank and step:
+    Flat, it is bit-identical to DistributedDataParallel without a hook; a hierarchical exchange
+    adds in another order. Wire bytes per rank and step:
     ``2 (W-1)/W * n * itemsize``. State: none. Use it to switch compression off without changing
     anything else, and as the row to compare with.
     """

@@ -29,8 +29,9 @@ class Shares:
         own -> issue() -> wait() -> received         every rank's share of mine
         mine -> spread() -> wait() -> results        every owner's result, equal on all ranks
 
-    ``send`` and ``receive`` are uint8 memory of at least :meth:`sizes`; nothing is read from them
-    after the second :meth:`wait`, so exchanges that do not overlap may share it.
+    ``send`` and ``receive`` are uint8 memory of at least :meth:`sizes`, in use from :meth:`issue`
+    until what was received is read, and from encoding into ``mine`` until the results are.
+    Exchanges that do not overlap in this may share it.
     """
 
     def __init__(

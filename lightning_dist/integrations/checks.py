@@ -39,6 +39,11 @@ def require_ddp(model: nn.Module) -> None:
         )
 
 
+def finds_unused(model: DistributedDataParallel) -> bool:
+    """Whether DDP looks for parameters without a gradient."""
+    return model.find_unused_parameters and not model.static_graph
+
+
 def require_compressible(module: nn.Module) -> None:
     """Raise ValueError for models whose gradients cannot be compressed."""
     if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -16,8 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
-from lightning_dist.integrations.checks import require_compressible, require_ddp, require_effect
-from lightning_dist.integrations.networks import Groups, finds_unused, network_for
+from lightning_dist.integrations.checks import (
+    finds_unused,
+    require_compressible,
+    require_ddp,
+    require_effect,
+)
+from lightning_dist.integrations.networks import Groups, network_for
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse

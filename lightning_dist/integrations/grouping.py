@@ -60,7 +60,8 @@ def view_of(settings: Settings, *, world_size: int) -> str:
         return f"ranks_per_host={settings.ranks_per_host}, rank_groups={settings.rank_groups}"
     if tree is None:
         return "as the names of the hosts say"
-    return f"{describe_counts([len(group) for group in innermost(tree)])}: {tree}"
+    told = "ranks_per_host" if settings.rank_groups is None else "rank_groups"
+    return f"{describe_counts([len(group) for group in innermost(tree)])}: {tree} ({told})"
 
 
 def _declared(settings: Settings, *, world_size: int) -> Tree | None:
@@ -74,7 +75,7 @@ def _declared(settings: Settings, *, world_size: int) -> Tree | None:
 
 def picture(settings: Settings, topology: Topology, tree: Tree) -> str:
     """``2 hosts x 4 ranks, between hosts: int8 on 1/4 of the gradient per rank``."""
-    way = route(tree, 0, leader=settings.hierarchical == "leader")
+    way = route(tree, innermost(tree)[0][0], leader=settings.hierarchical == "leader")
     parts = math.prod(level.owners for level in way.levels)
     nested = len(way.levels) > 1
     text = describe_counts([len(group) for group in innermost(tree)])
@@ -134,5 +135,6 @@ def _require_flat(settings: Settings, topology: Topology) -> None:
         )
     if settings.rank_groups is not None and settings.hierarchical is not False:
         raise ValueError(
-            f"rank_groups must be several groups, one of them with several ranks, got {counts}"
+            "rank_groups must be several groups at the outermost level, one of them with several "
+            f"ranks, got {settings.rank_groups}"
         )

@@ -12,12 +12,13 @@ from lightning.fabric.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.integrations.checks import finds_unused
 from lightning_dist.integrations.grouping import picture, topology_of, view_of
-from lightning_dist.reducer.network import Network, in_levels
+from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import this_host
-from lightning_dist.topology.groups import depth
+from lightning_dist.topology.groups import Tree, depth, groups_of
 from lightning_dist.topology.launcher import claim
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,17 @@ def network_for(
     old = continue_from.network if going_on and continue_from is not None else None
     if old is not None:
         groups = old.data, old.control
+    if groups is not None and len(groups) < 2:
+        raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
     data, control, *levels = groups or new_groups(model.process_group, timeout=timeout)
     own = {
         **settings.fingerprint(),
         "groups": view_of(settings, world_size=data.size()),
+        "process groups of levels": "given" if levels else "made here",
         "parameters": parameters,
         "find_unused_parameters": finds_unused(model),
     }
-    place = claim(rank=data.rank())
+    place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
     place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
     facts = all_facts({**own, **place_of_own}, group=data, device=model.device)
     require_equal([{key: fact[key] for key in own} for fact in facts])
@@ -66,45 +70,74 @@ def network_for(
         return old
     network = Network(data, control, topology, model.device)
     if tree is None:
+        if levels:
+            raise ValueError(
+                f"groups of levels need a hierarchical exchange, got {len(levels)} of them and "
+                f"{topology.describe()}; give two groups"
+            )
         if topology.rank == 0:
             log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
         return network
     if topology.rank == 0:
         rank_zero_info(f"compressed DDP: {picture(settings, topology, tree)}")
-    ready = iter(levels)
-    made: list[dist.ProcessGroup] = []
+    leader = settings.hierarchical == "leader"
+    if levels:
+        new_group = _given(levels, topology.rank)
+    else:
+        new_group = _made(model.process_group, tree, leader=leader, timeout=timeout)
+    return in_levels(network, tree, leader=leader, new_group=new_group)
 
-    def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        group = next(ready, None) or _new_group(model.process_group, ranks, timeout=timeout)
-        made.append(group)
+
+def _made(
+    like: dist.ProcessGroup, tree: Tree, *, leader: bool, timeout: timedelta | None
+) -> NewGroup:
+    """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
+    wanted = groups_of(tree, leader=leader, world_size=like.size())
+    found = {ranks: _new_group(like, ranks, timeout=timeout) for ranks in wanted}
+    if like.size() < dist.get_world_size():
+        # torch names such a group by how many this process has made before: ranks that have made
+        # fewer would never meet the others in the next one.
+        for _ in range(sum(like.rank() in ranks for ranks in wanted), depth(tree)):
+            _new_group(like, [like.rank()], timeout=timeout)
+    return lambda ranks: found[tuple(ranks)]
+
+
+def _given(levels: Groups, rank: int) -> NewGroup:
+    """The user's groups, from the inside out.
+
+    Raises:
+        ValueError: there are fewer than levels, or one is not of the ranks that it must be of.
+    """
+    ready = iter(levels)
+
+    def next_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = next(ready, None)
+        place = None if group is None else (group.rank(), group.size())
+        if group is None or place != (list(ranks).index(rank), len(ranks)):
+            raise ValueError(
+                f"groups must hold, after the two of all ranks, those of every level; rank {rank} "
+                f"needs one of the ranks {list(ranks)} in this order (sort_ranks=False), got "
+                f"{'none' if place is None else f'rank {place[0]} of {place[1]}'}; leave groups out"
+            )
         return group
 
-    leader = settings.hierarchical == "leader"
-    network = in_levels(network, tree, leader=leader, new_group=new_group)
-    while len(made) < depth(tree) and not levels:
-        # torch names a group by how many this process has made before, so ranks that have fewer
-        # would never meet the others in the next one.
-        new_group([topology.rank])
-    return network
+    return next_group
 
 
 def _new_group(
     like: dist.ProcessGroup, ranks: Sequence[int], *, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """A group of ``ranks`` of ``like``. Collective among them."""
+    """A group of ``ranks`` of ``like``. Collective among all ranks of ``like``."""
     of_world = dist.get_process_group_ranks(like)
     group: dist.ProcessGroup = dist.new_group(
         [of_world[rank] for rank in ranks],
         timeout=timeout,
         backend=dist.get_backend(like),
-        use_local_synchronization=True,
+        # Ranks that are not in `like` do not come here.
+        use_local_synchronization=like.size() < dist.get_world_size(),
         sort_ranks=False,  # a rank's number in a group is its place in what we were told
     )
     return group
-
-
-def finds_unused(model: DistributedDataParallel) -> bool:
-    return model.find_unused_parameters and not model.static_graph
 
 
 def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:

@@ -77,10 +77,9 @@ class BlockPlan:
             )
             for kind in self.kernels.memory.kinds
         ]
-        numbers = bucket.new_empty(0)
-        if self.codec.stochastic:
-            numbers = span.numbers(bucket.device) + run[0].start // self.codec.block
-        return piece_of(run[0].name, flats, span, columns=columns, numbers=numbers)
+        numbers = span.numbers(bucket.device) if self.codec.stochastic else bucket.new_empty(0)
+        name = f"{run[0].name} from {run[0].start}" if run[0].start else run[0].name
+        return piece_of(name, flats, span, columns=columns, numbers=numbers)
 
     def _chunk(self, pieces: Sequence[Piece], dtype: torch.dtype) -> BlockChunk:
         rank = self.network.rank

@@ -17,8 +17,8 @@ from lightning_dist.reducer.policy import Slot
 class Chunk(ABC):
     """Parts of one bucket in one exchange, used once a step in the order of the methods.
 
-    Until :meth:`settle` the bucket holds what is needed to compute the new state, and no state has
-    changed.
+    Until :meth:`settle` the bucket (the share, where the exchange is hierarchical) holds what is
+    needed to compute the new state, and no state has changed.
     """
 
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)

@@ -26,7 +26,14 @@ class Fragment:
 
 
 def fragments(
-    name: str, numel: int, *, members: int, owners: int, most: int, whole: bool
+    name: str,
+    numel: int,
+    *,
+    members: int,
+    owners: int,
+    most: int,
+    whole: bool,
+    beyond: int = 1,
 ) -> Iterator[Fragment]:
     """Cut a parameter of ``numel`` elements.
 
@@ -34,8 +41,10 @@ def fragments(
         members: ranks of the group, of which the first ``owners`` have shares.
         most: elements of a share.
         whole: one owner takes it all; for codecs of matrices.
+        beyond: ranks that a share goes to on the levels outside this one.
     """
-    first = zlib.crc32(name.encode()) % owners  # small parameters belong to one rank: take turns
+    # Small parameters belong to one rank: take turns, on every level by other bits of the hash.
+    first = zlib.crc32(name.encode()) // beyond % owners
     none = [(0, 0)] * members
     if whole:
         yield Fragment((*none[:first], (0, numel), *none[first + 1 :]))

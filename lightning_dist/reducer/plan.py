@@ -144,7 +144,7 @@ class Planner:
 
     def _shares(self, codec: Codec, within: Within, dtype: torch.dtype) -> SharePlan:
         kinds = memory_of(codec, self._error_feedback).kinds
-        elementwise = isinstance(codec, BlockCodec) and codec.block == 1
+        elementwise = isinstance(codec, BlockCodec) and codec.block == self._intra.block == 1
         return SharePlan(
             inside=self._inside_of(dtype, within),
             within=within,

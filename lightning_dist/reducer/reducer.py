@@ -130,8 +130,7 @@ class Reducer:
             for lane in job.lanes:
                 settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
                 self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
-                if not lane.codec.lossless:
-                    job.restore(lane, unused)
+                job.restore(lane, unused)
         self.step += 1
         self.stats.end_step()
         self._note_exposure(jobs)

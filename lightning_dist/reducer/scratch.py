@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class Scratch:
-    """Two sets of buffers. Of consecutive chunks, at most two work inside a host at a time."""
+    """Two sets of buffers, for consecutive chunks in turn.
+
+    ``begun`` and ``settle_all`` in ``chunk.py`` let at most two chunks work inside a host at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -55,6 +55,7 @@ class SharePlan:
                 owners=within.owners,
                 most=most,
                 whole=slot.name in self.whole and self.separate,
+                beyond=within.beyond,
             ):
                 if cuts and filled + fragment.numel > within.owners * most and not self.together:
                     yield cuts

@@ -132,6 +132,13 @@ def route(tree: Tree, rank: int, *, leader: bool) -> Route:
     return Route(tuple(levels), tree)
 
 
+def groups_of(tree: Tree, *, leader: bool, world_size: int) -> list[tuple[int, ...]]:
+    """Every group on the way of any rank, in an order that is the same on all."""
+    ways = (route(tree, rank, leader=leader) for rank in range(world_size))
+    found = [[*(level.members for level in way.levels), way.outer] for way in ways]
+    return list(dict.fromkeys(ranks for of_way in found for ranks in of_way if ranks))
+
+
 def _owners(tree: Tree, *, leader: bool) -> Iterator[int]:
     """Of every level from the inside out; the same on all ranks."""
     while isinstance(tree[0], tuple):

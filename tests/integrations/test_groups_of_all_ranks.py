@@ -94,6 +94,26 @@ def test_ranks_that_see_different_groups(first: Any, others: Any, views: list[st
     assert "on ranks 1, 2, 3" in text
 
 
+def test_groups_of_levels_must_be_those_of_the_levels() -> None:
+    def body(rank: Rank) -> list[str]:
+        model = rank.ddp(nn.Linear(2, 2))
+        both, levels = rank.groups(), rank.groups([[0, 1], [2, 3]])[2:]
+        wrong = [[*both, levels[1]], [*both, levels[0]], both[:1], [*both, *levels]]
+        settings: list[Any] = [{"ranks_per_host": 2}] * 3 + [{"hierarchical": False}]
+        return [
+            message(compress_ddp, model, groups=groups, **of)
+            for groups, of in zip(wrong, settings, strict=True)
+        ]
+
+    other, none, one, flat = run_threads(body, 4)[1]
+    assert "rank 1 needs one of the ranks [0, 1] in this order" in other
+    assert "got rank 0 of 2" in other
+    assert "rank 1 needs one of the ranks [1, 3]" in none
+    assert "got none" in none
+    assert one == "groups must be two process groups or more, got 1"
+    assert "groups of levels need a hierarchical exchange, got 2 of them" in flat
+
+
 def test_ranks_that_disagree_on_the_form() -> None:
     def body(rank: Rank) -> str:
         form = "leader" if rank.rank == 3 else True

@@ -43,6 +43,9 @@ EVERY_CODEC = (
 )
 """Every row of the table, and options that are a way of their own; blocks that fit SHAPES."""
 
+PER_LEVEL = ("int8 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")
+"""A codec inside hosts and one between them; ``compressed`` understands it."""
+
 SHAPES: Shapes = {"first": (40, 48), "bias": (40,), "second": (33, 50)}
 """With blocks of 256 no matrix is whole in blocks or rows; ``bias`` is 1-D."""
 
@@ -88,6 +91,8 @@ def compressed(
     model = rank.ddp(module, **(ddp or {}))
     if tree is not None:
         settings |= {"hierarchical": "leader" if leader else True, "rank_groups": tree}
+    if isinstance(codec, str) and " > " in codec:
+        codec = dict(zip(("intra", "inter"), codec.split(" > "), strict=True))
     groups = rank.groups(tree, leader=leader)
     reducer = compress_ddp(model, codec, groups=groups, **settings)
     try:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import EVERY_CODEC, SHAPES, Fed, backward, compressed, digest, feed, step_digest
+from feeding import (
+    EVERY_CODEC,
+    PER_LEVEL,
+    SHAPES,
+    Fed,
+    backward,
+    compressed,
+    digest,
+    feed,
+    step_digest,
+)
 from layouts import NESTED, PAIRS, UNEVEN, Layout
 from worlds import Rank, run_threads
 
@@ -16,7 +26,7 @@ from lightning_dist.codecs import CODECS, BlockCodec, Int8, resolve_codec
 SETTINGS = {"min_compress_numel": 256}
 FEW = ["none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd:block_size=64"]
 LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
-CODECS_OF = [list(EVERY_CODEC)] * 3 + [FEW]
+CODECS_OF = [[*EVERY_CODEC, *PER_LEVEL]] * 3 + [[*FEW, *PER_LEVEL]]
 every_case = pytest.mark.parametrize(
     ("number", "codec"),
     [(number, codec) for number in range(4) for codec in CODECS_OF[number]],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from feeding import (
     EVERY_CODEC,
+    PER_LEVEL,
     SHAPES,
     Fed,
     backward,
@@ -24,7 +25,7 @@ from worlds import Rank, run_threads
 SETTINGS = {"min_compress_numel": 256}
 BAD_STEP, STEPS = 1, 3
 LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
-CODECS_OF = [list(EVERY_CODEC)] * 3 + [["int8", "topk:ratio=0.1,block_size=128"]]
+CODECS_OF = [[*EVERY_CODEC, *PER_LEVEL]] * 3 + [["int8", *PER_LEVEL]]
 BAD = [(1, "second", torch.inf), (2, "bias", torch.nan)]
 """Rank, parameter, value. Rank 1 never leads, rank 2 leads in pairs and not of three."""
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from feeding import (
     EVERY_CODEC,
+    PER_LEVEL,
     SHAPES,
     Fed,
+    Shapes,
     Tensors,
     backward,
     compressed,
@@ -30,7 +32,7 @@ from lightning_dist.reducer.reducer import Reducer
 
 DOUBLE = torch.float64
 LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
-KEEP = [c for c in EVERY_CODEC if resolve_codec(c).keeps_residual]
+KEEP = [*(c for c in EVERY_CODEC if resolve_codec(c).keeps_residual), *PER_LEVEL]
 every_case = pytest.mark.parametrize(
     ("number", "codec"),
     [(number, codec) for number in range(len(LAYOUTS)) for codec in KEEP],
@@ -48,30 +50,41 @@ def tensors(state: State) -> dict[str, list[str]]:
     return {f"{kind} {name}": digests(of) for kind in kinds for name, of in state[kind].items()}
 
 
+SMALL_TOO = {"one": (40,), "two": (24,), "weight": (40, 48), "three": (7,), "four": (300,)}
+"""Small neighbours, which a codec of blocks inside a host must not mix."""
+
+
 class Resumed:
     """A run of four steps and one resumed after two of them."""
 
-    def __init__(self, rank: Rank, layout: Layout, codec: str, saved: dict[str, State]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        layout: Layout,
+        codec: str,
+        saved: dict[str, State],
+        shapes: Shapes = SHAPES,
+    ) -> None:
         settings = {**SETTINGS, "tree": layout.tree, "leader": layout.leader}
-        with compressed(rank, Fed(), codec, **settings) as (model, reducer):
+        with compressed(rank, Fed(shapes), codec, **settings) as (model, reducer):
             for step in range(2):
-                backward(model, feed(rank.rank, step))
+                backward(model, feed(rank.rank, step, shapes))
             self.state = reducer.state_dict()
-            self.whole = later(rank, model, reducer)
+            self.whole = later(rank, model, reducer, shapes)
         if self.state is not None:
             saved[codec] = through_a_file(self.state)
         rank.barrier.wait()
-        with compressed(rank, Fed(), codec, **settings) as (model, reducer):
+        with compressed(rank, Fed(shapes), codec, **settings) as (model, reducer):
             reducer.load_state_dict(saved[codec])
             self.again = reducer.state_dict()
-            self.resumed = later(rank, model, reducer)
+            self.resumed = later(rank, model, reducer, shapes)
 
 
 def later(
-    rank: Rank, model: DistributedDataParallel, reducer: Reducer
+    rank: Rank, model: DistributedDataParallel, reducer: Reducer, shapes: Shapes
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Digests of all that two steps leave on this rank, and of the state of all ranks."""
-    digests = [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in (2, 3)]
+    digests = [step_digest(backward(model, feed(rank.rank, s, shapes)), reducer) for s in (2, 3)]
     return digests, tensors(reducer.state_dict() or {})
 
 
@@ -109,6 +122,18 @@ def test_a_state_saved_right_after_it_was_loaded_is_the_same(number: int, codec:
         rows = first.state["residuals"][name]
         assert rows.shape == (2, torch.Size(SHAPES[name]).numel())
         assert all(row.any() for row in rows)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_small_neighbours_resume_bit_for_bit(layout: Layout) -> None:
+    """DDP joins other neighbours after its first backward, so blocks must not span them."""
+    saved: dict[str, State] = {}
+
+    def body(rank: Rank) -> bool:
+        ran = Resumed(rank, layout, PER_LEVEL[0], saved, SMALL_TOO)
+        return ran.resumed == ran.whole
+
+    assert run_threads(body, layout.size) == [True] * layout.size
 
 
 TRIPLES: Tree = [[0, 1, 2], [3, 4, 5]]
