@@ -28,7 +28,7 @@ if not __package__:  # run as a file: let `benchmarks` be found, as with `python
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import readme_tables as tables
-from benchmarks.readme_forms import forms
+from benchmarks.readme_forms import curve, forms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/choosing-a-codec.md", "docs/hierarchical.md")
@@ -39,6 +39,7 @@ SECTIONS: dict[str, Section] = {
     "steps-2-hosts": ("allreduce", partial(tables.step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(tables.step_times, hosts=4)),
     "hierarchical": ("hierarchical", forms),
+    "hierarchical-curve": ("hierarchical_model", curve),
     "kernels": ("codecs", tables.kernels),
     "memory": ("codecs", tables.memory),
     "convergence-gpt": ("convergence", partial(tables.convergence, task="gpt")),

@@ -17,11 +17,10 @@ from benchmarks.readme_markdown import (
 )
 
 
-def forms(result: Result, *, layouts: Sequence[str] = ()) -> str | None:
-    """Step times by form and codec; layouts: only these."""
+def forms(result: Result) -> str | None:
+    """Step times by form and codec."""
     rows = [row for row in result["rows"] if row["reason"] is None]
-    found = [name for name in dict.fromkeys(row["layout"] for row in rows)]
-    tables = [_of_layout(rows, name) for name in found if not layouts or name in layouts]
+    tables = [_of_layout(rows, name) for name in dict.fromkeys(row["layout"] for row in rows)]
     if not tables:
         return None
     text = (
@@ -61,3 +60,27 @@ def _of_layout(rows: Sequence[Row], layout: str) -> str:
             ]
         lines.append(cells)
     return table(heads, lines)
+
+
+def curve(result: Result) -> str | None:
+    """What the cost model says of more hosts."""
+    rows = [row for row in result["rows"] if row["kind"] == "prediction"]
+    if not rows:
+        return None
+    kinds = list(dict.fromkeys((row["form"], row["codec"]) for row in rows))
+    heads = ["PREDICTION: hosts", *(f"{form} `{codec}`" for form, codec in kinds)]
+    lines = []
+    for hosts in dict.fromkeys(row["hosts"] for row in rows):
+        of_kind = {(row["form"], row["codec"]): row for row in rows if row["hosts"] == hosts}
+        found = [of_kind[kind] for kind in kinds]
+        cells = [f"{r['predicted_ms']:,.0f} ms ({r['speedup_vs_flat_fp32']:.1f}x)" for r in found]
+        lines.append([f"{hosts:,}", *cells])
+    meta, errors = result["meta"], result["meta"]["errors"]
+    text = (
+        f"{meta['label']}: communication of a step of 42 MB, {rows[0]['ranks_per_host']} ranks per "
+        f"host, {rows[0]['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
+        f"for the codecs, {rows[0]['round_us']:.0f} us per round between hosts (too few ranks to "
+        f"tell). Error of the fit over {errors['rows']} measured rows: median "
+        f"{errors['median'] * 100:.1f} %, largest {errors['largest'] * 100:.0f} %."
+    )
+    return f"{table(heads, lines)}\n\n<sub>{text}</sub>"
