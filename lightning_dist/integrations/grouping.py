@@ -9,13 +9,7 @@ from typing import Any
 
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import (
-    Tree,
-    blocks_of,
-    innermost,
-    require_cover,
-    route,
-)
+from lightning_dist.topology.groups import Tree, blocks_of, innermost, require_cover, route
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
@@ -45,7 +39,7 @@ def topology_of(
         _check_claims(settings, hosts, claims, says=rank == 0)
     topology = Topology(tuple(hosts), rank)
     groups = tree or topology.by_host()
-    levels = len(groups) > 1 and max(map(len, innermost(groups))) > 1
+    levels = 1 < len(groups) < world_size
     if settings.hierarchical is False or not levels:
         _require_flat(settings, topology)
         return topology, None
@@ -73,7 +67,7 @@ def _declared(settings: Settings, *, world_size: int) -> Tree | None:
     return None
 
 
-def picture(settings: Settings, topology: Topology, tree: Tree) -> str:
+def picture(settings: Settings, tree: Tree) -> str:
     """``2 hosts x 4 ranks, between hosts: int8 on 1/4 of the gradient per rank``."""
     way = route(tree, innermost(tree)[0][0], leader=settings.hierarchical == "leader")
     parts = math.prod(level.owners for level in way.levels)

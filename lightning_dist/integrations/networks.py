@@ -79,7 +79,7 @@ def network_for(
             log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
         return network
     if topology.rank == 0:
-        rank_zero_info(f"compressed DDP: {picture(settings, topology, tree)}")
+        rank_zero_info(f"compressed DDP: {picture(settings, tree)}")
     leader = settings.hierarchical == "leader"
     if levels:
         new_group = _given(levels, topology.rank)
