@@ -78,6 +78,8 @@ def test_loggers_get_the_bytes_of_the_last_step_and_in_total(
             "comm/raw_bytes": STEP["raw_bytes"],
             "comm/wire_bytes": STEP["wire_bytes"],
             "comm/ratio": pytest.approx(STEP["raw_bytes"] / STEP["wire_bytes"]),
+            "comm/intra_bytes": STEP["wire_bytes"],  # both ranks are on this host
+            "comm/inter_bytes": 0,
             "comm/total_raw_bytes": step * STEP["raw_bytes"],
             "comm/total_wire_bytes": step * STEP["wire_bytes"],
         }

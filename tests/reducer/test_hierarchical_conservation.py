@@ -47,10 +47,12 @@ def run(
     return sums
 
 
-@pytest.mark.parametrize("layout", [Layout(PAIRS), Layout(PAIRS, leader=True)], ids=str)
-def test_a_thousand_steps_conserve_mass_and_bound_the_residual(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "steps"), [(Layout(PAIRS), 1000), (Layout(PAIRS, leader=True), 300)], ids=str
+)
+def test_many_steps_conserve_mass_and_bound_the_residual(layout: Layout, steps: int) -> None:
     """Ranks that disagree by a constant."""
-    ranks = run_threads(lambda rank: run(rank, layout, "int8", 1000, SMALL, bias=1.0), 4)
+    ranks = run_threads(lambda rank: run(rank, layout, "int8", steps, SMALL, bias=1.0), 4)
     assert lost(ranks) < 1e-10
     holders = [rank for rank in ranks if rank.norms[-1]]
     assert len(holders) == (2 if layout.leader else 4)

@@ -25,7 +25,8 @@ from worlds import Rank, run_threads
 SETTINGS = {"min_compress_numel": 256}
 BAD_STEP, STEPS = 1, 3
 LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
-CODECS_OF = [[*EVERY_CODEC, *PER_LEVEL]] * 3 + [["int8", *PER_LEVEL]]
+ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], ["int8", *PER_LEVEL]
+CODECS_OF = [ALL, SOME, ALL, SOME]  # uneven hosts are in the leader form
 BAD = [(1, "second", torch.inf), (2, "bias", torch.nan)]
 """Rank, parameter, value. Rank 1 never leads, rank 2 leads in pairs and not of three."""
 

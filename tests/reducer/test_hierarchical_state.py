@@ -33,9 +33,10 @@ from lightning_dist.reducer.reducer import Reducer
 DOUBLE = torch.float64
 LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
 KEEP = [*(c for c in EVERY_CODEC if resolve_codec(c).keeps_residual), *PER_LEVEL]
+KEEP_OF = [KEEP, ["int8", *PER_LEVEL], KEEP]  # uneven hosts are in the leader form
 every_case = pytest.mark.parametrize(
     ("number", "codec"),
-    [(number, codec) for number in range(len(LAYOUTS)) for codec in KEEP],
+    [(number, codec) for number in range(len(LAYOUTS)) for codec in KEEP_OF[number]],
     ids=lambda value: value if isinstance(value, str) else str(LAYOUTS[value]),
 )
 
@@ -93,10 +94,10 @@ def world(number: int) -> dict[str, list[Resumed]]:
     saved: dict[str, State] = {}
 
     def body(rank: Rank) -> list[Resumed]:
-        return [Resumed(rank, LAYOUTS[number], codec, saved) for codec in KEEP]
+        return [Resumed(rank, LAYOUTS[number], codec, saved) for codec in KEEP_OF[number]]
 
     of_codecs = zip(*run_threads(body, LAYOUTS[number].size), strict=True)
-    return {codec: list(ranks) for codec, ranks in zip(KEEP, of_codecs, strict=True)}
+    return {codec: list(ranks) for codec, ranks in zip(KEEP_OF[number], of_codecs, strict=True)}
 
 
 @every_case
