@@ -12,6 +12,9 @@ from benchmarks.allreduce_settings import COMPUTE_ROW, DDP_ROW, FP16_ROW, GRADIE
 from benchmarks.layouts import Layout
 from benchmarks.report import print_table, quantile
 
+TIME_COLUMNS = ("step ms", "p10", "p90")
+LIMIT_COLUMNS = ("% of wire", "bound ms", "x fp32", "x fp16", "identical")
+
 
 def summarize(
     samples_of: dict[str, list[dict[str, Any]]],
@@ -85,28 +88,35 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(
         f"{rows[0]['hosts']} hosts x {rows[0]['ranks_per_host']} ranks, {link}, "
         f"{rows[0]['rounds']} rounds",
-        columns=(
-            "codec", "step ms", "p10", "p90", "wire MB", "counted MB", "raw MB",
-            "% of wire", "bound ms", "x fp32", "x fp16", "identical",
-        ),
+        columns=("codec", *TIME_COLUMNS, "wire MB", "counted MB", "raw MB", *LIMIT_COLUMNS),
         rows=(
             (
                 row["codec"],
-                row["step_ms_median"],
-                row["step_ms_p10"],
-                row["step_ms_p90"],
+                *time_cells(row),
                 megabytes(row["wire_bytes"]),
                 megabytes(row["counted_wire_bytes"]),
                 megabytes(row["raw_bytes"]),
-                row["wire_limit_pct"],
-                row["bound_ms"],
-                f"{row['speedup_vs_fp32']:.2f}",
-                f"{row['speedup_vs_fp16']:.2f}",
-                {True: "yes", False: "NO", None: None}[row["replicas_identical"]],
+                *limit_cells(row),
             )
             for row in measured
         ),
-    )  # fmt: skip
+    )
+
+
+def time_cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of `TIME_COLUMNS`."""
+    return row["step_ms_median"], row["step_ms_p10"], row["step_ms_p90"]
+
+
+def limit_cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of `LIMIT_COLUMNS`."""
+    return (
+        row["wire_limit_pct"],
+        row["bound_ms"],
+        f"{row['speedup_vs_fp32']:.2f}",
+        f"{row['speedup_vs_fp16']:.2f}",
+        {True: "yes", False: "NO", None: None}[row["replicas_identical"]],
+    )
 
 
 def link_name(link_mbit: float | None) -> str:

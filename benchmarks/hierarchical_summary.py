@@ -8,7 +8,15 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.allreduce_summary import link_name, megabytes, summarize
+from benchmarks.allreduce_summary import (
+    LIMIT_COLUMNS,
+    TIME_COLUMNS,
+    limit_cells,
+    link_name,
+    megabytes,
+    summarize,
+    time_cells,
+)
 from benchmarks.hierarchical_settings import split_row
 from benchmarks.layouts import Layout
 from benchmarks.report import print_table
@@ -47,29 +55,23 @@ def show_forms(rows: list[dict[str, Any]]) -> None:
         f"{rows[0]['layout']}, {link_name(rows[0]['link_mbit'])}, {measured[0]['rounds']} rounds; "
         "MB of a step: a rank's to other hosts (interface), then host 0's by our counters and lo",
         columns=(
-            "codec", "form", "step ms", "p10", "p90", "wire MB", "inter MB", "intra MB", "lo MB",
-            "% of wire", "bound ms", "x fp32", "x fp16", "identical",
+            *("codec", "form", *TIME_COLUMNS, "wire MB", "inter MB", "intra MB", "lo MB"),
+            *LIMIT_COLUMNS,
         ),
         rows=(
             (
                 row["codec"],
                 row["form"],
-                row["step_ms_median"],
-                row["step_ms_p10"],
-                row["step_ms_p90"],
+                *time_cells(row),
                 megabytes(row["wire_bytes"]),
                 megabytes(row["inter_bytes"]),
                 megabytes(row["intra_bytes"]),
                 megabytes(row["lo_bytes"]),
-                row["wire_limit_pct"],
-                row["bound_ms"],
-                f"{row['speedup_vs_fp32']:.2f}",
-                f"{row['speedup_vs_fp16']:.2f}",
-                {True: "yes", False: "NO", None: None}[row["replicas_identical"]],
+                *limit_cells(row),
             )
             for row in measured
         ),
-    )  # fmt: skip
+    )
     for row in rows:
         if row["reason"] is not None:
             print(f"{row['form']} {row['codec']}: {row['reason']}")

@@ -92,7 +92,7 @@ def _made(
     like: dist.ProcessGroup, tree: Tree, *, leader: bool, timeout: timedelta | None
 ) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
-    wanted = groups_of(tree, leader=leader, world_size=like.size())
+    wanted = groups_of(tree, leader=leader)
     found = {ranks: _new_group(like, ranks, timeout=timeout) for ranks in wanted}
     if like.size() < dist.get_world_size():
         # torch names such a group by how many this process has made before: ranks that have made

@@ -56,21 +56,35 @@ class HierarchicalChunk(Chunk):
         share: Tensor,
         across: Sequence[Chunk],
     ) -> None:
-        self._inside, self._exchange = inside, exchange
-        self._parts, self._own, self._share, self._across = parts, own, share, across
+        self._inside, self._exchange, self._share, self._across = inside, exchange, share, across
+        # What goes up to every owner, and the place to which its result comes down.
+        self._parts = [
+            (piece, columns_of(payload, piece.columns))
+            for pieces, payload in zip(parts, exchange.own, strict=True)
+            for piece in pieces
+        ]
+        self._own = [
+            (
+                piece,
+                [columns_of(payload, piece.columns) for payload in exchange.received],
+                columns_of(exchange.mine, piece.columns),
+            )
+            for piece in own
+        ]
         self._one = torch.ones((), dtype=torch.float32, device=share.device)
         self._true = torch.ones((), dtype=torch.bool, device=share.device)
 
     @override
     def begin(self) -> None:
-        for pieces, payload in zip(self._parts, self._exchange.own, strict=True):
-            self._encode(self._inside.up, pieces, payload)
+        for piece, payload in self._parts:
+            self._encode(self._inside.up, piece, payload)
         self._exchange.issue()
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
         self._exchange.wait()
-        self._decode(self._inside.up, self._own, self._exchange.received)
+        for piece, received, _ in self._own:
+            self._decode(self._inside.up, piece, received)
         for chunk in begun(self._across):
             chunk.encode(scale, step=step)
 
@@ -99,14 +113,15 @@ class HierarchicalChunk(Chunk):
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         settle_all(self._across, scale, ok)
-        self._encode(self._inside.down, self._own, self._exchange.mine)
+        for piece, _, mine in self._own:
+            self._encode(self._inside.down, piece, mine)
         self._exchange.spread()
 
     @override
     def finish(self) -> None:
         self._exchange.wait()
-        for pieces, payload in zip(self._parts, self._exchange.results, strict=True):
-            self._decode(self._inside.down, pieces, [payload])
+        for piece, result in self._parts:
+            self._decode(self._inside.down, piece, [result])
 
     @property
     @override
@@ -118,16 +133,11 @@ class HierarchicalChunk(Chunk):
     def nbytes(self) -> int:
         return self._share.nbytes + sum(chunk.nbytes for chunk in self._across)
 
-    def _encode(self, kernels: Kernels, pieces: Sequence[Piece], payload: Payload) -> None:
-        for piece in pieces:
-            piece.load()
-            kernels.encode(piece.grad, (), self._one, None, columns_of(payload, piece.columns))
+    def _encode(self, kernels: Kernels, piece: Piece, payload: Payload) -> None:
+        piece.load()
+        kernels.encode(piece.grad, (), self._one, None, payload)
 
-    def _decode(
-        self, kernels: Kernels, pieces: Sequence[Piece], payloads: Sequence[Payload]
-    ) -> None:
-        for piece in pieces:
-            columns = [columns_of(payload, piece.columns) for payload in payloads]
-            own = columns[0]  # of no use where nothing is kept
-            kernels.settle(piece.grad, (), self._one, self._true, None, own, columns)
-            piece.store()
+    def _decode(self, kernels: Kernels, piece: Piece, payloads: Sequence[Payload]) -> None:
+        own = payloads[0]  # of no use where nothing is kept
+        kernels.settle(piece.grad, (), self._one, self._true, None, own, payloads)
+        piece.store()

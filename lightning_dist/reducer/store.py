@@ -49,9 +49,6 @@ class Store:
         self._whole: dict[str, tuple[int, torch.dtype]] = {}  # elements and dtype of the parameter
         self._loaded: dict[str, Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self.names())
-
     def names(self) -> list[str]:
         return [*self._parts, *(name for name in self._loaded if name not in self._parts)]
 

@@ -117,13 +117,13 @@ def route(tree: Tree, rank: int, *, leader: bool) -> Route:
     while isinstance(tree[0], tuple):
         groups = innermost(tree)
         members = next(group for group in groups if rank in group)
-        depth = len(levels)
+        inside = len(levels)
         level = Level(
             members=members,
             position=members.index(rank),
-            owners=owners[depth],
+            owners=owners[inside],
             weight=len(groups) / sum(map(len, groups)),
-            beyond=math.prod(owners[depth + 1 :]),
+            beyond=math.prod(owners[inside + 1 :]),
         )
         levels.append(level)
         if not level.goes_on:
@@ -132,11 +132,14 @@ def route(tree: Tree, rank: int, *, leader: bool) -> Route:
     return Route(tuple(levels), tree)
 
 
-def groups_of(tree: Tree, *, leader: bool, world_size: int) -> list[tuple[int, ...]]:
-    """Every group on the way of any rank, in an order that is the same on all."""
-    ways = (route(tree, rank, leader=leader) for rank in range(world_size))
-    found = [[*(level.members for level in way.levels), way.outer] for way in ways]
-    return list(dict.fromkeys(ranks for of_way in found for ranks in of_way if ranks))
+def groups_of(tree: Tree, *, leader: bool) -> list[tuple[int, ...]]:
+    """Every group on the way of any rank, once, in an order that is the same on all."""
+    if not isinstance(tree[0], tuple):
+        return [tree]
+    found = innermost(tree)
+    for position in range(next(_owners(tree, leader=leader))):
+        found += groups_of(_without_innermost(tree, position), leader=leader)
+    return list(dict.fromkeys(found))
 
 
 def _owners(tree: Tree, *, leader: bool) -> Iterator[int]:

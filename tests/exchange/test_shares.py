@@ -78,7 +78,7 @@ def reduce(shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: int, sal
 
 def answer(planes: Sequence[Plane], blocks: int, owner: int, size: int, salt: int) -> list[Tensor]:
     of_ranks = [said(planes, blocks, by=by, to=owner, salt=salt) for by in range(size)]
-    return [sum(parts).to(parts[0].dtype) for parts in zip(*of_ranks, strict=True)]  # type: ignore[union-attr]
+    return [torch.stack(parts).sum(0).to(parts[0].dtype) for parts in zip(*of_ranks, strict=True)]
 
 
 def finish(

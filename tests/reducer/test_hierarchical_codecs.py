@@ -18,21 +18,17 @@ from feeding import (
     feed,
     step_digest,
 )
-from layouts import NESTED, PAIRS, UNEVEN, Layout
+from layouts import FORMS as LAYOUTS
+from layouts import Layout, every_case
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, BlockCodec, Int8, resolve_codec
 
 SETTINGS = {"min_compress_numel": 256}
 FEW = ["none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd:block_size=64"]
-LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
 ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], [*FEW, *PER_LEVEL]
 CODECS_OF = [ALL, SOME, ALL, SOME]  # uneven hosts are in the leader form
-every_case = pytest.mark.parametrize(
-    ("number", "codec"),
-    [(number, codec) for number in range(4) for codec in CODECS_OF[number]],
-    ids=lambda value: value if isinstance(value, str) else str(LAYOUTS[value]),
-)
+every = every_case(LAYOUTS, CODECS_OF)
 INSIDE = ("none", "fp16", "bf16", "int8", "int4", "fp8", "sign")
 
 
@@ -75,7 +71,7 @@ def world(number: int) -> dict[str, list[Runs]]:
     return {codec: list(ranks) for codec, ranks in zip(codecs, of_codecs, strict=True)}
 
 
-@every_case
+@every
 def test_replicas_are_equal_and_runs_repeat(number: int, codec: str) -> None:
     """After every step all ranks have the same bits; a second run has those of the first."""
     ranks = world(number)[codec]

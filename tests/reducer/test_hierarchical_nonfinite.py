@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-import pytest
 import torch
 from feeding import (
     EVERY_CODEC,
@@ -19,22 +18,18 @@ from feeding import (
     held,
     step_digest,
 )
-from layouts import NESTED, PAIRS, UNEVEN, Layout
+from layouts import FORMS as LAYOUTS
+from layouts import Layout, every_case
 from worlds import Rank, run_threads
 
 SETTINGS = {"min_compress_numel": 256}
 BAD_STEP, STEPS = 1, 3
-LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
 ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], ["int8", *PER_LEVEL]
 CODECS_OF = [ALL, SOME, ALL, SOME]  # uneven hosts are in the leader form
 BAD = [(1, "second", torch.inf), (2, "bias", torch.nan)]
 """Rank, parameter, value. Rank 1 never leads, rank 2 leads in pairs and not of three."""
 
-every_case = pytest.mark.parametrize(
-    ("number", "codec"),
-    [(number, codec) for number in range(4) for codec in CODECS_OF[number]],
-    ids=lambda value: value if isinstance(value, str) else str(LAYOUTS[value]),
-)
+every = every_case(LAYOUTS, CODECS_OF)
 
 
 @dataclass
@@ -83,7 +78,7 @@ def counts_steps(codec: str) -> bool:
     return codec.startswith(names)
 
 
-@every_case
+@every
 def test_a_bad_value_on_any_rank_is_seen_by_all_and_leaves_no_trace(
     number: int, codec: str
 ) -> None:

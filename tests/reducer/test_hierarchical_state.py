@@ -21,7 +21,7 @@ from feeding import (
     feed,
     step_digest,
 )
-from layouts import NESTED, PAIRS, UNEVEN, Layout, Tree
+from layouts import NESTED, PAIRS, UNEVEN, Layout, Tree, every_case
 from saving import SETTINGS, State, through_a_file, train
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,11 +34,7 @@ DOUBLE = torch.float64
 LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
 KEEP = [*(c for c in EVERY_CODEC if resolve_codec(c).keeps_residual), *PER_LEVEL]
 KEEP_OF = [KEEP, ["int8", *PER_LEVEL], KEEP]  # uneven hosts are in the leader form
-every_case = pytest.mark.parametrize(
-    ("number", "codec"),
-    [(number, codec) for number in range(len(LAYOUTS)) for codec in KEEP_OF[number]],
-    ids=lambda value: value if isinstance(value, str) else str(LAYOUTS[value]),
-)
+every = every_case(LAYOUTS, KEEP_OF)
 
 
 def tensors(state: State) -> dict[str, list[str]]:
@@ -100,14 +96,14 @@ def world(number: int) -> dict[str, list[Resumed]]:
     return {codec: list(ranks) for codec, ranks in zip(KEEP_OF[number], of_codecs, strict=True)}
 
 
-@every_case
+@every
 def test_a_resumed_run_equals_the_uninterrupted_one(number: int, codec: str) -> None:
     """Every bit of gradients and state, and the state that it saves at its end."""
     for ran in world(number)[codec]:
         assert ran.resumed == ran.whole
 
 
-@every_case
+@every
 def test_a_state_saved_right_after_it_was_loaded_is_the_same(number: int, codec: str) -> None:
     """One row per host, momenta and factors too; rank 0 alone has it."""
     first, *others = world(number)[codec]

@@ -14,6 +14,7 @@ from trees import EXAMPLES, ranks_of, routes, trees
 from lightning_dist.topology.groups import (
     Tree,
     blocks_of,
+    groups_of,
     innermost,
     require_cover,
     route,
@@ -167,3 +168,15 @@ def test_blocks() -> None:
     assert blocks_of(4, world_size=4) == ((0, 1, 2, 3),)
     with pytest.raises(ValueError, match="got ranks_per_host=3 for 4 ranks"):
         blocks_of(3, world_size=4)
+
+
+@every_tree
+@example(EXAMPLES[2], False)
+@example(EXAMPLES[6], False)
+def test_the_groups_are_those_on_the_ways_of_all_ranks(tree: Tree, leader: bool) -> None:
+    """Each once, so that every rank makes every group and in one order."""
+    wanted = set()
+    for way in routes(tree, leader=leader):
+        wanted |= {level.members for level in way.levels} | ({way.outer} if way.outer else set())
+    found = groups_of(tree, leader=leader)
+    assert Counter(found) == Counter(wanted)

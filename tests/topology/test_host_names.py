@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,12 +30,12 @@ def test_every_rank_is_on_one_host(place: tuple[tuple[str, ...], int]) -> None:
 
 @given(hosts_and_rank, st.randoms(use_true_random=False))
 def test_a_group_of_ranks_is_a_topology_of_its_own(
-    place: tuple[tuple[str, ...], int], random: object
+    place: tuple[tuple[str, ...], int], random: Random
 ) -> None:
     hosts, rank = place
     others = [peer for peer in range(len(hosts)) if peer != rank]
     ranks = [*others[: len(others) // 2], rank]
-    random.shuffle(ranks)  # type: ignore[attr-defined]
+    random.shuffle(ranks)
     group = Topology(hosts, rank).among(ranks)
     assert ranks[group.rank] == rank
     assert group.hosts == tuple(hosts[peer] for peer in ranks)
@@ -55,5 +58,6 @@ def test_it_describes_itself(hosts: str, text: str) -> None:
 
 def test_groups_do_not_count_when_topologies_are_compared() -> None:
     plain = Topology(("a", "b"), 0)
-    assert plain == Topology(("a", "b"), 0, intra_group=object(), inter_group=object())  # type: ignore[arg-type]
+    group: Any = object()
+    assert plain == Topology(("a", "b"), 0, intra_group=group, inter_group=group)
     assert (plain.intra_group, plain.inter_group) == (None, None)
