@@ -22,6 +22,7 @@ FORBIDDEN = {
     "reducer": ("lightning_dist.onebit_adam",),
     "settings.py": ("lightning_dist.exchange",),
     "onebit_adam.py": (),
+    "checkpoint": tuple(f"lightning_dist.{x}" for x in ("codecs", "settings", "topology")),
 }
 """What a layer must not import, beside the frameworks and the layers above it."""
 
@@ -77,6 +78,19 @@ def test_every_module_has_a_rule_or_is_on_top() -> None:
         p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
     }
     assert modules - on_top == set(FORBIDDEN)
+
+
+def test_what_the_writer_process_imports_is_the_standard_library() -> None:
+    disk = PACKAGE / "checkpoint" / "disk"
+    own = "lightning_dist.checkpoint.disk"
+    names = {
+        name
+        for file in disk.glob("*.py")
+        for name in imported(file.read_text(), package=own)
+        if not name.startswith(own)
+    }
+    assert names
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"fsspec"}
 
 
 @pytest.mark.parametrize(

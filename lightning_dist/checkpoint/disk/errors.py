@@ -1,0 +1,21 @@
+"""What can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is incomplete, or its bytes are not those that were written.
+
+    Attributes:
+        path: of the checkpoint.
+        reason: what was found, and where.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path} is not a complete checkpoint: {reason}")
+        self.path = path
+        self.reason = reason

@@ -1,0 +1,202 @@
+"""A folder that several ranks write and one publishes; they meet through files in it.
+
+Every rank writes its shard and then a small *receipt*. Rank 0 waits for all receipts, writes the
+manifest and publishes. No collective takes part, so the writers finish even when every trainer is
+dead, and a rank that fails says so in its receipt.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import SaveFolder
+from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part
+from lightning_dist.checkpoint.disk.storage import Storage
+from lightning_dist.checkpoint.disk.writing import copy_file, write_shard
+
+_ORPHAN_TIMEOUT = 10.0
+"""Seconds that a writer waits for others once its trainer is dead."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a rank has written, or why it could not."""
+
+    files: tuple[File, ...] = ()
+    parts: tuple[tuple[str, Part], ...] = ()
+    failed: str = ""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Receipt:
+        fields = json.loads(text)
+        return cls(
+            tuple(File(**file) for file in fields["files"]),
+            tuple((record, Part(**part)) for record, part in fields["parts"]),
+            fields["failed"],
+        )
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """One save of a folder, as one rank sees it.
+
+    Args:
+        orphaned: whether this rank's trainer is dead.
+    """
+
+    save: SaveFolder
+    storage: Storage
+    target: str
+    orphaned: Callable[[], bool]
+
+    @property
+    def _staged(self) -> str:
+        return self.storage.staging(self.target, self.save.origin.save_id)
+
+    def _receipt(self, rank: int) -> str:
+        return f"{self._staged}/.rank-{rank}.{self.save.origin.save_id}.json"
+
+    def write(self, snapshot: memoryview) -> int:
+        """Write and publish; returns the bytes this rank has written.
+
+        Raises:
+            CheckpointError: another rank failed, or did nothing for too long.
+            OSError: as the storage says.
+        """
+        try:
+            if self.save.rank == 0:
+                self.storage.make_folder(self._staged)
+            else:
+                self._await(lambda: self.storage.exists(self._staged), "rank 0 to begin")
+            receipt = self._contribute(snapshot)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
+        if self.save.rank == 0:
+            self._publish(receipt)
+        else:
+            self._await_publication(receipt)
+        return sum(file.nbytes for file in receipt.files)
+
+    def _contribute(self, snapshot: memoryview) -> Receipt:
+        save = self.save
+        files: list[File] = []
+        parts: list[tuple[str, Part]] = []
+        if save.pieces:
+            name = f"shard-{save.rank:05d}-of-{save.origin.ranks:05d}-{save.origin.save_id}.bin"
+            sink = self.storage.create(f"{self._staged}/{name}")
+            try:
+                file, parts = write_shard(sink, name, save, snapshot)
+            except BaseException:
+                sink.abort()
+                raise
+            sink.close()
+            files.append(file)
+        for name, source in save.files:
+            files.append(copy_file(source, self.storage, f"{self._staged}/{name}", name))
+        return Receipt(tuple(files), tuple(parts))
+
+    def _publish(self, own: Receipt) -> None:
+        save, storage = self.save, self.storage
+        try:
+            receipts = [own, *(self._await_receipt(rank) for rank in range(1, save.origin.ranks))]
+            manifest = merge(save, receipts)
+            storage.write(f"{self._staged}/{manifests.NAME}", manifest.to_json())
+            storage.publish(self._staged, self.target)
+        except BaseException:
+            self._remove_own_files()
+            raise
+        kept = {manifests.NAME, *(file.name for file in manifest.files)}
+        for name in storage.names(self.target):  # receipts, and what had these names before
+            if name not in kept:
+                storage.remove(f"{self.target}/{name}")
+
+    def _await_receipt(self, rank: int) -> Receipt:
+        path = self._receipt(rank)
+        self._await(lambda: self.storage.exists(path), f"rank {rank}")
+        receipt = Receipt.from_json(self.storage.read(path))
+        if receipt.failed:
+            raise CheckpointError(f"rank {rank} could not write: {receipt.failed}")
+        return receipt
+
+    def _await_publication(self, receipt: Receipt) -> None:
+        own = self._receipt(self.save.rank)
+        self._put_receipt(receipt)
+        self._await(lambda: not self.storage.exists(own), "rank 0 to publish")
+        if self._published_id() != self.save.origin.save_id:
+            raise CheckpointError("rank 0 gave this checkpoint up; its error says why")
+
+    def _published_id(self) -> str | None:
+        path = f"{self.target}/{manifests.NAME}"
+        if not self.storage.exists(path):
+            return None
+        return Manifest.from_json(self.storage.read(path), path=path).origin.save_id
+
+    def _put_receipt(self, receipt: Receipt) -> None:
+        # Under another name first: nobody may read half of it.
+        path = self._receipt(self.save.rank)
+        staged = self.storage.staging(path, self.save.origin.save_id)
+        self.storage.write(staged, receipt.to_json())
+        self.storage.publish(staged, path)
+
+    def _give_up(self, reason: str) -> None:
+        if self.save.rank == 0:
+            self._remove_own_files()
+        elif self.storage.exists(self._staged):
+            self._put_receipt(Receipt(failed=reason))
+
+    def _remove_own_files(self) -> None:
+        if self._staged != self.target:
+            self.storage.remove(self._staged)
+            return
+        for name in self.storage.names(self.target):
+            if self.save.origin.save_id in name:
+                self.storage.remove(f"{self.target}/{name}")
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait as long as somebody writes something."""
+        pause, seen, since = 0.005, -1, time.monotonic()
+        while not condition():
+            patience = self.save.peer_timeout
+            if self.orphaned():
+                patience = min(patience, _ORPHAN_TIMEOUT)
+            written = self._written()
+            now = time.monotonic()
+            if written != seen:
+                seen, since = written, now
+            elif now - since > patience:
+                raise CheckpointError(
+                    f"waited for {what}, and nobody wrote anything for {patience:.0f} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    def _written(self) -> int:
+        total = 0
+        for name in self.storage.names(self._staged):
+            try:
+                total += self.storage.nbytes(f"{self._staged}/{name}")
+            except FileNotFoundError:  # a receipt that got its name in between
+                continue
+        return total
+
+
+def merge(save: SaveFolder, receipts: list[Receipt]) -> Manifest:
+    """The manifest of a folder from what the ranks wrote, in rank order."""
+    parts: dict[str, list[Part]] = {record: [] for record in save.records}
+    for receipt in receipts:
+        for record, part in receipt.parts:
+            parts[record].append(part)
+    return Manifest(
+        save.origin,
+        tuple(file for receipt in receipts for file in receipt.files),
+        {record: tuple(found) for record, found in parts.items()},
+    )

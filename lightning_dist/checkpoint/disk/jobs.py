@@ -1,0 +1,87 @@
+"""What a trainer asks its writer to do, and what the writer answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dist.checkpoint.disk.manifest import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of bytes of a record, and where it lies in the snapshot."""
+
+    record: str
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write a snapshot and publish it."""
+
+    origin: Origin
+    target: str
+    pieces: tuple[Piece, ...]
+    """What this rank writes, in the order of the archive."""
+
+
+@dataclass(frozen=True)
+class SaveFile(Save):
+    """One file for ``torch.load``: whole records, of one rank."""
+
+
+@dataclass(frozen=True)
+class SaveFolder(Save):
+    """A folder that all ranks write to: this rank's shard, and files as they are."""
+
+    rank: int
+    records: tuple[str, ...] = ()
+    """Names of all records, in the order of the archive."""
+    files: tuple[tuple[str, str], ...] = ()
+    """``(name in the folder, path of the content)``; the content is removed afterwards."""
+    peer_timeout: float = 120.0
+    """Seconds in which some rank must have written something."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Show a checkpoint under a second name, once it is there."""
+
+    source: str
+    target: str
+    symbolic: bool
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Remove a checkpoint, but not before a save that came before this has been committed."""
+
+    target: str
+
+
+Job = Save | Link | Remove
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint is durable under its name."""
+
+    target: str
+    origin: Origin
+    nbytes: int
+    """written by this rank."""
+    seconds: float
+    """from the start of writing."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job could not be done; nothing has changed under its name."""
+
+    target: str
+    origin: Origin | None
+    reason: str
+
+
+Event = Committed | Failed

@@ -1,0 +1,109 @@
+"""What a checkpoint says about itself: in a record of a single file, or in a folder's manifest."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+
+FORMAT = "lightning_dist.checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+RECORD = "lightning_dist.json"
+"""Name of the record with the :class:`Origin` in a single file."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which save made a checkpoint."""
+
+    save_id: str
+    step: int
+    created_ns: int
+    """of the snapshot, in nanoseconds since 1970: the newest checkpoint is the latest of these."""
+    ranks: int = 1
+    """World size of the job."""
+
+    def to_json(self) -> bytes:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | str, *, path: str) -> Origin:
+        """Raises CheckpointError if a newer version wrote it, ValueError if it is not one."""
+        return cls._of(json.loads(text), path)
+
+    @classmethod
+    def _of(cls, fields: Mapping[str, Any], path: str) -> Origin:
+        if not isinstance(fields, Mapping) or fields.get("format") != FORMAT:
+            raise ValueError(f"{path} has no {FORMAT} description")
+        if fields["version"] > VERSION:
+            raise CheckpointError(
+                f"{path} was written by a newer lightning_dist (format {fields['version']}, this "
+                f"one reads up to {VERSION}); upgrade lightning_dist, or consolidate it there"
+            )
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of bytes of a record, and where it lies in a file of the folder."""
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the folder."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that belongs to a folder. A folder without a manifest is not a checkpoint."""
+
+    origin: Origin
+    files: tuple[File, ...]
+    records: Mapping[str, tuple[Part, ...]]
+    """The records of the archive that the shards hold together, in the archive's order. Empty for
+    a folder of ordinary files."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        body = {
+            **json.loads(self.origin.to_json()),
+            "files": [asdict(file) for file in self.files],
+            "records": {n: [asdict(p) for p in parts] for n, parts in self.records.items()},
+        }
+        return json.dumps({"body": body, "crc32": _crc32(body)}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | str, *, path: str) -> Manifest:
+        """Raises CheckpointError if a newer version wrote it, ValueError if it is damaged."""
+        outer = json.loads(text)
+        if not isinstance(outer, dict) or set(outer) != {"crc32", "body"}:
+            raise ValueError("the manifest is not one of lightning_dist")
+        fields = outer["body"]
+        if _crc32(fields) != outer["crc32"]:
+            raise ValueError("the manifest has changed since it was written")
+        return cls(
+            Origin._of(fields, path),
+            tuple(File(**file) for file in fields["files"]),
+            {name: tuple(Part(**p) for p in parts) for name, parts in fields["records"].items()},
+        )
+
+
+def _crc32(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,77 @@
+"""Which checkpoints a folder holds, and which is the newest whole one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.manifest import NAME
+from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".ckpt"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder, or what looks like one.
+
+    Exactly one of ``description`` and ``problem`` is set.
+    """
+
+    path: str
+    description: Description | None
+    problem: str = ""
+
+
+def checkpoints(folder: str) -> list[Found]:
+    """Everything in ``folder`` that is a checkpoint or should be one, the newest first.
+
+    Files and folders whose name ends in ``.ckpt``, and folders with a manifest. Damaged ones come
+    last, foreign ones are sorted in by nothing but their name, before those.
+    """
+    storage, inside = storage_of(folder)
+    found = []
+    for name in storage.names(inside):
+        path = f"{folder.rstrip('/')}/{name}"
+        if not name.startswith(".") and _is_one(storage, f"{inside}/{name}"):
+            found.append(_describe(path))
+    return sorted(found, key=_age)
+
+
+def newest_valid(folder: str) -> Description | None:
+    """The newest checkpoint of ours in ``folder`` whose bytes are all as they were written.
+
+    Damaged ones are named in a warning and passed over.
+    """
+    for found in checkpoints(folder):
+        if found.description is None:
+            log.warning("passing over %s: %s", found.path, found.problem)
+        elif found.description.origin is not None:
+            try:
+                return verify(found.path)
+            except (CorruptCheckpointError, OSError) as error:
+                log.warning("passing over a damaged checkpoint: %s", error)
+    return None
+
+
+def _is_one(storage: Storage, path: str) -> bool:
+    return path.endswith(SUFFIX) or storage.exists(f"{path}/{NAME}")
+
+
+def _describe(path: str) -> Found:
+    try:
+        return Found(path, describe(path))
+    except (CheckpointError, OSError) as error:
+        return Found(path, None, str(error))
+
+
+def _age(found: Found) -> tuple[int, int, str]:
+    if found.description is None:
+        return 2, 0, found.path
+    if found.description.origin is None:
+        return 1, 0, found.path
+    return 0, -found.description.origin.created_ns, found.path

@@ -1,0 +1,148 @@
+"""Whether a checkpoint is what was written, to the last bit; known before anything is loaded."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk.archive import ROOT, Archive
+from lightning_dist.checkpoint.disk.crc import crc32
+from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
+from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Origin
+from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+
+_SLICE = 8 << 20
+
+Kind = Literal["single", "sharded", "folder", "foreign"]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says it is.
+
+    ``kind``: ``"single"`` and ``"sharded"`` as AsyncCheckpoint writes them, ``"folder"`` of
+    ordinary files (AsyncState), ``"foreign"``: a file of torch.save.
+    """
+
+    path: str
+    kind: Kind
+    nbytes: int
+    origin: Origin | None
+    """None for foreign ones."""
+
+
+FindStorage = Callable[[str], tuple[Storage, str]]
+
+
+def describe(path: str, *, find_storage: FindStorage = storage_of) -> Description:
+    """What the checkpoint at ``path`` is, from its headers only.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: it is incomplete, or no checkpoint.
+        CheckpointError: a newer version of this package wrote it.
+    """
+    storage, inside = find_storage(path)
+    if storage.is_folder(inside):
+        manifest = read_manifest(path, storage, inside)
+        kind: Kind = "sharded" if manifest.records else "folder"
+        return Description(path, kind, manifest.nbytes, manifest.origin)
+    nbytes = storage.nbytes(inside)
+    with storage.open(inside) as file:
+        archive = _open_archive(file, path)
+        origin = _origin(archive, path)
+        return Description(path, "foreign" if origin is None else "single", nbytes, origin)
+
+
+def verify(path: str, *, find_storage: FindStorage = storage_of) -> Description:
+    """:func:`describe`, after reading everything and comparing it with the checksums.
+
+    A file of torch.save has a checksum for every record, but not for its headers.
+    """
+    storage, inside = find_storage(path)
+    if storage.is_folder(inside):
+        _verify_folder(path, storage, inside)
+    else:
+        with storage.open(inside) as file:
+            archive = _open_archive(file, path)
+            if _origin(archive, path) is None:
+                _verify_foreign(archive, path)
+            else:
+                _verify_archive(file, archive, path)
+    return describe(path, find_storage=find_storage)
+
+
+def read_manifest(path: str, storage: Storage, inside: str) -> Manifest:
+    name = f"{inside}/{manifests.NAME}"
+    if not storage.exists(name):
+        raise CorruptCheckpointError(path, f"it has no {manifests.NAME}, which is written last")
+    try:
+        return Manifest.from_json(storage.read(name), path=path)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(path, str(error)) from error
+
+
+def _verify_folder(path: str, storage: Storage, inside: str) -> None:
+    for file in read_manifest(path, storage, inside).files:
+        name = f"{inside}/{file.name}"
+        if not storage.exists(name):
+            raise CorruptCheckpointError(path, f"{file.name} is missing")
+        if (nbytes := storage.nbytes(name)) != file.nbytes:
+            raise CorruptCheckpointError(
+                path, f"{file.name} has {nbytes} bytes and should have {file.nbytes}"
+            )
+        with storage.open(name) as opened:
+            if crc32(_slices(opened, file.nbytes)) != file.crc32:
+                raise CorruptCheckpointError(path, f"{file.name} has changed since it was written")
+
+
+def _open_archive(file: Any, path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, ValueError, OverflowError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(path, f"its end is missing or damaged ({error})") from error
+
+
+def _origin(archive: zipfile.ZipFile, path: str) -> Origin | None:
+    found = [name for name in archive.namelist() if name.endswith(f"/{RECORD}")]
+    if not found:
+        if not any(name.endswith("/data.pkl") for name in archive.namelist()):
+            raise CorruptCheckpointError(path, "it is not a file of torch.save")
+        return None
+    try:
+        return Origin.from_json(archive.read(found[0]), path=path)
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise CorruptCheckpointError(path, f"its description is damaged ({error})") from error
+
+
+def _verify_foreign(archive: zipfile.ZipFile, path: str) -> None:
+    try:
+        damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise CorruptCheckpointError(path, f"a header is damaged ({error})") from error
+    if damaged is not None:
+        raise CorruptCheckpointError(path, f"{damaged} has changed since it was written")
+
+
+def _verify_archive(file: Any, archive: zipfile.ZipFile, path: str) -> None:
+    """Make the headers again and compare all bytes."""
+    expected = Archive()
+    file.seek(0)
+    for entry in archive.infolist():
+        name = entry.filename.removeprefix(f"{ROOT}/")
+        header = expected.header(name, entry.file_size, entry.CRC)
+        if file.read(len(header)) != header:
+            raise CorruptCheckpointError(path, f"the header of {name} is damaged")
+        if crc32(_slices(file, entry.file_size)) != entry.CRC:
+            raise CorruptCheckpointError(path, f"{name} has changed since it was written")
+    if file.read() != expected.trailer():
+        raise CorruptCheckpointError(path, "the central directory is damaged")
+
+
+def _slices(file: Any, nbytes: int) -> Iterator[bytes]:
+    while nbytes > 0 and (data := file.read(min(nbytes, _SLICE))):
+        nbytes -= len(data)
+        yield data

@@ -1,0 +1,147 @@
+"""Does the jobs of one trainer, one after the other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from lightning_dist.checkpoint.disk.archive import archive_nbytes
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder import SharedFolder
+from lightning_dist.checkpoint.disk.jobs import (
+    Committed,
+    Event,
+    Failed,
+    Job,
+    Link,
+    Save,
+    SaveFile,
+    SaveFolder,
+)
+from lightning_dist.checkpoint.disk.manifest import RECORD
+from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.disk.writing import write_archive
+
+
+class Writer:
+    """Writes, publishes, links and removes, in the order of the jobs.
+
+    Nothing is removed before a save that came later has been committed: after a failure, removals
+    wait for the next success.
+
+    Args:
+        report: takes what became of every job.
+        read_back: read and check every checkpoint before it counts as written.
+        orphaned: whether the trainer is dead.
+        find_storage: the storage of a path; another one for tests of faults.
+    """
+
+    def __init__(
+        self,
+        *,
+        report: Callable[[Event], None],
+        read_back: bool = False,
+        orphaned: Callable[[], bool] = lambda: False,
+        find_storage: Callable[[str], tuple[Storage, str]] = storage_of,
+    ) -> None:
+        self._report = report
+        self._read_back = read_back
+        self._orphaned = orphaned
+        self._find_storage = find_storage
+        self._failed = False
+        self._doomed: dict[str, None] = {}
+
+    def do(self, job: Job, snapshot: memoryview) -> None:
+        """Do one job and report it; raises nothing but what ends the process.
+
+        Args:
+            snapshot: what the pieces of a save lie in.
+        """
+        try:
+            if isinstance(job, Save):
+                self._save(job, snapshot)
+            elif isinstance(job, Link):
+                self._link(job)
+            else:
+                self._doomed[job.target] = None
+            if not self._failed:
+                self._remove_doomed()
+        except Exception as error:
+            self._failed |= isinstance(job, Save)
+            origin = job.origin if isinstance(job, Save) else None
+            self._report(Failed(job.target, origin, _reason(error)))
+
+    def _save(self, save: Save, snapshot: memoryview) -> None:
+        began = time.monotonic()
+        self._doomed.pop(save.target, None)
+        storage, target = self._find_storage(save.target)
+        folder = os.path.dirname(target)
+        storage.make_folder(folder)
+        self._require_space(storage, save, target)
+        if isinstance(save, SaveFolder):
+            nbytes = SharedFolder(save, storage, target, self._orphaned).write(snapshot)
+        else:
+            assert isinstance(save, SaveFile)
+            nbytes = self._save_file(save, storage, target, snapshot)
+        if self._read_back and isinstance(save, SaveFolder) and save.rank == 0:
+            verify(save.target, find_storage=self._find_storage)
+        self._failed = False
+        self._report(Committed(save.target, save.origin, nbytes, time.monotonic() - began))
+
+    def _save_file(
+        self, save: SaveFile, storage: Storage, target: str, snapshot: memoryview
+    ) -> int:
+        staged = storage.staging(target, save.origin.save_id)
+        try:
+            sink = storage.create(staged)
+            try:
+                nbytes = write_archive(sink, save, snapshot)
+            except BaseException:
+                sink.abort()
+                raise
+            sink.close()
+            if self._read_back:
+                verify(staged, find_storage=lambda path: (storage, path))
+        except BaseException:
+            if staged != target:
+                storage.remove(staged)
+            raise
+        storage.publish(staged, target)
+        return nbytes
+
+    def _link(self, link: Link) -> None:
+        if not self._failed:  # what it would show has been reported already
+            storage, source = self._find_storage(link.source)
+            storage.link(source, self._find_storage(link.target)[1], symbolic=link.symbolic)
+
+    def _require_space(self, storage: Storage, save: Save, target: str) -> None:
+        needed = _nbytes(save)
+        free = storage.free_bytes(target)
+        if free is not None and free < needed:
+            raise CheckpointError(
+                f"no space: needs {needed / 1e6:.1f} MB beside the checkpoints that are kept until "
+                f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
+            )
+
+    def _remove_doomed(self) -> None:
+        while self._doomed:
+            path = next(iter(self._doomed))
+            del self._doomed[path]
+            storage, inside = self._find_storage(path)
+            storage.remove(inside)
+
+
+def _nbytes(save: Save) -> int:
+    if isinstance(save, SaveFile):
+        described = (RECORD, len(save.origin.to_json()))
+        return archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
+    assert isinstance(save, SaveFolder)
+    return sum(p.nbytes for p in save.pieces) + sum(os.stat(f).st_size for _, f in save.files)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

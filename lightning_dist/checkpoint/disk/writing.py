@@ -1,0 +1,67 @@
+"""Bytes of a snapshot on their way into files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+from lightning_dist.checkpoint.disk.archive import Archive
+from lightning_dist.checkpoint.disk.crc import combined
+from lightning_dist.checkpoint.disk.jobs import SaveFile, SaveFolder
+from lightning_dist.checkpoint.disk.manifest import RECORD, File, Part
+from lightning_dist.checkpoint.disk.storage import Sink, Storage
+
+_COPY_SLICE = 8 << 20
+
+
+def write_archive(sink: Sink, save: SaveFile, snapshot: memoryview) -> int:
+    """Write ``save`` as one archive; returns its bytes. Every piece is a whole record."""
+    archive = Archive()
+    described = ((RECORD, memoryview(save.origin.to_json())), *_contents(save, snapshot))
+    for name, content in described:
+        sink.write(archive.header(name, content.nbytes, zlib.crc32(content)))
+        sink.write(content)
+    trailer = archive.trailer()
+    sink.write(trailer)
+    return archive.position + len(trailer)
+
+
+def _contents(save: SaveFile, snapshot: memoryview) -> Iterator[tuple[str, memoryview]]:
+    for piece in save.pieces:
+        yield piece.record, snapshot[piece.offset : piece.offset + piece.nbytes]
+
+
+def write_shard(
+    sink: Sink, name: str, save: SaveFolder, snapshot: memoryview
+) -> tuple[File, list[tuple[str, Part]]]:
+    """Write this rank's pieces, one after the other.
+
+    Returns:
+        the file, and the parts of records it holds.
+    """
+    parts: list[tuple[str, Part]] = []
+    position = 0
+    for piece in save.pieces:
+        content = snapshot[piece.offset : piece.offset + piece.nbytes]
+        parts.append((piece.record, Part(name, position, piece.nbytes, zlib.crc32(content))))
+        sink.write(content)
+        position += piece.nbytes
+    checksum = combined((part.crc32, part.nbytes) for _, part in parts)
+    return File(name, position, checksum), parts
+
+
+def copy_file(source: str, storage: Storage, path: str, name: str) -> File:
+    """Write the local file ``source`` to ``path``."""
+    nbytes = checksum = 0
+    sink = storage.create(path)
+    try:
+        with open(source, "rb") as file:
+            while data := file.read(_COPY_SLICE):
+                sink.write(data)
+                nbytes += len(data)
+                checksum = zlib.crc32(data, checksum)
+    except BaseException:
+        sink.abort()
+        raise
+    sink.close()
+    return File(name, nbytes, checksum)

@@ -1,0 +1,54 @@
+"""Host memory that the trainer fills and its writer reads, each in its own process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+
+class SnapshotMemory:
+    """A buffer without a name: gone when the last process that maps it ends, however it ends.
+
+    It is kept from save to save, because the first touch of a page costs more than the copy.
+    ``generation`` changes when it had to grow and must be mapped anew.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.generation = 0
+        self.descriptor = -1
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> Tensor:
+        """At least ``nbytes`` bytes, as a uint8 tensor; what was in them is lost if it grows."""
+        if nbytes > self.nbytes:
+            self.release()
+            size = nbytes + -nbytes % mmap.PAGESIZE
+            self.descriptor = os.memfd_create("lightning_dist", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, size)
+            self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+            self.nbytes = size
+            self.generation += 1
+            if torch.cuda.is_available():
+                _pin(self.bytes)
+        return self.bytes[:nbytes]
+
+    def view(self) -> memoryview:
+        """The same bytes, for a writer in this process."""
+        return memoryview(self.bytes.numpy())  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        """Give the memory back, once the last tensor and view of it are gone."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self.nbytes = -1, 0
+
+
+def _pin(buffer: Tensor) -> None:
+    # Pageable memory is copied to at a fraction of the rate, and not asynchronously.
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))

@@ -1,0 +1,171 @@
+"""Reads checkpoints of every format, on any number of ranks."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_dist.checkpoint.disk.archive import Archive
+from lightning_dist.checkpoint.disk.crc import combined
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Part
+from lightning_dist.checkpoint.disk.storage import Sink, Storage, storage_of
+from lightning_dist.checkpoint.disk.verify import describe, read_manifest, verify
+
+_SLICE = 8 << 20
+
+
+def load(
+    path: str,
+    *,
+    check: bool = True,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+) -> Any:
+    """The state that was saved as ``path``, a single file or a folder of shards.
+
+    Args:
+        path: a path or URL.
+        check: compare all bytes with their checksums before anything is made of them.
+        map_location: as of ``torch.load``.
+        weights_only: as of ``torch.load``.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: it is incomplete, or has changed since it was written.
+        CheckpointError: a newer version of this package wrote it, or it holds no state.
+    """
+    storage, inside = storage_of(path)
+    if not storage.exists(inside):
+        raise FileNotFoundError(f"there is no checkpoint at {path}")
+    description = verify(path) if check else describe(path)
+    if description.kind == "folder":
+        raise CheckpointError(f"{path} is a folder of AsyncState; load it with AsyncState")
+    file: Any = storage.open(inside) if description.kind != "sharded" else None
+    with file or _ShardedFile(storage, inside, read_manifest(path, storage, inside)) as file:
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+def consolidate(source: str, target: str) -> int:
+    """Write a folder of shards as one file for ``torch.load``; returns its bytes.
+
+    Raises:
+        ValueError: ``source`` is no folder of shards, or ``target`` exists.
+        CorruptCheckpointError: ``source`` is incomplete, or has changed since it was written.
+    """
+    storage, inside = storage_of(source)
+    if not storage.exists(inside) or verify(source).kind != "sharded":
+        raise ValueError(f"only a folder of shards can be consolidated, got {source}")
+    goal, path = storage_of(target)
+    if goal.exists(path):
+        raise ValueError(f"{target} exists; remove it first, or choose another name")
+    manifest = read_manifest(source, storage, inside)
+    staged = goal.staging(path, manifest.origin.save_id)
+    sink = goal.create(staged)
+    try:
+        with _ShardedFile(storage, inside, manifest) as file:
+            _copy(file, sink)
+    except BaseException:
+        sink.abort()
+        if staged != path:
+            goal.remove(staged)
+        raise
+    sink.close()
+    goal.publish(staged, path)
+    return goal.nbytes(path)
+
+
+def _copy(file: io.RawIOBase, sink: Sink) -> None:
+    while data := file.read(_SLICE):
+        sink.write(data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Bytes of the archive from ``start``: given ones, or ``nbytes`` of a file from ``offset``."""
+
+    start: int
+    nbytes: int
+    content: bytes = b""
+    file: str = ""
+    offset: int = 0
+
+
+class _ShardedFile(io.RawIOBase):
+    """The archive that the shards of a folder hold together, read as if it were one file."""
+
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
+        super().__init__()
+        self._open: Callable[[str], Any] = lambda name: storage.open(f"{folder}/{name}")
+        self._files: dict[str, Any] = {}
+        self._segments = _segments(manifest)
+        self._starts = [segment.start for segment in self._segments]
+        self._nbytes = self._segments[-1].start + self._segments[-1].nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        filled = 0
+        while filled < view.nbytes and self._position < self._nbytes:
+            segment = self._segments[bisect_right(self._starts, self._position) - 1]
+            skip = self._position - segment.start
+            count = min(view.nbytes - filled, segment.nbytes - skip)
+            view[filled : filled + count] = self._read(segment, skip, count)
+            filled += count
+            self._position += count
+        return filled
+
+    def _read(self, segment: _Segment, skip: int, count: int) -> bytes:
+        if not segment.file:
+            return segment.content[skip : skip + count]
+        if segment.file not in self._files:
+            self._files[segment.file] = self._open(segment.file)
+        file = self._files[segment.file]
+        file.seek(segment.offset + skip)
+        return bytes(file.read(count))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        super().close()
+
+
+def _segments(manifest: Manifest) -> list[_Segment]:
+    archive, description = Archive(), manifest.origin.to_json()
+    found: list[bytes | Part] = [
+        archive.header(RECORD, len(description), zlib.crc32(description)),
+        description,
+    ]
+    for record, parts in manifest.records.items():
+        checksum = combined((part.crc32, part.nbytes) for part in parts)
+        found.append(archive.header(record, sum(part.nbytes for part in parts), checksum))
+        found.extend(parts)
+    found.append(archive.trailer())
+    segments, position = [], 0
+    for item in found:
+        if isinstance(item, bytes):
+            segments.append(_Segment(position, len(item), content=item))
+        elif item.nbytes:
+            segments.append(_Segment(position, item.nbytes, file=item.file, offset=item.offset))
+        position = segments[-1].start + segments[-1].nbytes
+    return segments

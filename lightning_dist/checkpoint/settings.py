@@ -1,0 +1,58 @@
+"""What users can set about asynchronous checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """How checkpoints are taken and written.
+
+    Attributes:
+        snapshot: ``"overlap"``: parameters and optimizer state are copied while the next forward
+            and backward pass run, and the next optimizer step waits for the rest of the copy; all
+            else is copied at once. ``"blocking"``: everything is copied at once, and written in the
+            background. ``"sync"``: returns when it is written. ``"auto"``: overlap where the
+            optimizers are known, else blocking.
+        max_in_flight: saves that may be under way; each has a copy of the state in host memory.
+        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
+        writer: ``"process"``: a process of its own, which survives the trainer. ``"thread"``.
+            ``"auto"``: process, where the files are not in the memory of this one.
+        verify: ``"resume"``: what training goes on from is read and compared with its checksums
+            first. ``"always"``: also everything written, before what it replaces is removed.
+            ``"never"``.
+        on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
+            ``"warn"`` and go on with the earlier one.
+        host_memory_limit: bytes that snapshots may take on this rank; None for no limit.
+    """
+
+    snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto"
+    max_in_flight: int = 1
+    on_busy: Literal["wait", "skip"] = "wait"
+    writer: Literal["auto", "process", "thread"] = "auto"
+    verify: Literal["resume", "always", "never"] = "resume"
+    on_error: Literal["raise", "warn"] = "raise"
+    host_memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        hints: dict[str, Any] = get_type_hints(type(self))
+        for field in fields(self):
+            choices, value = get_args(hints[field.name]), getattr(self, field.name)
+            is_choice = bool(choices) and all(isinstance(choice, str) for choice in choices)
+            if is_choice and value not in choices:
+                names = ", ".join(map(repr, choices))
+                raise ValueError(f"{field.name} is one of {names}; got {value!r}")
+        if not isinstance(self.max_in_flight, int) or self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight is an integer >= 1; got {self.max_in_flight!r}")
+        if self.host_memory_limit is not None and self.host_memory_limit < 1:
+            raise ValueError(
+                f"host_memory_limit is a number of bytes >= 1, or None; got "
+                f"{self.host_memory_limit!r}"
+            )
+        if self.snapshot == "sync" and self.on_busy == "skip":
+            raise ValueError(
+                "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; "
+                "leave one of them out"
+            )

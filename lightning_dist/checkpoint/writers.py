@@ -1,0 +1,154 @@
+"""The writer of a trainer: in a process of its own, or in a thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Protocol
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import Event, Job
+from lightning_dist.checkpoint.disk.writer import Writer
+from lightning_dist.checkpoint.memory import SnapshotMemory
+
+Report = Callable[[Event], None]
+
+# The package's own __init__ imports Lightning, and with it torch: seconds and hundreds of MB. The
+# writer needs lightning_dist.checkpoint.disk only, so the outer package is a stand-in with a path.
+_BOOT = """
+import json, sys, types
+package = types.ModuleType("lightning_dist")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_dist"] = package
+from lightning_dist.checkpoint.disk.service import main
+main(int(sys.argv[2]), json.loads(sys.argv[3]))
+"""
+
+
+class WriterHandle(Protocol):
+    """A writer, as its trainer sees it. Jobs are done in the order in which they are sent."""
+
+    def own(self, folder: str) -> None:
+        """Keep other trainers from ``folder`` until the writer has ended."""
+
+    def send(self, job: Job, memory: SnapshotMemory | None) -> None:
+        """Raises CheckpointError if the writer is gone."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let it finish what it was given, and end. Raises CheckpointError after ``timeout`` s."""
+
+
+class WriterThread:
+    """Writes on a thread of this process: what is in memory here is seen by others here."""
+
+    def __init__(self, *, report: Report, read_back: bool) -> None:
+        self._writer = Writer(report=report, read_back=read_back)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+
+    def own(self, folder: str) -> None:
+        pass  # the trainer's own lock lives exactly as long
+
+    def send(self, job: Job, memory: SnapshotMemory | None) -> None:
+        snapshot = memoryview(b"") if memory is None else memory.view()
+        self._executor.submit(self._writer.do, job, snapshot)
+
+    def close(self, timeout: float | None = None) -> None:
+        self._executor.shutdown(wait=True)
+
+
+class WriterProcess:
+    """Writes in a process that goes on when this one is killed.
+
+    Args:
+        lost: called with the reason if the process ends before it was asked to.
+    """
+
+    def __init__(self, *, report: Report, lost: Callable[[str], None], read_back: bool) -> None:
+        ours, theirs = socket.socketpair()
+        package = str(Path(__file__).resolve().parent.parent)
+        options = json.dumps({"trainer": os.getpid(), "read_back": read_back})
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, package, str(theirs.fileno()), options],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # whoever reads the trainer's output need not wait for it
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # launchers kill the process group of a failed rank
+        )
+        theirs.close()
+        self._channel = Connection(ours.detach())
+        self._mapped: dict[int, int] = {}
+        self._report, self._lost = report, lost
+        self._closing = False
+        self._sending = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="checkpoint-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def own(self, folder: str) -> None:
+        self._put("own", folder)
+
+    def send(self, job: Job, memory: SnapshotMemory | None) -> None:
+        number = None
+        if memory is not None:
+            number = id(memory)
+            if self._mapped.get(number) != memory.generation:
+                self._map(memory)
+        self._put("do", job, number)
+
+    def close(self, timeout: float | None = None) -> None:
+        self._closing = True
+        # End of file for the writer; the descriptor itself stays ours until the events are read.
+        with socket.socket(fileno=os.dup(self._channel.fileno())) as ours:
+            ours.shutdown(socket.SHUT_WR)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise CheckpointError(
+                f"the checkpoint writer (process {self.pid}) is still at work after {timeout:.0f} "
+                "s; it goes on without this process"
+            ) from None
+        self._reader.join()
+        self._channel.close()
+
+    def _map(self, memory: SnapshotMemory) -> None:
+        with self._sending:
+            self._send(("map", id(memory), memory.nbytes))
+            send_handle(self._channel, memory.descriptor, self.pid)
+        self._mapped[id(memory)] = memory.generation
+
+    def _put(self, *command: object) -> None:
+        with self._sending:
+            self._send(command)
+
+    def _send(self, command: tuple[object, ...]) -> None:
+        try:
+            self._channel.send(command)
+        except OSError as error:
+            raise CheckpointError(self._ended()) from error
+
+    def _read(self) -> None:
+        while True:
+            try:
+                event = self._channel.recv()
+            except (EOFError, OSError):
+                break
+            self._report(event)
+        if not self._closing:
+            self._lost(self._ended())
+
+    def _ended(self) -> str:
+        code = self._process.wait()
+        return f"the checkpoint writer (process {self.pid}) has ended with exit status {code}"
