@@ -35,11 +35,15 @@ if TYPE_CHECKING:
         by_size,
         warmup,
     )
+    from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+    from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.ddp import compress_ddp
     from lightning_dist.integrations.lightning import CompressedDDPStrategy
     from lightning_dist.onebit_adam import OneBitAdam
 
 _HOME = {
+    "AsyncCheckpoint": "integrations.async_checkpoint",
+    "AsyncTorchCheckpointIO": "integrations.checkpoint_io",
     "BF16": "codecs",
     "CODECS": "codecs",
     "Codec": "codecs",
@@ -72,6 +76,8 @@ __all__ = [
     "FP8",
     "FP16",
     "QSGD",
+    "AsyncCheckpoint",
+    "AsyncTorchCheckpointIO",
     "Codec",
     "CompressedDDPStrategy",
     "Int4",

@@ -108,5 +108,6 @@ def plan(pickled: Pickled, *, owned: Owned, overlap: bool, rank: int = 0, ranks:
 
 def shape_of(pickled: Pickled, owned: Owned) -> int:
     """A number that is equal on all ranks if they would divide the checkpoint alike."""
-    sizes = [s.nbytes() for s in pickled.storages if s.data_ptr() in owned]
-    return zlib.crc32(repr(sizes).encode())
+    storages = enumerate(pickled.storages)
+    shared = [(key, s.nbytes()) for key, s in storages if s.data_ptr() in owned]
+    return zlib.crc32(repr(shared).encode())

@@ -102,7 +102,7 @@ class WriterProcess:
 
     def send(self, job: Job, memory: SnapshotMemory | None) -> None:
         number = None
-        if memory is not None:
+        if memory is not None and memory.nbytes:  # a rank may have nothing to write
             number = id(memory)
             if self._mapped.get(number) != memory.generation:
                 self._map(memory)

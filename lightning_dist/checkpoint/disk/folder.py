@@ -50,12 +50,14 @@ class SharedFolder:
 
     Args:
         orphaned: whether this rank's trainer is dead.
+        check: raises if this rank cannot write; the others are told.
     """
 
     save: SaveFolder
     storage: Storage
     target: str
     orphaned: Callable[[], bool]
+    check: Callable[[], None] = lambda: None
 
     @property
     def _staged(self) -> str:
@@ -74,8 +76,9 @@ class SharedFolder:
         try:
             if self.save.rank == 0:
                 self.storage.make_folder(self._staged)
-            else:
+            elif self._staged != self.target:  # object stores have no folders to wait for
                 self._await(lambda: self.storage.exists(self._staged), "rank 0 to begin")
+            self.check()
             receipt = self._contribute(snapshot)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
@@ -101,6 +104,8 @@ class SharedFolder:
             sink.close()
             files.append(file)
         for name, source in save.files:
+            if "/" in name:
+                self.storage.make_folder(f"{self._staged}/{name.rpartition('/')[0]}")
             files.append(copy_file(source, self.storage, f"{self._staged}/{name}", name))
         return Receipt(tuple(files), tuple(parts))
 
@@ -114,7 +119,7 @@ class SharedFolder:
         except BaseException:
             self._remove_own_files()
             raise
-        kept = {manifests.NAME, *(file.name for file in manifest.files)}
+        kept = {manifests.NAME, *(file.name.partition("/")[0] for file in manifest.files)}
         for name in storage.names(self.target):  # receipts, and what had these names before
             if name not in kept:
                 storage.remove(f"{self.target}/{name}")
@@ -150,7 +155,7 @@ class SharedFolder:
     def _give_up(self, reason: str) -> None:
         if self.save.rank == 0:
             self._remove_own_files()
-        elif self.storage.exists(self._staged):
+        elif self._staged == self.target or self.storage.exists(self._staged):
             self._put_receipt(Receipt(failed=reason))
 
     def _remove_own_files(self) -> None:
@@ -179,11 +184,13 @@ class SharedFolder:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
 
-    def _written(self) -> int:
-        total = 0
-        for name in self.storage.names(self._staged):
+    def _written(self, folder: str | None = None) -> int:
+        folder, total = folder or self._staged, 0
+        for name in self.storage.names(folder):
+            path = f"{folder}/{name}"
             try:
-                total += self.storage.nbytes(f"{self._staged}/{name}")
+                nested = self.storage.is_folder(path)
+                total += self._written(path) if nested else self.storage.nbytes(path)
             except FileNotFoundError:  # a receipt that got its name in between
                 continue
         return total

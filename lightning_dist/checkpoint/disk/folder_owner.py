@@ -9,8 +9,10 @@ import socket
 import time
 from dataclasses import dataclass
 
+from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.checkpoint.disk.verify import verify
 
 LOCK = ".lightning_dist.lock"
 _TRAINER, _WRITER = 0, 1
@@ -55,6 +57,9 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
             f"{owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end it, or give "
             "this run another dirpath"
         )
+    if not _is_named(lock, inside):  # somebody has just forgotten it
+        lock.release()
+        return own(folder, patience=patience)
     deadline = time.monotonic() + patience
     while not _take(lock, _WRITER):  # of a dead trainer: it has something to finish
         if time.monotonic() > deadline:
@@ -83,19 +88,49 @@ def own_as_writer(folder: str) -> Lock | None:
     return lock
 
 
+def forget(folder: str) -> None:
+    """Remove the lock file of a folder that nobody owns any more; where somebody does, nothing."""
+    storage, inside = storage_of(folder)
+    path = os.path.join(inside, LOCK)
+    if not isinstance(storage, LocalStorage) or not os.path.exists(path):
+        return
+    lock = _open(inside)
+    if _take(lock, _TRAINER) and _take(lock, _WRITER) and _is_named(lock, inside):
+        os.unlink(path)
+    lock.release()
+
+
 def recover(storage: LocalStorage, folder: str) -> None:
     """Finish or undo what a killed writer left in ``folder``; touches nothing with another name."""
-    for path in storage.leftovers(folder):
-        target = os.path.join(folder, os.path.basename(path)[1:].rsplit(".", 1)[0])
-        complete = ".tmp-" in os.path.basename(path) and os.path.exists(os.path.join(path, NAME))
-        if complete and not os.path.lexists(target):
+    leftovers = storage.leftovers(folder)
+    for path in leftovers:
+        name, kind = os.path.basename(path)[1:].rsplit(".", 1)
+        target = os.path.join(folder, name)
+        aside = any(os.path.basename(other).startswith(f".{name}.trash-") for other in leftovers)
+        staged = kind.startswith("tmp-") and not os.path.lexists(target)
+        if staged and (os.path.exists(os.path.join(path, NAME)) or (aside and _is_whole(path))):
             storage.publish(path, target)
         else:
             storage.remove(path)
 
 
+def _is_whole(path: str) -> bool:
+    """Whether the file ``path`` was cut off just before it took the name of a folder."""
+    try:
+        return verify(path).origin is not None
+    except (CheckpointError, OSError):
+        return False
+
+
 def _open(folder: str) -> Lock:
     return Lock(os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+
+
+def _is_named(lock: Lock, folder: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock.descriptor), os.stat(os.path.join(folder, LOCK)))
+    except FileNotFoundError:
+        return False
 
 
 def _take(lock: Lock, byte: int) -> bool:

@@ -39,7 +39,9 @@ class SaveFolder(Save):
     records: tuple[str, ...] = ()
     """Names of all records, in the order of the archive."""
     files: tuple[tuple[str, str], ...] = ()
-    """``(name in the folder, path of the content)``; the content is removed afterwards."""
+    """``(name in the folder, path of the content)``; names may have folders in them."""
+    scratch: str = ""
+    """A local folder that is removed afterwards, also where the trainer is dead by then."""
     peer_timeout: float = 120.0
     """Seconds in which some rank must have written something."""
 
@@ -84,4 +86,11 @@ class Failed:
     reason: str
 
 
-Event = Committed | Failed
+@dataclass(frozen=True)
+class Done:
+    """A link is there; a removal is done, or waits for the next success."""
+
+    target: str
+
+
+Event = Committed | Failed | Done

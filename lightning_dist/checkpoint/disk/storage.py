@@ -21,10 +21,11 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
-_LEFTOVER = re.compile(r"^\.(?P<name>.+)\.(tmp|trash)-[0-9a-f]{16}$")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|trash)-[0-9a-f]{16}", re.DOTALL)
 _SLICE = 8 << 20
 """Bytes per write: large enough to be quick, small enough to start writing back early."""
 
@@ -80,6 +81,10 @@ class Storage(ABC):
 
     @abstractmethod
     def nbytes(self, path: str) -> int: ...
+
+    @abstractmethod
+    def modified_ns(self, path: str) -> int:
+        """Nanoseconds since 1970."""
 
     @abstractmethod
     def open(self, path: str) -> Any:
@@ -153,7 +158,8 @@ class LocalStorage(Storage):
 
     def publish(self, staged: str, target: str) -> None:
         if os.path.isdir(staged):
-            _sync_folder(staged)
+            for folder, _, _ in os.walk(staged):
+                _sync_folder(folder)
         replaced = None
         if os.path.isdir(target) or (os.path.isdir(staged) and os.path.lexists(target)):
             replaced = _exchange(staged, target)
@@ -169,7 +175,7 @@ class LocalStorage(Storage):
             os.symlink(os.path.relpath(source, os.path.dirname(target)), staged)
         elif os.path.isdir(source):
             os.mkdir(staged)
-            for name in self.names(source):
+            for name in sorted(self.names(source), key=_manifest_last):
                 _hard_link(os.path.join(source, name), os.path.join(staged, name))
         else:
             _hard_link(source, staged)
@@ -180,7 +186,7 @@ class LocalStorage(Storage):
             os.unlink(path)
         elif os.path.isdir(path):
             trash = path
-            if not _LEFTOVER.match(os.path.basename(path)):
+            if not _LEFTOVER.fullmatch(os.path.basename(path)):
                 trash = _trash(path)
                 os.rename(path, trash)  # a folder with some of its files must not be found
             shutil.rmtree(trash)
@@ -197,6 +203,9 @@ class LocalStorage(Storage):
     def nbytes(self, path: str) -> int:
         return os.stat(path).st_size
 
+    def modified_ns(self, path: str) -> int:
+        return os.stat(path).st_mtime_ns
+
     def open(self, path: str) -> Any:
         return open(path, "rb")
 
@@ -205,7 +214,9 @@ class LocalStorage(Storage):
         return state.f_bavail * state.f_frsize
 
     def leftovers(self, folder: str) -> list[str]:
-        return [os.path.join(folder, name) for name in self.names(folder) if _LEFTOVER.match(name)]
+        return [
+            os.path.join(folder, name) for name in self.names(folder) if _LEFTOVER.fullmatch(name)
+        ]
 
 
 class ObjectStorage(Storage):
@@ -258,6 +269,9 @@ class ObjectStorage(Storage):
     def nbytes(self, path: str) -> int:
         return int(self._fs.size(path))
 
+    def modified_ns(self, path: str) -> int:
+        return int(self._fs.modified(path).timestamp() * 1e9)
+
     def open(self, path: str) -> Any:
         return self._fs.open(path, "rb")
 
@@ -277,6 +291,8 @@ class _ObjectSink:
     def abort(self) -> None:
         if hasattr(self._file, "discard"):
             self._file.discard()
+        with suppress(AttributeError):
+            self._file.closed = True  # fsspec would upload what there is when it is collected
 
 
 def storage_of(path: str) -> tuple[Storage, str]:

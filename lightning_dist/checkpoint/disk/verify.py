@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_dist.checkpoint.disk import manifest as manifests
 from lightning_dist.checkpoint.disk.archive import ROOT, Archive
 from lightning_dist.checkpoint.disk.crc import crc32
-from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Origin
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 
@@ -99,11 +101,22 @@ def _verify_folder(path: str, storage: Storage, inside: str) -> None:
                 raise CorruptCheckpointError(path, f"{file.name} has changed since it was written")
 
 
-def _open_archive(file: Any, path: str) -> zipfile.ZipFile:
+@contextmanager
+def _damage_is_corruption(path: str, what: str) -> Iterator[None]:
+    # zipfile has a different exception for every bit that can be wrong.
     try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # of the disk; a seek to a damaged offset is invalid
+        raise CorruptCheckpointError(path, f"{what} ({error})") from error
+
+
+def _open_archive(file: Any, path: str) -> zipfile.ZipFile:
+    with _damage_is_corruption(path, "its end is missing or damaged"):
         return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, ValueError, OverflowError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(path, f"its end is missing or damaged ({error})") from error
 
 
 def _origin(archive: zipfile.ZipFile, path: str) -> Origin | None:
@@ -112,17 +125,13 @@ def _origin(archive: zipfile.ZipFile, path: str) -> Origin | None:
         if not any(name.endswith("/data.pkl") for name in archive.namelist()):
             raise CorruptCheckpointError(path, "it is not a file of torch.save")
         return None
-    try:
+    with _damage_is_corruption(path, "its description is damaged"):
         return Origin.from_json(archive.read(found[0]), path=path)
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise CorruptCheckpointError(path, f"its description is damaged ({error})") from error
 
 
 def _verify_foreign(archive: zipfile.ZipFile, path: str) -> None:
-    try:
+    with _damage_is_corruption(path, "a header is damaged"):
         damaged = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise CorruptCheckpointError(path, f"a header is damaged ({error})") from error
     if damaged is not None:
         raise CorruptCheckpointError(path, f"{damaged} has changed since it was written")
 

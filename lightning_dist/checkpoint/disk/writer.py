@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder import SharedFolder
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
+    Done,
     Event,
     Failed,
     Job,
@@ -68,22 +70,32 @@ class Writer:
                 self._doomed[job.target] = None
             if not self._failed:
                 self._remove_doomed()
+            if not isinstance(job, Save):
+                self._report(Done(job.target))
         except Exception as error:
-            self._failed |= isinstance(job, Save)
             origin = job.origin if isinstance(job, Save) else None
             self._report(Failed(job.target, origin, _reason(error)))
+        finally:
+            if isinstance(job, SaveFolder) and job.scratch:
+                shutil.rmtree(job.scratch, ignore_errors=True)
 
     def _save(self, save: Save, snapshot: memoryview) -> None:
         began = time.monotonic()
+        self._failed = True  # until it has been committed
         self._doomed.pop(save.target, None)
         storage, target = self._find_storage(save.target)
         folder = os.path.dirname(target)
         storage.make_folder(folder)
-        self._require_space(storage, save, target)
+
+        def require_space() -> None:
+            self._require_space(storage, save, target)
+
         if isinstance(save, SaveFolder):
-            nbytes = SharedFolder(save, storage, target, self._orphaned).write(snapshot)
+            shared = SharedFolder(save, storage, target, self._orphaned, require_space)
+            nbytes = shared.write(snapshot)
         else:
             assert isinstance(save, SaveFile)
+            require_space()
             nbytes = self._save_file(save, storage, target, snapshot)
         if self._read_back and isinstance(save, SaveFolder) and save.rank == 0:
             verify(save.target, find_storage=self._find_storage)

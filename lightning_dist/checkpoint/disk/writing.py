@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from lightning_dist.checkpoint.disk.archive import Archive
 from lightning_dist.checkpoint.disk.crc import combined
-from lightning_dist.checkpoint.disk.jobs import SaveFile, SaveFolder
+from lightning_dist.checkpoint.disk.jobs import Save, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import RECORD, File, Part
-from lightning_dist.checkpoint.disk.storage import Sink, Storage
+from lightning_dist.checkpoint.disk.storage import LocalStorage, Sink, Storage, storage_of
 
 _COPY_SLICE = 8 << 20
 
@@ -65,3 +65,17 @@ def copy_file(source: str, storage: Storage, path: str, name: str) -> File:
         raise
     sink.close()
     return File(name, nbytes, checksum)
+
+
+def staged_nbytes(save: Save) -> int:
+    """Bytes of ``save`` that are written but not published; 0 where that cannot be seen."""
+    storage, target = storage_of(save.target)
+    if not isinstance(storage, LocalStorage):
+        return 0
+    staged = storage.staging(target, save.origin.save_id)
+    try:
+        if storage.is_folder(staged):
+            return sum(storage.nbytes(f"{staged}/{name}") for name in storage.names(staged))
+        return storage.nbytes(staged)
+    except FileNotFoundError:  # not begun, or published in between
+        return 0

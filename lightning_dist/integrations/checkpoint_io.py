@@ -1,0 +1,180 @@
+"""``Trainer(plugins=[AsyncTorchCheckpointIO()])``: asynchronous under a stock strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.settings import CheckpointSettings
+
+
+class AsyncTorchCheckpointIO(TorchCheckpointIO):
+    """Writes what a strategy saves in the background: atomic, durable, with checksums.
+
+    For a stock ``ModelCheckpoint`` or ``fabric.save``. The files are those of ``torch.save``. A
+    checkpoint that is to be removed stays until a later one is durable. An error of the background
+    is raised by the next save, or at the end, once.
+    :class:`~lightning_dist.AsyncCheckpoint` does all that and copies while training goes on.
+
+    Args:
+        snapshot: ``"blocking"``: everything is copied at once, and written in the background;
+            ``"sync"``: a save returns when it is written.
+        max_in_flight: saves that may be under way, each with a copy of the state in host memory;
+            the next one waits.
+        writer: ``"process"``, which survives this one; ``"thread"``; ``"auto"``: process, where
+            others can see the files.
+        verify: ``"resume"``: what is loaded is compared with its checksums first; ``"always"``:
+            also everything written; ``"never"``.
+        on_error: ``"raise"``, or ``"warn"`` and keep the earlier checkpoint.
+        host_memory_limit: bytes that the copies may take.
+
+    Raises:
+        ValueError: a setting that is out of range.
+    """
+
+    def __init__(
+        self,
+        snapshot: Literal["blocking", "sync"] = "blocking",
+        max_in_flight: int = 1,
+        writer: Literal["auto", "process", "thread"] = "auto",
+        verify: Literal["resume", "always", "never"] = "resume",
+        on_error: Literal["raise", "warn"] = "raise",
+        host_memory_limit: int | None = None,
+    ) -> None:
+        if snapshot not in ("blocking", "sync"):
+            raise ValueError(
+                f"a CheckpointIO does not know the optimizers, so it cannot copy beside the "
+                f"training: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
+            )
+        self.settings = CheckpointSettings(
+            snapshot=snapshot,
+            max_in_flight=max_in_flight,
+            writer=writer,
+            verify=verify,
+            on_error=on_error,
+            host_memory_limit=host_memory_limit,
+        )
+        self._checkpointer: Checkpointer | None = None
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Take a snapshot of ``checkpoint``; the file appears when it is complete.
+
+        Raises:
+            CheckpointError: an earlier save failed.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} has no meaning for {type(self).__name__}; "
+                "give them in the URL or in fsspec's configuration"
+            )
+        self._surface()
+        target = os.fspath(path)
+        checkpointer = self._open(os.path.dirname(target) or ".")
+        checkpointer.save(checkpoint, target, step=int(checkpoint.get("global_step", 0)))
+        if self.settings.snapshot == "sync":
+            self._surface()
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, once everything saved before is durable."""
+        self._open(os.path.dirname(path) or ".").remove(os.fspath(path))
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any format, verified first.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            CheckpointError: it is damaged, or a newer version of this package wrote it.
+        """
+        if str(path).startswith(("http:", "https:")):
+            return super().load_checkpoint(str(path), map_location, weights_only, **kwargs)
+        self.wait()
+        state: dict[str, Any] = load(
+            os.fspath(path),
+            check=self.settings.verify != "never",
+            map_location=map_location,
+            weights_only=weights_only,
+        )
+        return state
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until everything saved so far is durable.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds.
+            CheckpointError: a save failed.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.wait(timeout)
+            self._surface()
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint that is durable."""
+        return None if self._checkpointer is None else self._checkpointer.last_committed
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What checkpoints have cost, see :class:`.Metrics`; empty before the first."""
+        return {} if self._checkpointer is None else vars(self._checkpointer.metrics)
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the last save, and end the writer."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+            surface(checkpointer, on_error=self.settings.on_error)
+
+    def _open(self, folder: str) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(self.settings)
+        self._checkpointer.open(folder)
+        return self._checkpointer
+
+    def _surface(self) -> None:
+        if self._checkpointer is not None:
+            surface(self._checkpointer, on_error=self.settings.on_error)
+
+
+def surface(checkpointer: Checkpointer, *, on_error: str) -> None:
+    """Say what failed in the background, each failure once.
+
+    Raises:
+        CheckpointError: there was one, and ``on_error`` is ``"raise"``.
+    """
+    failed = [event for event in checkpointer.poll() if isinstance(event, Failed)]
+    for event in failed:
+        if on_error == "raise":
+            raise CheckpointError(failure(event, checkpointer.last_committed))
+        rank_zero_warn(failure(event, checkpointer.last_committed))
+
+
+def failure(event: Failed, last: Committed | None) -> str:
+    """What to tell a user about a checkpoint that was not written."""
+    of_step = "" if event.origin is None else f" of step {event.origin.step}"
+    kept = (
+        f"the last complete one is {last.target} of step {last.origin.step}"
+        if last is not None
+        else "none of this run is complete yet"
+    )
+    return f"the checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"

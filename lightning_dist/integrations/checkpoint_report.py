@@ -1,0 +1,77 @@
+"""What a user sees of checkpoints: lines, metrics, and a bar where they would wait in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Committed
+
+_PATIENCE = 1.0
+"""Seconds without a bar."""
+_REFRESH = 0.1
+
+
+def line(event: Committed, *, stall_s: float) -> str:
+    """One line for a checkpoint that is durable."""
+    return (
+        f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
+        f"{_readable(event.nbytes)} in {event.seconds:.2f} s, for which training stood still "
+        f"{stall_s * 1e3:.1f} ms"
+    )
+
+
+def _readable(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:.1f} kB"
+
+
+def log_metrics(loggers: Iterable[Logger], checkpointer: Checkpointer, *, step: int) -> None:
+    """``checkpoint/*`` of the last save, to every logger."""
+    metrics = checkpointer.metrics
+    values = {
+        "checkpoint/stall_ms": metrics.stall_s * 1e3,
+        "checkpoint/queue_ms": metrics.queue_s * 1e3,
+        "checkpoint/fence_ms": metrics.fence_s * 1e3,
+        "checkpoint/write_s": metrics.write_s,
+        "checkpoint/bytes": metrics.bytes,
+        "checkpoint/in_flight": metrics.in_flight,
+        "checkpoint/skipped": metrics.skipped,
+        "checkpoint/failed": metrics.failed,
+    }
+    for logger in loggers:
+        logger.log_metrics(values, step=step)
+
+
+def drain(checkpointer: Checkpointer, *, show: bool) -> None:
+    """Wait for everything under way; with a bar if it takes long.
+
+    Args:
+        show: whether this rank talks to the user.
+    """
+    try:
+        checkpointer.wait(_PATIENCE if show else None)
+    except TimeoutError:
+        _drain_with_bar(checkpointer)
+
+
+def _drain_with_bar(checkpointer: Checkpointer) -> None:
+    columns: list[Any] = [
+        TextColumn("writing checkpoints"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    ]
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("")
+        while True:
+            written, total = checkpointer.progress()
+            bar.update(task, completed=written, total=total)
+            try:
+                return checkpointer.wait(_REFRESH)
+            except TimeoutError:
+                continue

@@ -1,0 +1,58 @@
+"""How checkpoints get from a strategy into a checkpointer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
+from typing_extensions import override
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
+
+_OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+
+
+def require_supported(strategy: Strategy) -> None:
+    """Raise ValueError for strategies whose checkpoints do not pass through a CheckpointIO."""
+    name = type(strategy).__name__
+    if isinstance(strategy, _OWN_FORMAT):
+        raise ValueError(
+            f"AsyncCheckpoint writes what every rank has in full, and {name} keeps a part of the "
+            "model on each rank and writes it in a format of its own; use ModelCheckpoint with it"
+        )
+    io = type(strategy.checkpoint_io)
+    if io not in (TorchCheckpointIO, ResumeCheckpointIO):
+        raise ValueError(
+            f"AsyncCheckpoint writes its checkpoints itself, so {io.__name__} could not take "
+            "effect; leave that plugin out, or use ModelCheckpoint with it"
+        )
+
+
+class IntoCheckpointer(TorchCheckpointIO):
+    """Stands in for a strategy's CheckpointIO while it saves.
+
+    Args:
+        checkpointer: None on ranks that do not write.
+        step: optimizer steps so far.
+        sharded: see :meth:`.Checkpointer.save`.
+    """
+
+    def __init__(self, checkpointer: Checkpointer | None, *, step: int, sharded: bool) -> None:
+        self._checkpointer = checkpointer
+        self._step, self._sharded = step, sharded
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        assert self._checkpointer is not None
+        target = os.fspath(path)
+        self._checkpointer.save(checkpoint, target, step=self._step, sharded=self._sharded)
