@@ -28,7 +28,7 @@ from lightning_dist.checkpoint.disk.jobs import (
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.fence import Fence
 from lightning_dist.checkpoint.pickling import pickled
-from lightning_dist.checkpoint.plan import Owned, Plan, owned_by, plan, shape_of
+from lightning_dist.checkpoint.plan import Owned, Plan, Striped, owned_by, plan, shape_of
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.exchange.handshake import all_facts
 
@@ -117,7 +117,15 @@ class Checkpointer:
         """Whether a save to ``target`` is under way."""
         return self._delivery.is_pending(target)
 
-    def save(self, state: Any, target: str, *, step: int, sharded: bool = False) -> None:
+    def save(
+        self,
+        state: Any,
+        target: str,
+        *,
+        step: int,
+        sharded: bool = False,
+        striped: Sequence[Striped] = (),
+    ) -> None:
         """Save ``state``, anything that ``torch.save`` takes, as ``target``.
 
         Args:
@@ -126,6 +134,7 @@ class Checkpointer:
             target: a path or URL in a folder that was opened.
             step: optimizer steps so far, for the record.
             sharded: a folder, to which every rank of the group adds its part. Collective.
+            striped: tensors in the state of which each rank has a part; for sharded saves.
 
         Raises:
             ValueError: the state takes more than ``host_memory_limit``, or cannot be saved.
@@ -143,12 +152,14 @@ class Checkpointer:
             content,
             owned=owned,
             overlap=self._overlap and bool(self._optimizers),
+            striped={each.whole.untyped_storage().data_ptr(): each for each in striped},
             rank=self._rank if sharded else 0,
             ranks=self._ranks if sharded else 1,
         )
         save: Save = SaveFile(origin, target, divided.pieces)
         if sharded:
-            save = SaveFolder(origin, target, divided.pieces, self._rank, divided.records)
+            records, gaps = divided.records, tuple(divided.striped.items())
+            save = SaveFolder(origin, target, divided.pieces, self._rank, records, gaps)
         self._take(save, divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()

@@ -16,12 +16,17 @@ from lightning_dist.checkpoint.plan import Owned, Run
 
 _SAMPLES = 8
 _SAMPLE_BYTES = 64
+_WORD = torch.int64
+"""Copied as these where their number is whole: one by one, bytes take a sixth longer."""
 
 
 def copy_now(runs: Iterable[Run], snapshot: Tensor) -> None:
     """Copy on the calling thread; returns when the bytes are there."""
     for run in runs:
-        _slot(run, snapshot).copy_(_content(run))
+        slot, content = _slot(run, snapshot), _content(run)
+        if run.start % _WORD.itemsize == 0 and slot.nbytes % _WORD.itemsize == 0:
+            slot, content = slot.view(_WORD), content.view(_WORD)
+        slot.copy_(content)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -42,14 +43,15 @@ class Plan:
     nbytes: int
     records: tuple[str, ...]
     """All records of the checkpoint, of all ranks, in the order of the archive."""
+    striped: Mapping[str, int]
+    """Those that are striped, with their bytes."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """In the order of the archive."""
-        order = {record: index for index, record in enumerate(self.records)}
         found = [piece for piece, _ in self.constants]
         found += [run.piece for run in (*self.now, *self.later)]
-        return tuple(sorted(found, key=lambda piece: order[piece.record]))
+        return tuple(sorted(found, key=lambda piece: piece.offset))
 
 
 Owned = Mapping[int, Tensor]
@@ -71,39 +73,114 @@ def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Tensor]:
     return owned
 
 
-def plan(pickled: Pickled, *, owned: Owned, overlap: bool, rank: int = 0, ranks: int = 1) -> Plan:
+@dataclass(frozen=True)
+class Striped:
+    """A tensor of a checkpoint whose elements lie on different ranks.
+
+    ``whole`` stands for it in the state, on all ranks; its memory is never read. ``own`` are the
+    contiguous parts that this rank has, with the element of ``whole`` at which they start. What no
+    rank has is zero.
+    """
+
+    whole: Tensor
+    own: tuple[tuple[int, Tensor], ...]
+
+    def runs(self) -> list[tuple[int, Tensor]]:
+        """The parts with the byte at which they start, in order."""
+        size = self.whole.element_size()
+        return [(start * size, part) for start, part in sorted(self.own, key=lambda own: own[0])]
+
+
+def plan(
+    pickled: Pickled,
+    *,
+    owned: Owned,
+    overlap: bool,
+    striped: Mapping[int, Striped] = MappingProxyType({}),
+    rank: int = 0,
+    ranks: int = 1,
+) -> Plan:
     """Divide a checkpoint.
 
     With several ranks, what the optimizers own is alike on all of them: each takes a run of equal
-    length of all that, in the order of the archive. The rest differs from rank to rank (buffers,
-    random states, the pickle itself); there rank 0 speaks for all, as in every DDP checkpoint.
+    length of all that, in the order of the archive. Of what is striped each takes what it has. The
+    rest differs from rank to rank (buffers, random states, the pickle itself); there rank 0 speaks
+    for all, as in every DDP checkpoint.
     """
-    contents: dict[str, bytes | torch.UntypedStorage] = {PICKLE: pickled.data, **_SMALL}
-    contents |= {f"data/{key}": storage for key, storage in enumerate(pickled.storages)}
-    constants: list[tuple[Piece, bytes]] = []
-    now: list[Run] = []
-    later: list[Run] = []
+    parts = _Parts()
     shared = sum(s.nbytes() for s in pickled.storages if s.data_ptr() in owned)
     low, high = shared * rank // ranks, shared * (rank + 1) // ranks
-    offset = passed = 0
-    for record, content in contents.items():
-        start, nbytes = 0, len(content) if isinstance(content, bytes) else content.nbytes()
-        is_shared = not isinstance(content, bytes) and content.data_ptr() in owned
-        if is_shared:
-            passed, before = passed + nbytes, passed
-            start = min(max(low - before, 0), nbytes)
-            nbytes = min(max(high - before, 0), nbytes) - start
-        if rank and not is_shared:
-            continue
-        if is_shared and nbytes == 0:
-            continue
-        piece = Piece(record, nbytes, offset)
-        offset += nbytes + -nbytes % _ALIGNMENT
-        if isinstance(content, bytes):
-            constants.append((piece, content))
-        else:
-            (later if is_shared and overlap else now).append(Run(content, start, piece))
-    return Plan(tuple(constants), tuple(now), tuple(later), offset, tuple(contents))
+    passed = 0
+    for record, content in _contents(pickled).items():
+        address = 0 if isinstance(content, bytes) else content.data_ptr()
+        if address in striped:
+            for start, part in striped[address].runs():
+                parts.copy(record, part.untyped_storage(), *_extent(part), at=start)
+        elif address in owned:
+            storage = owned[address].untyped_storage()
+            passed, before = passed + storage.nbytes(), passed
+            start = min(max(low - before, 0), storage.nbytes())
+            end = min(max(high - before, 0), storage.nbytes())
+            if start < end:
+                parts.copy(record, storage, start, end - start, at=start, later=overlap)
+        elif rank == 0 and isinstance(content, bytes):
+            parts.put(record, content)
+        elif rank == 0 and not isinstance(content, bytes):
+            parts.copy(record, content, 0, content.nbytes(), at=0)
+    return Plan(
+        tuple(parts.constants),
+        tuple(parts.now),
+        tuple(parts.later),
+        parts.nbytes,
+        tuple(_contents(pickled)),
+        {
+            f"data/{key}": storage.nbytes()
+            for key, storage in enumerate(pickled.storages)
+            if storage.data_ptr() in striped
+        },
+    )
+
+
+def _contents(pickled: Pickled) -> dict[str, bytes | torch.UntypedStorage]:
+    storages = {f"data/{key}": storage for key, storage in enumerate(pickled.storages)}
+    return {PICKLE: pickled.data, **_SMALL, **storages}
+
+
+def _extent(part: Tensor) -> tuple[int, int]:
+    """First byte and bytes of a contiguous tensor in its storage."""
+    assert part.is_contiguous()
+    return int(part.storage_offset()) * part.element_size(), part.nbytes
+
+
+class _Parts:
+    """What a rank takes of a checkpoint, one place in the snapshot after the other."""
+
+    def __init__(self) -> None:
+        self.constants: list[tuple[Piece, bytes]] = []
+        self.now: list[Run] = []
+        self.later: list[Run] = []
+        self.nbytes = 0
+
+    def put(self, record: str, content: bytes) -> None:
+        self.constants.append((self._piece(record, len(content), 0), content))
+
+    def copy(
+        self,
+        record: str,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        *,
+        at: int,
+        later: bool = False,
+    ) -> None:
+        run = Run(storage, start, self._piece(record, nbytes, at))
+        (self.later if later else self.now).append(run)
+
+    def _piece(self, record: str, nbytes: int, start: int) -> Piece:
+        piece = Piece(record, nbytes, self.nbytes, start)
+        self.nbytes += nbytes + -nbytes % _ALIGNMENT
+        return piece
 
 
 def shape_of(pickled: Pickled, owned: Owned) -> int:

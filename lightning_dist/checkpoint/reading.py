@@ -88,7 +88,7 @@ def _copy(file: io.RawIOBase, sink: Sink) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Bytes of the archive from ``start``: given ones, or ``nbytes`` of a file from ``offset``."""
+    """Bytes of the archive from ``start``: given ones, of a file from ``offset``, or zeros."""
 
     start: int
     nbytes: int
@@ -136,8 +136,10 @@ class _ShardedFile(io.RawIOBase):
         return filled
 
     def _read(self, segment: _Segment, skip: int, count: int) -> bytes:
-        if not segment.file:
+        if segment.content:
             return segment.content[skip : skip + count]
+        if not segment.file:
+            return bytes(count)
         if segment.file not in self._files:
             self._files[segment.file] = self._open(segment.file)
         file = self._files[segment.file]

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import (
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.plan import Striped
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
 
 _OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
@@ -42,12 +43,14 @@ class IntoCheckpointer(TorchCheckpointIO):
     Args:
         checkpointer: None on ranks that do not write.
         step: optimizer steps so far.
-        sharded: see :meth:`.Checkpointer.save`.
+        sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
+            has a part to ``striped``, and leave them where they are.
     """
 
     def __init__(self, checkpointer: Checkpointer | None, *, step: int, sharded: bool) -> None:
         self._checkpointer = checkpointer
-        self._step, self._sharded = step, sharded
+        self._step, self.sharded = step, sharded
+        self.striped: list[Striped] = []
 
     @override
     def save_checkpoint(
@@ -55,4 +58,6 @@ class IntoCheckpointer(TorchCheckpointIO):
     ) -> None:
         assert self._checkpointer is not None
         target = os.fspath(path)
-        self._checkpointer.save(checkpoint, target, step=self._step, sharded=self._sharded)
+        self._checkpointer.save(
+            checkpoint, target, step=self._step, sharded=self.sharded, striped=self.striped
+        )

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.checkpoint.plan import Striped
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
+from lightning_dist.integrations.checkpoint_strategies import IntoCheckpointer
 from lightning_dist.integrations.checks import require_compressible
 from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
@@ -118,10 +121,17 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     ) -> None:
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         if self._reducer is not None and "optimizer_states" in checkpoint:
-            state = self._reducer.state_dict()
+            state = self._state_for(self.checkpoint_io, self._reducer)
             if state is not None:
                 checkpoint[CHECKPOINT_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
+        if not isinstance(io, IntoCheckpointer) or not io.sharded:
+            return reducer.state_dict()
+        state, stripes = reducer.striped_state_dict()
+        io.striped += [Striped(each.whole, each.own) for each in stripes]
+        return state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

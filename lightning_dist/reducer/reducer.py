@@ -26,7 +26,7 @@ from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import matrices, slots_by_codec
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
-from lightning_dist.reducer.store import STATE_VERSION, Store, check_state
+from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
 from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane
 from lightning_dist.settings import Settings
@@ -243,15 +243,22 @@ class Reducer:
         row per outermost group. With ``dgc`` also ``"momenta"``,
         with ``powersgd`` ``"factors"``.
         """
-        state = self.state.gather(self.network.data, self.network.rows, device=self.network.device)
-        if state is None:
-            return None
-        return {
-            "version": STATE_VERSION,
-            "world_size": self.network.world_size,
-            "step": self.step,
-            **state,
-        }
+        network = self.network
+        state = self.state.gather(network.data, network.rows, device=network.device)
+        return None if state is None else self._described(state)
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with what differs between ranks left where it is.
+
+        The tensors of the state are empty memory; the stripes say which part of each this rank has.
+        """
+        network = self.network
+        state, stripes = self.state.striped(network.data, network.rows, device=network.device)
+        return self._described(state), stripes
+
+    def _described(self, state: dict[str, Any]) -> dict[str, Any]:
+        about = {"world_size": self.network.world_size, "step": self.step}
+        return {"version": STATE_VERSION, **about, **state}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.reducer.policy import Slot
-from lightning_dist.reducer.store import Rows, Store
+from lightning_dist.reducer.store import Rows, Store, Stripes
 
 
 class ReducerState:
@@ -86,10 +86,23 @@ class ReducerState:
         residuals = self.residuals.gather(group, rows, device=device)
         momenta = self.momenta.gather(group, rows, device=device)
         factors = self._factors_of_all(group, device=device)
-        if residuals is None:
-            return None
-        optional = {"momenta": momenta, "factors": factors}
-        return {"residuals": residuals, **{key: value for key, value in optional.items() if value}}
+        return None if residuals is None else _state(residuals, momenta, factors)
+
+    def striped(
+        self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device
+    ) -> tuple[dict[str, Any], list[Stripes]]:
+        """As :meth:`gather`, on every rank, with residuals and momenta left where they are.
+
+        Only factors are communicated. The stripes say what the tensors of the state stand for.
+        """
+        residuals, momenta = self.residuals.striped(rows), self.momenta.striped(rows)
+        factors = self._factors_of_all(group, device=device)
+        state = _state(
+            {name: stripes.whole for name, stripes in residuals.items()},
+            {name: stripes.whole for name, stripes in momenta.items()},
+            factors,
+        )
+        return state, [*residuals.values(), *momenta.values()]
 
     def load(self, gathered: Mapping[str, Any], rows: Rows) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now."""
@@ -125,3 +138,8 @@ class ReducerState:
                 dist.broadcast(factor, group_src=holder, group=group)
             found[name] = [factor.cpu() for factor in pair]
         return found
+
+
+def _state(residuals: Any, momenta: Any, factors: Any) -> dict[str, Any]:
+    optional = {"momenta": momenta, "factors": factors}
+    return {"residuals": residuals, **{key: value for key, value in optional.items() if value}}

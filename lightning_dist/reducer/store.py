@@ -37,6 +37,18 @@ class Rows:
         return self.row_of.index(self.own) == self.rank
 
 
+@dataclass(frozen=True)
+class Stripes:
+    """A tensor of the gathered state whose parts are still on their ranks.
+
+    ``whole``, of shape (rows, numel), is memory that nobody has filled. ``own`` are this rank's
+    parts, with the element of ``whole`` at which each starts; what no rank has is zero.
+    """
+
+    whole: Tensor
+    own: tuple[tuple[int, Tensor], ...]
+
+
 class Store:
     """One kind of state (residuals, momenta) by parameter name: flat, unscaled.
 
@@ -131,6 +143,22 @@ class Store:
             if of_ranks is not None:
                 gathered[name] = _added([part.cpu() for part in of_ranks], rows)
         return gathered if first else None
+
+    def striped(self, rows: Rows) -> dict[str, Stripes]:
+        """What :meth:`gather` returns, left where it is. On every rank, without communication."""
+        return {name: self._stripes(name, rows) for name in sorted(self.names())}
+
+    def _stripes(self, name: str, rows: Rows) -> Stripes:
+        loaded = self._loaded.get(name)
+        if loaded is not None:
+            numel, dtype = loaded.numel(), loaded.dtype
+            parts = {0: loaded} if rows.first else {}
+        else:
+            numel, dtype = self._whole[name]
+            parts = self._parts[name]
+        begin = rows.own * numel
+        own = tuple((begin + start, part) for start, part in sorted(parts.items()))
+        return Stripes(torch.empty(rows.count, numel, dtype=dtype), own)
 
     def load(self, gathered: Mapping[str, Tensor], rows: Rows) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now.

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from lightning_dist.checkpoint.disk import manifest as manifests
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import SaveFolder
-from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part
+from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part, zeros
 from lightning_dist.checkpoint.disk.storage import Storage
 from lightning_dist.checkpoint.disk.writing import copy_file, write_shard
 
@@ -28,7 +28,8 @@ class Receipt:
     """What a rank has written, or why it could not."""
 
     files: tuple[File, ...] = ()
-    parts: tuple[tuple[str, Part], ...] = ()
+    parts: tuple[tuple[str, int, Part], ...] = ()
+    """``(record, first byte within it, where it is)``"""
     failed: str = ""
 
     def to_json(self) -> bytes:
@@ -39,7 +40,7 @@ class Receipt:
         fields = json.loads(text)
         return cls(
             tuple(File(**file) for file in fields["files"]),
-            tuple((record, Part(**part)) for record, part in fields["parts"]),
+            tuple((record, start, Part(**part)) for record, start, part in fields["parts"]),
             fields["failed"],
         )
 
@@ -92,7 +93,7 @@ class SharedFolder:
     def _contribute(self, snapshot: memoryview) -> Receipt:
         save = self.save
         files: list[File] = []
-        parts: list[tuple[str, Part]] = []
+        parts: list[Part] = []
         if save.pieces:
             name = f"shard-{save.rank:05d}-of-{save.origin.ranks:05d}-{save.origin.save_id}.bin"
             sink = self.storage.create(f"{self._staged}/{name}")
@@ -107,7 +108,8 @@ class SharedFolder:
             if "/" in name:
                 self.storage.make_folder(f"{self._staged}/{name.rpartition('/')[0]}")
             files.append(copy_file(source, self.storage, f"{self._staged}/{name}", name))
-        return Receipt(tuple(files), tuple(parts))
+        placed = zip(save.pieces, parts, strict=True)
+        return Receipt(tuple(files), tuple((p.record, p.start, part) for p, part in placed))
 
     def _publish(self, own: Receipt) -> None:
         save, storage = self.save, self.storage
@@ -197,13 +199,34 @@ class SharedFolder:
 
 
 def merge(save: SaveFolder, receipts: list[Receipt]) -> Manifest:
-    """The manifest of a folder from what the ranks wrote, in rank order."""
-    parts: dict[str, list[Part]] = {record: [] for record in save.records}
+    """The manifest of a folder from what the ranks wrote.
+
+    Raises:
+        CheckpointError: the ranks wrote a record twice, or not all of one that may have no gaps.
+    """
+    placed: dict[str, list[tuple[int, Part]]] = {record: [] for record in save.records}
     for receipt in receipts:
-        for record, part in receipt.parts:
-            parts[record].append(part)
+        for record, start, part in receipt.parts:
+            placed[record].append((start, part))
+    sizes = dict(save.striped)
     return Manifest(
         save.origin,
         tuple(file for receipt in receipts for file in receipt.files),
-        {record: tuple(found) for record, found in parts.items()},
+        {record: _whole(record, found, sizes.get(record)) for record, found in placed.items()},
     )
+
+
+def _whole(record: str, placed: list[tuple[int, Part]], nbytes: int | None) -> tuple[Part, ...]:
+    """The parts in order; zeros in the gaps if ``nbytes`` says how long the record is."""
+    parts: list[Part] = []
+    end = 0
+    for start, part in sorted(placed, key=lambda each: each[0]):
+        if start < end or (start > end and nbytes is None):
+            raise CheckpointError(f"bytes {end} to {start} of {record} were not written once")
+        if start > end:
+            parts.append(zeros(start - end))
+        parts.append(part)
+        end = start + part.nbytes
+    if nbytes is not None and nbytes > end:
+        parts.append(zeros(nbytes - end))
+    return tuple(parts)

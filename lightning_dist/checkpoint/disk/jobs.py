@@ -9,11 +9,12 @@ from lightning_dist.checkpoint.disk.manifest import Origin
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes of a record, and where it lies in the snapshot."""
+    """A run of bytes of a record, from ``start``, and where it lies in the snapshot."""
 
     record: str
     nbytes: int
     offset: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class SaveFolder(Save):
     rank: int
     records: tuple[str, ...] = ()
     """Names of all records, in the order of the archive."""
+    striped: tuple[tuple[str, int], ...] = ()
+    """``(record, bytes)`` of those that may have gaps, which are zeros."""
     files: tuple[tuple[str, str], ...] = ()
     """``(name in the folder, path of the content)``; names may have folders in them."""
     scratch: str = ""

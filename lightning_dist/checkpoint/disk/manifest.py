@@ -50,12 +50,23 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of bytes of a record, and where it lies in a file of the folder."""
+    """A run of bytes of a record, and where it lies in a file of the folder.
+
+    Without a file it is zeros.
+    """
 
     file: str
     offset: int
     nbytes: int
     crc32: int
+
+
+def zeros(nbytes: int) -> Part:
+    """A part that no file holds."""
+    checksum, block = 0, bytes(1 << 20)
+    for start in range(0, nbytes, len(block)):
+        checksum = zlib.crc32(block[: nbytes - start], checksum)
+    return Part("", 0, nbytes, checksum)
 
 
 @dataclass(frozen=True, slots=True)

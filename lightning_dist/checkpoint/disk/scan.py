@@ -34,9 +34,12 @@ def checkpoints(folder: str) -> list[Found]:
     last, foreign ones are sorted in by nothing but their name, before those.
     """
     storage, inside = storage_of(folder)
+    base = folder.rstrip("/")
+    if "://" in folder and "://" not in base:  # the root of a store
+        base += "//"
     found = []
     for name in storage.names(inside):
-        path = f"{folder.rstrip('/')}/{name}"
+        path = f"{base}/{name}"
         if not name.startswith(".") and _is_one(storage, f"{inside}/{name}"):
             found.append(_describe(path))
     return sorted(found, key=_age)

@@ -185,10 +185,10 @@ class LocalStorage(Storage):
         if os.path.islink(path) or os.path.isfile(path):
             os.unlink(path)
         elif os.path.isdir(path):
-            trash = path
-            if not _LEFTOVER.fullmatch(os.path.basename(path)):
+            trash, leftover = path, _LEFTOVER.fullmatch(os.path.basename(path))
+            if leftover is None or leftover[2] == "tmp":
                 trash = _trash(path)
-                os.rename(path, trash)  # a folder with some of its files must not be found
+                os.rename(path, trash)  # nobody finds some of its files, or adds one meanwhile
             shutil.rmtree(trash)
 
     def names(self, path: str) -> list[str]:

@@ -33,20 +33,20 @@ def _contents(save: SaveFile, snapshot: memoryview) -> Iterator[tuple[str, memor
 
 def write_shard(
     sink: Sink, name: str, save: SaveFolder, snapshot: memoryview
-) -> tuple[File, list[tuple[str, Part]]]:
+) -> tuple[File, list[Part]]:
     """Write this rank's pieces, one after the other.
 
     Returns:
-        the file, and the parts of records it holds.
+        the file, and where in it the pieces are, in their order.
     """
-    parts: list[tuple[str, Part]] = []
+    parts: list[Part] = []
     position = 0
     for piece in save.pieces:
         content = snapshot[piece.offset : piece.offset + piece.nbytes]
-        parts.append((piece.record, Part(name, position, piece.nbytes, zlib.crc32(content))))
+        parts.append(Part(name, position, piece.nbytes, zlib.crc32(content)))
         sink.write(content)
         position += piece.nbytes
-    checksum = combined((part.crc32, part.nbytes) for _, part in parts)
+    checksum = combined((part.crc32, part.nbytes) for part in parts)
     return File(name, position, checksum), parts
 
 
