@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
 
 .PHONY: install test demo lint types bench tables clean
 
@@ -17,7 +18,7 @@ install: .venv/installed
 	touch $@
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -39,6 +40,7 @@ bench: install
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json
 	$(BIN)/python -m benchmarks.time_to_accuracy --json benchmarks/results/time_to_accuracy.json
+	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 
 tables: install
 	$(BIN)/python -m benchmarks.readme

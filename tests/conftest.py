@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,29 @@ from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("ci")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile`` one worker runs all of a file, and all that use the same launch.
+
+    (``xdist_group`` does nothing with pytest 9.2.)
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByLaunch(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "launch" if _uses_the_launch(config.rootpath / file) else file
+
+    return ByLaunch(config, log)
+
+
+@cache
+def _uses_the_launch(file: Path) -> bool:
+    return re.search(r"\b(two|three): Results", file.read_text()) is not None
 
 
 @pytest.fixture(autouse=True)

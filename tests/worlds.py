@@ -6,6 +6,7 @@ fails after ``TIMEOUT`` instead of hanging.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Rank:
     rank: int
     size: int
     store: dist.Store
+    device: Any
     barrier: threading.Barrier
     ranks_per_host: int | None = None
     alive: list[dist.ProcessGroup] = field(default_factory=list)
@@ -57,7 +59,9 @@ class Rank:
         rank, size = members.index(self.rank), len(members)
         store = dist.PrefixStore(name, self.store)
         group = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._devices = TIMEOUT, [self.device]
+        gloo = dist.ProcessGroupGloo(store, rank, size, options)
         gloo._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -91,12 +95,25 @@ class Rank:
         return found
 
 
+def _core() -> set[int]:
+    """One core for all threads of this process's worlds, another one for each worker of xdist.
+
+    They take turns at one interpreter lock; to hand it to another core costs more than their work.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return {cores[int(worker) % len(cores)]}
+
+
 def run_threads(
     function: Callable[[Rank], T], size: int, *, ranks_per_host: int | None = None
 ) -> list[T]:
     """Results of ``function`` on every rank of a world of ``size``, in rank order."""
     store, barrier = dist.HashStore(), threading.Barrier(size, timeout=60)
-    ranks = [Rank(rank, size, store, barrier, ranks_per_host) for rank in range(size)]
+    # One for all groups: the thread of a device wakes up a hundred times a second, also for groups
+    # that nobody uses any more, and those of a few worlds of 8 ranks fill a core.
+    device = dist.ProcessGroupGloo.create_device(interface="lo")
+    ranks = [Rank(rank, size, store, device, barrier, ranks_per_host) for rank in range(size)]
     alive: list[dist.ProcessGroup] = []
     _RECENT.append(alive)
     for rank in ranks:
@@ -109,7 +126,7 @@ def run_threads(
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
+    with ThreadPoolExecutor(size, initializer=os.sched_setaffinity, initargs=(0, _core())) as pool:
         futures = [pool.submit(guarded, rank) for rank in ranks]
         errors = [future.exception() for future in futures]
     first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]

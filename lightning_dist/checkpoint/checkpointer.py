@@ -170,6 +170,10 @@ class Checkpointer:
         """Wait until a save would not have to wait for an earlier one."""
         self._delivery.await_slot()
 
+    def wait_for_copy(self) -> None:
+        """Wait until the last save has copied all that it saves: anybody may change it now."""
+        self._fence.wait()
+
     def save_files(
         self, files: Sequence[tuple[str, str]], target: str, *, step: int, scratch: str = ""
     ) -> str:
@@ -274,11 +278,19 @@ class Checkpointer:
                 "state take; raise it, lower max_in_flight, or use format='sharded' on more ranks"
             )
 
+    def _require_group(self) -> None:
+        if self._group is None and self._ranks > 1:
+            raise ValueError(
+                f"{self._ranks} ranks write one folder together, so they need a group on CPU, got "
+                "group=None; give dist.new_group(backend='gloo')"
+            )
+
     def _origin(self, step: int) -> Origin:
         return Origin(os.urandom(8).hex(), step, time.time_ns(), self._ranks)
 
     def _agree(self, origin: Origin, shape: int) -> tuple[Origin, bool]:
         """Rank 0's origin, and whether all ranks divide the state alike. Collective."""
+        self._require_group()
         if self._group is None:
             return origin, True
         mine = {"save_id": origin.save_id, "created_ns": origin.created_ns, "shape": shape}

@@ -41,10 +41,12 @@ class LaterCopy:
     snapshot: Tensor
     owned: Owned
     _versions: Mapping[int, int] = field(init=False)
+    _first_bytes: tuple[bytes, ...] = field(init=False)
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._versions = {address: tensor._version for address, tensor in self.owned.items()}
+        self._first_bytes = tuple(map(_first_bytes, self.runs))
         for device in {
             run.storage.device for run in self.runs if run.storage.device.type == "cuda"
         }:
@@ -72,11 +74,12 @@ class LaterCopy:
         """Names a tensor that was changed outside an optimizer step while it was copied.
 
         In-place operations raise a tensor's version; changes through ``.data`` do not, so some
-        bytes are compared too.
+        bytes are compared too: with those of the trigger, and with those of now.
         """
-        for run in self.runs:
+        for run, first in zip(self.runs, self._first_bytes, strict=True):
             tensor = self.owned[run.storage.data_ptr()]
             changed = tensor._version != self._versions[run.storage.data_ptr()]
+            changed |= bytes(_slot(run, self.snapshot)[: len(first)].numpy()) != first
             if changed or not _samples_equal(run, self.snapshot):
                 return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         return ""
@@ -89,6 +92,13 @@ def _content(run: Run) -> Tensor:
 
 def _slot(run: Run, snapshot: Tensor) -> Tensor:
     return snapshot[run.piece.offset : run.piece.offset + run.piece.nbytes]
+
+
+def _first_bytes(run: Run) -> bytes:
+    if run.storage.device.type != "cpu":  # reading them would wait for the device
+        return b""
+    count = min(run.piece.nbytes, _SAMPLE_BYTES)
+    return ctypes.string_at(run.storage.data_ptr() + run.start, count)
 
 
 def _samples_equal(run: Run, snapshot: Tensor) -> bool:

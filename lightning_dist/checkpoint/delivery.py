@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import (
@@ -18,6 +18,7 @@ from lightning_dist.checkpoint.disk.jobs import (
     Link,
     Remove,
     Save,
+    SaveFolder,
 )
 from lightning_dist.checkpoint.disk.writing import staged_nbytes
 from lightning_dist.checkpoint.memory import SnapshotMemory
@@ -56,6 +57,9 @@ class Delivery:
         self._in_flight: dict[str, _InFlight] = {}
         self._sent: set[str] = set()  # and of those, what the writer has
         self._errands = 0  # links and removals under way
+        self._removals: dict[str, bool] = {}  # asked for; whether a success will do them
+        self._again: list[str] = []  # of those, what an ended writer may not have done
+        self._failing = False  # since the last success
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: list[str] = []
@@ -78,6 +82,11 @@ class Delivery:
 
     def open(self, folder: str) -> None:
         """Have a writer that may write to ``folder``."""
+        if _only_here(folder) and isinstance(self._writer, WriterProcess):
+            raise ValueError(
+                f"one writer writes either to files or to memory, and has been given files before "
+                f"{folder}; use writer='thread'"
+            )
         self._folders.append(folder)
         if self._writer is None:
             self._writer = self._start_writer()
@@ -89,6 +98,8 @@ class Delivery:
         with self._changed:
             self._changed.wait_for(lambda: len(self._in_flight) < self._settings.max_in_flight)
         if self._writer is None:  # it has ended, and that was reported
+            with self._changed:
+                self._failing, self._again = True, list(self._removals)
             self._writer = self._start_writer()
 
     def memory(self) -> SnapshotMemory:
@@ -111,15 +122,22 @@ class Delivery:
         """
         with self._changed:
             self._in_flight[save.origin.save_id] = _InFlight(save, memory)
+            self._removals.pop(save.target, None)
+            again, self._again = [path for path in self._again if path != save.target], []
             if memory is not None:
                 self._free.remove(memory)
         self._thread.submit(self._prepare_and_put, save, memory, prepare)
+        for path in again:
+            self.run_errand(Remove(path))
 
     def run_errand(self, errand: Link | Remove) -> None:
         """Have a link made or a checkpoint removed, after everything that was sent before."""
         with self._changed:
             self._errands += 1
-        self._thread.submit(self._put, errand, None)
+            if isinstance(errand, Remove):
+                self._removals[errand.target] = False
+        # Not to a writer that is started later: the save before it was lost with this one.
+        self._thread.submit(self._put, errand, None, self._writer)
 
     def poll(self) -> list[Committed | Failed]:
         """What became of saves since the last call, and which errands failed."""
@@ -162,26 +180,37 @@ class Delivery:
             problem = prepare()
         except Exception as error:
             problem = f"the snapshot failed: {error!r}"
-        if problem:
-            self._report(Failed(save.target, save.origin, problem))
-        else:
-            self._put(save, memory)
+        if problem and isinstance(save, SaveFolder):  # other ranks wait for this one's part
+            save = replace(save, pieces=(), files=(), dropped=problem)
+        elif problem:
+            self._report(Failed(save.target, save.origin, problem, dropped=True))
+            return
+        self._put(save, memory, self._writer)
 
-    def _put(self, job: Job, memory: SnapshotMemory | None) -> None:
+    def _put(self, job: Job, memory: SnapshotMemory | None, writer: WriterHandle | None) -> None:
         origin = job.origin if isinstance(job, Save) else None
         try:
-            if self._writer is None:
+            if writer is None:
                 raise CheckpointError("the checkpoint writer has ended")
             if origin is not None:
                 self._sent.add(origin.save_id)
-            self._writer.send(job, memory)
+            writer.send(job, memory)
         except CheckpointError as error:
-            self._report(Failed(job.target, origin, str(error)))
+            if self._writer is writer:  # it ended before it was ours
+                self._writer = None
+            if isinstance(job, Remove):  # asked for again with the next save
+                self._end_errand()
+            else:
+                self._report(Failed(job.target, origin, str(error)))
 
     def _report(self, event: Event) -> None:
         with self._changed:
+            if isinstance(event, Done) and event.target in self._removals:
+                self._removals[event.target] = True
+            if isinstance(event, Committed) or not self._failing:
+                self._removals = {path: d for path, d in self._removals.items() if not d}
             if isinstance(event, Done) or event.origin is None:
-                self._errands = max(self._errands - 1, 0)  # 0 since a writer was lost
+                self._end_errand()
             elif event.origin.save_id not in self._in_flight:
                 return  # reported already, when its writer ended
             else:
@@ -190,11 +219,18 @@ class Delivery:
                 if memory is not None:
                     self._free.append(memory)
             if isinstance(event, Committed):
+                self._failing = False
                 self._on_committed(event)
             elif isinstance(event, Failed):
+                self._failing |= event.origin is not None
                 self._on_failed(event)
             if not isinstance(event, Done):
                 self._events.append(event)
+            self._changed.notify_all()
+
+    def _end_errand(self) -> None:
+        with self._changed:
+            self._errands = max(self._errands - 1, 0)  # 0 since a writer was lost
             self._changed.notify_all()
 
     def _lost(self, reason: str) -> None:

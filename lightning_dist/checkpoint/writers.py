@@ -9,18 +9,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.jobs import Event, Job
+from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.memory import SnapshotMemory
 
 Report = Callable[[Event], None]
+
+_START_TIMEOUT = 60.0
+"""Seconds; a tenth of one is needed on an idle machine."""
 
 # The package's own __init__ imports Lightning, and with it torch: seconds and hundreds of MB. The
 # writer needs lightning_dist.checkpoint.disk only, so the outer package is a stand-in with a path.
@@ -53,16 +58,19 @@ class WriterThread:
     def __init__(self, *, report: Report, read_back: bool) -> None:
         self._writer = Writer(report=report, read_back=read_back)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self._last: Future[None] | None = None
 
     def own(self, folder: str) -> None:
         pass  # the trainer's own lock lives exactly as long
 
     def send(self, job: Job, memory: SnapshotMemory | None) -> None:
         snapshot = memoryview(b"") if memory is None else memory.view()
-        self._executor.submit(self._writer.do, job, snapshot)
+        self._last = self._executor.submit(self._writer.do, job, snapshot)
 
     def close(self, timeout: float | None = None) -> None:
-        self._executor.shutdown(wait=True)
+        self._executor.shutdown(wait=False)
+        if self._last is not None and wait([self._last], timeout).not_done:
+            raise CheckpointError(f"the checkpoint writer is still at work after {timeout} s")
 
 
 class WriterProcess:
@@ -88,6 +96,7 @@ class WriterProcess:
         self._channel = Connection(ours.detach())
         self._mapped: dict[int, int] = {}
         self._report, self._lost = report, lost
+        self._owned: SimpleQueue[Owned | None] = SimpleQueue()
         self._closing = False
         self._sending = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="checkpoint-events", daemon=True)
@@ -98,7 +107,10 @@ class WriterProcess:
         return self._process.pid
 
     def own(self, folder: str) -> None:
-        self._put("own", folder)
+        # Until it has the lock, a trainer that replaces this one would not wait for it.
+        with suppress(CheckpointError):  # its end is reported with what it should have done
+            self._put("own", folder)
+            self._owned.get(timeout=_START_TIMEOUT)
 
     def send(self, job: Job, memory: SnapshotMemory | None) -> None:
         number = None
@@ -122,11 +134,16 @@ class WriterProcess:
             ) from None
         self._reader.join()
         self._channel.close()
+        if self._process.returncode:  # killed when it was already asked to end
+            self._lost(self._ended())
 
     def _map(self, memory: SnapshotMemory) -> None:
         with self._sending:
             self._send(("map", id(memory), memory.nbytes))
-            send_handle(self._channel, memory.descriptor, self.pid)
+            try:
+                send_handle(self._channel, memory.descriptor, self.pid)
+            except OSError as error:
+                raise CheckpointError(self._ended()) from error
         self._mapped[id(memory)] = memory.generation
 
     def _put(self, *command: object) -> None:
@@ -145,7 +162,11 @@ class WriterProcess:
                 event = self._channel.recv()
             except (EOFError, OSError):
                 break
-            self._report(event)
+            if isinstance(event, Owned):
+                self._owned.put(event)
+            else:
+                self._report(event)
+        self._owned.put(None)
         if not self._closing:
             self._lost(self._ended())
 

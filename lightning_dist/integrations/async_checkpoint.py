@@ -17,7 +17,10 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO, newest_checkpoint
 from lightning_dist.integrations.checkpoint_session import CheckpointSession, folder_of
-from lightning_dist.integrations.checkpoint_strategies import require_supported
+from lightning_dist.integrations.checkpoint_strategies import (
+    require_supported,
+    weights_may_change,
+)
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
 
@@ -145,8 +148,8 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
         if self._session is not None:
+            super().on_train_end(trainer, pl_module)
             self._flush_removals()
             self._session.drain()
             self._session.agree_on_failures()
@@ -198,6 +201,8 @@ class AsyncCheckpoint(ModelCheckpoint):
         assert self._session is not None
         self._doomed.discard(filepath)
         self._session.save(filepath, weights_only=self.save_weights_only)
+        if weights_may_change(trainer):
+            self._session.wait_for_copy()
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 

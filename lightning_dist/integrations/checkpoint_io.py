@@ -164,9 +164,14 @@ def surface(checkpointer: Checkpointer, *, on_error: str) -> None:
     """
     failed = [event for event in checkpointer.poll() if isinstance(event, Failed)]
     for event in failed:
-        if on_error == "raise":
+        if on_error == "raise" and is_fatal(event):
             raise CheckpointError(failure(event, checkpointer.last_committed))
         rank_zero_warn(failure(event, checkpointer.last_committed))
+
+
+def is_fatal(event: Failed) -> bool:
+    """Whether a checkpoint is missing that the disk did not take."""
+    return event.origin is not None and not event.dropped
 
 
 def failure(event: Failed, last: Committed | None) -> str:

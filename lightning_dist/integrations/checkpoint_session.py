@@ -15,10 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
 from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_books import forget
-from lightning_dist.integrations.checkpoint_io import failure
+from lightning_dist.integrations.checkpoint_io import failure, is_fatal
 from lightning_dist.integrations.checkpoint_report import drain, line, log_metrics
 from lightning_dist.integrations.checkpoint_strategies import IntoCheckpointer
 
@@ -67,16 +68,28 @@ class CheckpointSession:
         Raises:
             ValueError: on all ranks, if it cannot be written to by this job.
         """
-        problem = ""
+        problem = self._try_to_open(folder) if self._trainer.is_global_zero else ""
+        if problem := self._trainer.strategy.broadcast(problem):
+            raise ValueError(f"no checkpoints can be written to {folder}: {problem}")
+        if self._sharded:
+            there = self._trainer.is_global_zero or is_owned(folder)
+            if not self._trainer.strategy.reduce_boolean_decision(there, all=True):
+                raise ValueError(
+                    f"with format='sharded' all ranks write to one folder, and some do not see "
+                    f"rank 0's {folder}; put it on a filesystem that all hosts mount, or use "
+                    "format='single'"
+                )
+            self._try_to_open(folder)
+
+    def _try_to_open(self, folder: str) -> str:
         try:
             if self._checkpointer is not None:
                 self._checkpointer.open(folder)
         except ValueError as error:
-            problem = str(error)
+            return str(error)
         except OSError as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem := self._trainer.strategy.broadcast(problem):
-            raise ValueError(f"no checkpoints can be written to {folder}: {problem}")
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def watch_optimizers(self) -> None:
         if self._checkpointer is not None:
@@ -92,6 +105,11 @@ class CheckpointSession:
                 if self._checkpointer is not None and not trainer.is_global_zero:
                     io.save_checkpoint(checkpoint, path)
 
+    def wait_for_copy(self) -> None:
+        """Wait until anybody may change what was saved last."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait_for_copy()
+
     @contextmanager
     def _as_checkpoint_io(self) -> Iterator[IntoCheckpointer]:
         """Let the strategy add what it keeps, and save into our checkpointer."""
@@ -106,7 +124,10 @@ class CheckpointSession:
             strategy.checkpoint_io = usual
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
-        if self._checkpointer is not None and self._checkpointer.is_first:
+        """Show ``source`` as ``target`` too, unless it has that name anyway."""
+        first = self._checkpointer is not None and self._checkpointer.is_first
+        if first and source != target:
+            assert self._checkpointer is not None
             self._checkpointer.link(source, target, symbolic=symbolic)
 
     def remove(self, path: str) -> None:
@@ -138,11 +159,14 @@ class CheckpointSession:
         """Tell user and loggers what became of saves since the last call.
 
         Raises:
-            CheckpointError: one has failed, on the rank that knows, and ``on_error`` says so.
+            CheckpointError: one has failed, on rank 0, and ``on_error`` says so.
         """
         self._collect()
-        if self._failed and self._settings.on_error == "raise":
-            raise CheckpointError(failure(self._failed.pop(0), self.last_committed))
+        raises = self._settings.on_error == "raise" and self._trainer.is_global_zero
+        fatal = [event for event in self._failed if is_fatal(event)] if raises else []
+        if fatal:
+            self._failed.remove(fatal[0])
+            raise CheckpointError(failure(fatal[0], self.last_committed))
 
     def agree_on_failures(self) -> None:
         """Tell all ranks what could not be written: all raise, or all forget it. Collective.
@@ -151,16 +175,29 @@ class CheckpointSession:
             CheckpointError: on all ranks.
         """
         self._collect()
-        found = [(event.target, failure(event, self.last_committed)) for event in self._failed]
+        last = self.last_committed
+        found = [(e.target, failure(e, last), is_fatal(e)) for e in self._failed]
         self._failed = []
-        kept = self.last_committed and self.last_committed.target
-        for target, message, there in self._trainer.strategy.broadcast(
-            [(*each, kept or "") for each in found]
-        ):
-            if self._settings.on_error == "raise":
+        is_gone = bool(found) and self._last_is_gone()
+        found, kept, is_gone = self._trainer.strategy.broadcast(
+            (found, last.target if last else "", is_gone)
+        )
+        for target, message, fatal in found:
+            if fatal and self._settings.on_error == "raise":
                 raise CheckpointError(message)
             rank_zero_warn(message)
-            forget(self._callback, target, kept=there)
+            forget(self._callback, target, kept=kept)
+        if is_gone:
+            self._callback.last_model_path = ""
+
+    def _last_is_gone(self) -> bool:
+        """Whether nothing has the name of the last checkpoint, which failed to be the first."""
+        try:
+            self.wait(0)
+        except TimeoutError:
+            return False  # it may be about to be there
+        path = self._callback.last_model_path
+        return bool(path) and not self._callback._fs.exists(path)
 
     def drain(self) -> None:
         """Wait until everything is written, linked and removed; a bar if it takes long."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -18,6 +20,7 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.plan import Striped
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
 
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
@@ -35,6 +38,22 @@ def require_supported(strategy: Strategy) -> None:
             f"AsyncCheckpoint writes its checkpoints itself, so {io.__name__} could not take "
             "effect; leave that plugin out, or use ModelCheckpoint with it"
         )
+
+
+def weights_may_change(trainer: pl.Trainer) -> bool:
+    """Whether parameters may be written before the next optimizer step, by something else.
+
+    At the end of an epoch and of the training callbacks and modules do what they like with the
+    weights; averaging callbacks do so at any time.
+    """
+    module: Any = trainer.lightning_module
+    # ModelCheckpoint puts `saved_models` into `layer`, saves, and takes it out again.
+    swapped = not module.automatic_optimization and hasattr(module, "saved_models")
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    averaged = any(isinstance(each, _AVERAGING) for each in callbacks)
+    ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or trainer.should_stop
+    done = trainer.max_steps is not None and 0 <= trainer.max_steps <= trainer.global_step
+    return swapped or averaged or ends or done
 
 
 class IntoCheckpointer(TorchCheckpointIO):

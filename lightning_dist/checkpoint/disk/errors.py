@@ -7,6 +7,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
 
 
+class DroppedCheckpointError(CheckpointError):
+    """A snapshot was given up before it was written; nothing is wrong with the disk."""
+
+
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint is incomplete, or its bytes are not those that were written.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lightning_dist.checkpoint.disk import manifest as manifests
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckpointError
 from lightning_dist.checkpoint.disk.jobs import SaveFolder
 from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part, zeros
 from lightning_dist.checkpoint.disk.storage import Storage
@@ -21,6 +21,10 @@ from lightning_dist.checkpoint.disk.writing import copy_file, write_shard
 
 _ORPHAN_TIMEOUT = 10.0
 """Seconds that a writer waits for others once its trainer is dead."""
+
+
+_SLOWEST_UPLOAD = 2e6
+"""Bytes per second of a rank that is still believed to be alive."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Receipt:
     parts: tuple[tuple[str, int, Part], ...] = ()
     """``(record, first byte within it, where it is)``"""
     failed: str = ""
+    dropped: bool = False
+    """The rank gave its snapshot up; nothing is wrong with its disk."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -42,7 +48,16 @@ class Receipt:
             tuple(File(**file) for file in fields["files"]),
             tuple((record, start, Part(**part)) for record, start, part in fields["parts"]),
             fields["failed"],
+            fields["dropped"],
         )
+
+    def require(self, rank: int) -> Receipt:
+        """This, unless ``rank`` has failed; then raises CheckpointError."""
+        if self.dropped:
+            raise DroppedCheckpointError(f"rank {rank}: {self.failed}")
+        if self.failed:
+            raise CheckpointError(f"rank {rank} could not write: {self.failed}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -80,9 +95,11 @@ class SharedFolder:
             elif self._staged != self.target:  # object stores have no folders to wait for
                 self._await(lambda: self.storage.exists(self._staged), "rank 0 to begin")
             self.check()
+            if self.save.dropped:
+                raise DroppedCheckpointError(self.save.dropped)
             receipt = self._contribute(snapshot)
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(error)
             raise
         if self.save.rank == 0:
             self._publish(receipt)
@@ -118,8 +135,8 @@ class SharedFolder:
             manifest = merge(save, receipts)
             storage.write(f"{self._staged}/{manifests.NAME}", manifest.to_json())
             storage.publish(self._staged, self.target)
-        except BaseException:
-            self._remove_own_files()
+        except Exception as error:
+            self._give_up(error)
             raise
         kept = {manifests.NAME, *(file.name.partition("/")[0] for file in manifest.files)}
         for name in storage.names(self.target):  # receipts, and what had these names before
@@ -129,15 +146,16 @@ class SharedFolder:
     def _await_receipt(self, rank: int) -> Receipt:
         path = self._receipt(rank)
         self._await(lambda: self.storage.exists(path), f"rank {rank}")
-        receipt = Receipt.from_json(self.storage.read(path))
-        if receipt.failed:
-            raise CheckpointError(f"rank {rank} could not write: {receipt.failed}")
-        return receipt
+        return Receipt.from_json(self.storage.read(path)).require(rank)
 
     def _await_publication(self, receipt: Receipt) -> None:
-        own = self._receipt(self.save.rank)
+        own, first = self._receipt(self.save.rank), self._receipt(0)
         self._put_receipt(receipt)
-        self._await(lambda: not self.storage.exists(own), "rank 0 to publish")
+        self._await(
+            lambda: not self.storage.exists(own) or self.storage.exists(first), "rank 0 to publish"
+        )
+        if self.storage.exists(first):  # rank 0 has one only to say that it failed
+            Receipt.from_json(self.storage.read(first)).require(0)
         if self._published_id() != self.save.origin.save_id:
             raise CheckpointError("rank 0 gave this checkpoint up; its error says why")
 
@@ -154,11 +172,24 @@ class SharedFolder:
         self.storage.write(staged, receipt.to_json())
         self.storage.publish(staged, path)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, error: Exception) -> None:
+        dropped = isinstance(error, DroppedCheckpointError)
+        reason = str(error) if dropped else f"{type(error).__name__}: {error}"
         if self.save.rank == 0:
             self._remove_own_files()
-        elif self._staged == self.target or self.storage.exists(self._staged):
-            self._put_receipt(Receipt(failed=reason))
+            if self.save.origin.ranks == 1:
+                return
+            self.storage.make_folder(self._staged)
+        elif self._staged != self.target and not self.storage.exists(self._staged):
+            return
+        self._put_receipt(Receipt(failed=reason, dropped=dropped))
+
+    @property
+    def remains(self) -> str:
+        """What is left of a save that rank 0 gave up, for those that have yet to learn of it."""
+        if self._staged != self.target:
+            return self._staged
+        return f"{self.save.target}/{self._receipt(0).rpartition('/')[2]}"
 
     def _remove_own_files(self) -> None:
         if self._staged != self.target:
@@ -173,6 +204,8 @@ class SharedFolder:
         pause, seen, since = 0.005, -1, time.monotonic()
         while not condition():
             patience = self.save.peer_timeout
+            if self._staged == self.target:  # an upload is seen when it is complete
+                patience += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
             if self.orphaned():
                 patience = min(patience, _ORPHAN_TIMEOUT)
             written = self._written()

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import verify
 
@@ -23,13 +22,24 @@ _TRAINER, _WRITER = 0, 1
 class Lock:
     """A POSIX lock on one byte of a folder's lock file; ends with the process, forks lack it.
 
-    Two owners in one process are no conflict: several callbacks may share a folder.
+    Two owners in one process are no conflict, several callbacks may share a folder: they share the
+    lock, which closing any descriptor of the file would end.
     """
 
     descriptor: int
+    owners: int = 1
 
     def release(self) -> None:
-        os.close(self.descriptor)
+        """Give it back, once for every time it was given."""
+        self.owners -= 1
+        if self.owners == 0:
+            for folder in [folder for folder, lock in _owned.items() if lock is self]:
+                del _owned[folder]
+            os.close(self.descriptor)
+
+
+_owned: dict[tuple[int, str], Lock] = {}
+"""By process, since a fork does not inherit locks, and folder."""
 
 
 def own(folder: str, *, patience: float = 60.0) -> Lock | None:
@@ -48,6 +58,10 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
     if not isinstance(storage, LocalStorage):
         return None
     storage.make_folder(inside)
+    key = os.getpid(), os.path.realpath(inside)
+    if key in _owned and _is_named(_owned[key], inside):
+        _owned[key].owners += 1
+        return _owned[key]
     lock = _open(inside)
     if not _take(lock, _TRAINER):
         owner = _owner(lock)
@@ -75,7 +89,14 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
         lock.descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0
     )
     recover(storage, inside)
+    _owned[key] = lock
     return lock
+
+
+def is_owned(folder: str) -> bool:
+    """Whether this rank sees the lock that another has taken; always, on object stores."""
+    storage, inside = storage_of(folder)
+    return not isinstance(storage, LocalStorage) or storage.exists(os.path.join(inside, LOCK))
 
 
 def own_as_writer(folder: str) -> Lock | None:
@@ -94,6 +115,8 @@ def forget(folder: str) -> None:
     path = os.path.join(inside, LOCK)
     if not isinstance(storage, LocalStorage) or not os.path.exists(path):
         return
+    if (os.getpid(), os.path.realpath(inside)) in _owned:
+        return
     lock = _open(inside)
     if _take(lock, _TRAINER) and _take(lock, _WRITER) and _is_named(lock, inside):
         os.unlink(path)
@@ -108,14 +131,14 @@ def recover(storage: LocalStorage, folder: str) -> None:
         target = os.path.join(folder, name)
         aside = any(os.path.basename(other).startswith(f".{name}.trash-") for other in leftovers)
         staged = kind.startswith("tmp-") and not os.path.lexists(target)
-        if staged and (os.path.exists(os.path.join(path, NAME)) or (aside and _is_whole(path))):
+        if staged and (os.path.isdir(path) or aside) and _is_whole(path):
             storage.publish(path, target)
         else:
             storage.remove(path)
 
 
 def _is_whole(path: str) -> bool:
-    """Whether the file ``path`` was cut off just before it took the name of a folder."""
+    """Whether ``path`` was cut off just before it took its name."""
     try:
         return verify(path).origin is not None
     except (CheckpointError, OSError):

@@ -45,6 +45,8 @@ class SaveFolder(Save):
     """``(name in the folder, path of the content)``; names may have folders in them."""
     scratch: str = ""
     """A local folder that is removed afterwards, also where the trainer is dead by then."""
+    dropped: str = ""
+    """Why this rank has nothing to write after all, which the others must know."""
     peer_timeout: float = 120.0
     """Seconds in which some rank must have written something."""
 
@@ -86,7 +88,10 @@ class Failed:
 
     target: str
     origin: Origin | None
+    """None for a link or a removal."""
     reason: str
+    dropped: bool = False
+    """The snapshot was given up before anything was written; the next one will be whole."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,13 @@ class Done:
     """A link is there; a removal is done, or waits for the next success."""
 
     target: str
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The writer keeps other trainers from a folder."""
+
+    folder: str
 
 
 Event = Committed | Failed | Done

@@ -50,10 +50,12 @@ def newest_valid(folder: str) -> Description | None:
 
     Damaged ones are named in a warning and passed over.
     """
-    for found in checkpoints(folder):
-        if found.description is None:
+    everything = checkpoints(folder)
+    for found in everything:
+        if found.description is None:  # of unknown age: it may have been the newest
             log.warning("passing over %s: %s", found.path, found.problem)
-        elif found.description.origin is not None:
+    for found in everything:
+        if found.description is not None and found.description.origin is not None:
             try:
                 return verify(found.path)
             except (CorruptCheckpointError, OSError) as error:

@@ -6,6 +6,7 @@ saves it was given after its trainer has been killed. Then it ends.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -14,7 +15,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from lightning_dist.checkpoint.disk.folder_owner import Lock, own_as_writer
-from lightning_dist.checkpoint.disk.jobs import Event, Job
+from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 
 _NICE = 5
@@ -39,6 +40,7 @@ class _Service:
 
     def _own(self, folder: str) -> None:
         self._locks[folder] = own_as_writer(folder)
+        self._report(Owned(folder))
 
     def _map(self, number: int, nbytes: int) -> None:
         descriptor = recv_handle(self._channel)
@@ -48,7 +50,7 @@ class _Service:
     def _do(self, job: Job, number: int | None) -> None:
         self._writer.do(job, self._snapshots[number] if number is not None else memoryview(b""))
 
-    def _report(self, event: Event) -> None:
+    def _report(self, event: Event | Owned) -> None:
         if not self._orphaned():
             try:
                 self._channel.send(event)
@@ -63,5 +65,12 @@ def main(descriptor: int, options: dict[str, Any]) -> None:
     """Serve the trainer at the other end of the socket ``descriptor``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
+    _go_second()
     _Service(Connection(descriptor), **options).run()
+
+
+def _go_second() -> None:
+    os.nice(_NICE)
+    # Where Linux shares the processor between sessions first, `nice` counts only within one.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+        autogroup.write(str(_NICE))

@@ -171,15 +171,19 @@ class LocalStorage(Storage):
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         staged = self.staging(target, os.urandom(8).hex())
-        if symbolic:
-            os.symlink(os.path.relpath(source, os.path.dirname(target)), staged)
-        elif os.path.isdir(source):
-            os.mkdir(staged)
-            for name in sorted(self.names(source), key=_manifest_last):
-                _hard_link(os.path.join(source, name), os.path.join(staged, name))
-        else:
-            _hard_link(source, staged)
-        self.publish(staged, target)
+        try:
+            if symbolic:
+                os.symlink(os.path.relpath(source, os.path.dirname(target)), staged)
+            elif os.path.isdir(source):
+                os.mkdir(staged)
+                for name in sorted(self.names(source), key=_manifest_last):
+                    _hard_link(os.path.join(source, name), os.path.join(staged, name))
+            else:
+                _hard_link(source, staged)
+            self.publish(staged, target)
+        except OSError:
+            self.remove(staged)
+            raise
 
     def remove(self, path: str) -> None:
         if os.path.islink(path) or os.path.isfile(path):
@@ -190,6 +194,11 @@ class LocalStorage(Storage):
                 trash = _trash(path)
                 os.rename(path, trash)  # nobody finds some of its files, or adds one meanwhile
             shutil.rmtree(trash)
+        else:
+            folder, name = os.path.split(path)
+            for rest in self.leftovers(folder):  # of a removal that failed
+                if os.path.basename(rest).startswith(f".{name}.trash-"):
+                    shutil.rmtree(rest)
 
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path)) if os.path.isdir(path) else []

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lightning_dist.checkpoint.disk.archive import archive_nbytes
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckpointError
 from lightning_dist.checkpoint.disk.folder import SharedFolder
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
@@ -68,13 +68,15 @@ class Writer:
                 self._link(job)
             else:
                 self._doomed[job.target] = None
-            if not self._failed:
-                self._remove_doomed()
+            failures = {} if self._failed else self._remove_doomed()
+            if job.target in failures and not isinstance(job, Save):
+                raise failures[job.target]
             if not isinstance(job, Save):
                 self._report(Done(job.target))
         except Exception as error:
             origin = job.origin if isinstance(job, Save) else None
-            self._report(Failed(job.target, origin, _reason(error)))
+            dropped = isinstance(error, DroppedCheckpointError)
+            self._report(Failed(job.target, origin, _reason(error), dropped))
         finally:
             if isinstance(job, SaveFolder) and job.scratch:
                 shutil.rmtree(job.scratch, ignore_errors=True)
@@ -92,7 +94,7 @@ class Writer:
 
         if isinstance(save, SaveFolder):
             shared = SharedFolder(save, storage, target, self._orphaned, require_space)
-            nbytes = shared.write(snapshot)
+            nbytes = self._save_folder(shared, snapshot)
         else:
             assert isinstance(save, SaveFile)
             require_space()
@@ -101,6 +103,14 @@ class Writer:
             verify(save.target, find_storage=self._find_storage)
         self._failed = False
         self._report(Committed(save.target, save.origin, nbytes, time.monotonic() - began))
+
+    def _save_folder(self, shared: SharedFolder, snapshot: memoryview) -> int:
+        try:
+            return shared.write(snapshot)
+        except Exception:
+            if shared.save.rank == 0 and shared.save.origin.ranks > 1:
+                self._doomed[shared.remains] = None
+            raise
 
     def _save_file(
         self, save: SaveFile, storage: Storage, target: str, snapshot: memoryview
@@ -116,11 +126,11 @@ class Writer:
             sink.close()
             if self._read_back:
                 verify(staged, find_storage=lambda path: (storage, path))
+            storage.publish(staged, target)
         except BaseException:
             if staged != target:
                 storage.remove(staged)
             raise
-        storage.publish(staged, target)
         return nbytes
 
     def _link(self, link: Link) -> None:
@@ -137,12 +147,17 @@ class Writer:
                 f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
             )
 
-    def _remove_doomed(self) -> None:
-        while self._doomed:
-            path = next(iter(self._doomed))
-            del self._doomed[path]
-            storage, inside = self._find_storage(path)
-            storage.remove(inside)
+    def _remove_doomed(self) -> dict[str, Exception]:
+        """Remove what may go; what cannot be removed is tried again with the next job."""
+        failures: dict[str, Exception] = {}
+        for path in list(self._doomed):
+            try:
+                storage, inside = self._find_storage(path)
+                storage.remove(inside)
+                del self._doomed[path]
+            except Exception as error:
+                failures[path] = error
+        return failures
 
 
 def _nbytes(save: Save) -> int:

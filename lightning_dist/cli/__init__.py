@@ -1,0 +1,45 @@
+"""The program ``lightning-dist``.
+
+A group of commands is a module with an ``app`` of its own, added here. Commands raise what is
+wrong; :func:`~lightning_dist.cli.errors.reported` makes one line and an exit code of it. Nothing
+here imports torch until a command needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lightning_dist._version import __version__
+from lightning_dist.cli import ckpt
+
+app = typer.Typer(
+    name="lightning-dist",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(ckpt.app, name="ckpt")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lightning-dist {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
+    """Tools around training with lightning_dist."""
+
+
+def main() -> None:
+    """Run the program with the arguments of this process."""
+    app(prog_name="lightning-dist")

@@ -1,0 +1,186 @@
+"""``lightning-dist ckpt``: look at checkpoints, check them, remove old ones, make one file."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+
+from lightning_dist.checkpoint.disk.folder_owner import forget, own
+from lightning_dist.checkpoint.disk.scan import Found, checkpoints
+from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
+from lightning_dist.cli.ckpt_check import checking
+from lightning_dist.cli.ckpt_folder import Owner, checkpoints_at, owner_of, require_folder
+from lightning_dist.cli.ckpt_prune import Plan, plan
+from lightning_dist.cli.ckpt_table import fields, name_of, print_table, summary
+from lightning_dist.cli.errors import DAMAGED, reported
+
+app = typer.Typer(no_args_is_help=True)
+
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="Path or URL of a folder of them.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.callback()
+def _ckpt() -> None:
+    """Look at checkpoints, check them, remove old ones, make one file of shards."""
+
+
+@app.command()
+@reported
+def ls(folder: Folder, as_json: Json = False) -> None:
+    """List the checkpoints of a folder, the newest first. Reads headers only."""
+    storage, inside = require_folder(folder)
+    found, leftovers, owner = (
+        checkpoints(folder),
+        [name_of(path) for path in storage.leftovers(inside)],
+        owner_of(storage, inside),
+    )
+    if as_json:
+        _print_json(
+            folder=folder,
+            checkpoints=[fields(each) for each in found],
+            owner=owner and vars(owner),
+            leftovers=leftovers,
+        )
+        return
+    if found:
+        print_table(found)
+    else:
+        typer.echo(f"no checkpoints in {folder}")
+    _print_surroundings(owner, leftovers)
+
+
+def _print_surroundings(owner: Owner | None, leftovers: list[str]) -> None:
+    if owner is not None:
+        typer.echo(f"in use by {owner}")
+    origin = "under way" if owner is not None else "left by a dead writer; the next run clears it"
+    for name in leftovers:
+        typer.echo(f"{name}: {origin}")
+
+
+@app.command("verify")
+@reported
+def verify_command(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH_OR_DIR...", help="Checkpoints, or folders of them."),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Read checkpoints to the last byte. Exit code 1 if any is not what was written."""
+    found = [path for given in paths for path in checkpoints_at(given)]
+    verdicts = []
+    with checking(found) as check:
+        for path in found:
+            verdict = check(path)
+            verdicts.append(verdict)
+            if as_json:
+                continue
+            if verdict.description is not None:
+                _print_item("ok", path, summary(verdict.description), color="green")
+            else:
+                _print_item("PROBLEM", path, verdict.problem, color="red")
+    if as_json:
+        _print_json(checkpoints=[fields(verdict) for verdict in verdicts])
+    if any(verdict.problem for verdict in verdicts):
+        raise typer.Exit(DAMAGED)
+
+
+@app.command()
+@reported
+def prune(
+    folder: Folder,
+    keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Keep the newest whole checkpoints of a folder and remove older and damaged ones.
+
+    The ones to keep are read to the last byte first. What is named last*, latest* or best*, what
+    such a name is linked to, and what lightning_dist did not write are never removed. Refuses
+    while a trainer writes to the folder; object stores cannot tell.
+    """
+    storage, inside = require_folder(folder)
+    owner = owner_of(storage, inside)
+    if owner is not None:
+        raise ValueError(f"{folder} is in use by {owner}; prune it afterwards")
+    leftovers = storage.leftovers(inside)
+    lock = None if dry_run else own(folder, patience=0)
+    try:
+        for path in leftovers:
+            _print_item("clear", path, "left by a dead writer")
+        found = checkpoints(folder)
+        with checking() as check:
+            planned = plan(found, keep=keep, check=check)
+        _print_plan(planned, found)
+        if planned.removed and not dry_run:
+            _remove(planned, storage, yes=yes)
+    finally:
+        if lock is not None:
+            lock.release()
+            forget(folder)
+
+
+def _print_plan(planned: Plan, found: list[Found]) -> None:
+    known = {each.path: each.description for each in found}
+    for word, color, items in (
+        ("keep", "green", planned.kept),
+        ("leave", "yellow", planned.untouched),
+        ("remove", "red", planned.removed),
+    ):
+        for path, why in items:
+            description = known[path]
+            told = [summary(description)] if description is not None else []
+            _print_item(word, path, "; ".join([*told, *filter(None, [why])]), color=color)
+    if not planned.removed:
+        typer.echo("nothing to remove")
+
+
+def _remove(planned: Plan, storage: Storage, *, yes: bool) -> None:
+    if not yes:
+        locked = isinstance(storage, LocalStorage)
+        hint = "" if locked else " (there are no locks here: no trainer must write to this folder)"
+        typer.confirm(f"Remove {len(planned.removed)} checkpoints{hint}?", abort=True)
+    for path, _ in planned.removed:
+        storage.remove(storage_of(path)[1])
+    typer.echo(f"removed {len(planned.removed)} checkpoints")
+
+
+@app.command()
+@reported
+def consolidate(
+    source: Annotated[str, typer.Argument(help="Path or URL of a folder of shards.")],
+    target: Annotated[str, typer.Argument(help="The file to write; must not exist.")],
+) -> None:
+    """Make one file for torch.load of a folder of shards."""
+    storage, inside = storage_of(source)
+    if not storage.exists(inside):
+        raise FileNotFoundError(f"there is no checkpoint at {source}")
+    goal, path = storage_of(target)
+    parent = path.rsplit("/", 1)[0] or "/"
+    if isinstance(goal, LocalStorage) and not goal.is_folder(parent):
+        raise FileNotFoundError(f"there is no folder {parent}")
+
+    from lightning_dist.checkpoint import reading  # torch
+
+    with Console(stderr=True).status(f"reading {name_of(source)}"):
+        nbytes = reading.consolidate(source, target)
+    local = isinstance(goal, LocalStorage)
+    opened = repr(target) if local else f"fsspec.open({target!r}).open()"
+    typer.echo(f"{target}: {decimal(nbytes)}")
+    typer.echo(
+        f"load it with torch.load({opened}, map_location='cpu'); add weights_only=False if it "
+        "holds more than tensors and you trust it"
+    )
+
+
+def _print_item(word: str, path: str, told: str, *, color: str | None = None) -> None:
+    typer.echo(f"{typer.style(f'{word:<7}', fg=color)} {path}: {told}")
+
+
+def _print_json(**content: Any) -> None:
+    typer.echo(json.dumps(content, indent=2))

@@ -1,0 +1,102 @@
+"""Which checkpoints of a folder may go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_dist.checkpoint.disk.scan import Found
+from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.cli.ckpt_check import Check
+from lightning_dist.cli.ckpt_folder import is_ours
+
+PROTECTED = ("last", "latest", "best")
+"""What has such a name, and what it points to, is never removed."""
+
+
+@dataclass
+class Plan:
+    """What would become of every checkpoint, as ``(path, why)``."""
+
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    removed: list[tuple[str, str]] = field(default_factory=list)
+    untouched: list[tuple[str, str]] = field(default_factory=list)
+
+
+def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
+    """Keep the ``keep`` newest whole checkpoints, and remove older and damaged ones.
+
+    Names of one save (links, copies) are one checkpoint. Foreign ones, those of a newer version
+    and those that cannot be read are not touched. Nothing is removed unless a whole one is kept.
+
+    Args:
+        found: as :func:`~lightning_dist.checkpoint.disk.scan.checkpoints` gives it.
+        check: reads a checkpoint; not called for those that go because they are old.
+    """
+    result = Plan()
+    damaged: list[tuple[str, str]] = []
+    enough, any_whole = 0, False
+    for paths in _saves(found):
+        named = any(map(_is_protected, paths))
+        if enough >= keep:
+            if named:
+                result.kept += [(path, "protected name, or linked to one") for path in paths]
+            else:
+                result.removed += [(path, "older") for path in paths]
+            continue
+        verdicts = {path: check(path) for path in paths}
+        whole = any(not verdict.problem for verdict in verdicts.values())
+        any_whole |= whole
+        enough += whole and not all(map(_is_protected, paths))
+        for path, verdict in verdicts.items():
+            if not verdict.problem:
+                result.kept.append((path, ""))
+            elif named or not verdict.damaged:
+                result.untouched.append((path, verdict.problem))
+            else:
+                damaged.append((path, verdict.problem))
+    pointed_to = {_real(each.path) for each in found if _is_protected(each.path)}
+    for each in found:
+        if each.description is None:
+            verdict = check(each.path)
+            if not verdict.damaged or _real(each.path) in pointed_to or not _is_ours(each.path):
+                result.untouched.append((each.path, verdict.problem or "it has just changed"))
+            else:
+                damaged.append((each.path, verdict.problem))
+        elif each.description.origin is None:
+            result.untouched.append((each.path, "lightning_dist did not write it"))
+    for path, problem in damaged:
+        if not any_whole:
+            result.untouched.append((path, f"{problem}; nothing whole is left"))
+        elif not _has_locks(path):
+            result.untouched.append((path, f"{problem}; or a save is under way, nobody can say"))
+        else:
+            result.removed.append((path, problem))
+    return result
+
+
+def _saves(found: Sequence[Found]) -> list[list[str]]:
+    """Paths of checkpoints of ours, by save, the newest first."""
+    saves: dict[str, list[str]] = {}
+    for each in found:
+        if each.description is not None and each.description.origin is not None:
+            saves.setdefault(each.description.origin.save_id, []).append(each.path)
+    return list(saves.values())
+
+
+def _is_protected(path: str) -> bool:
+    return path.rsplit("/", 1)[-1].startswith(PROTECTED)
+
+
+def _is_ours(path: str) -> bool:
+    return is_ours(*storage_of(path))
+
+
+def _has_locks(path: str) -> bool:
+    return isinstance(storage_of(path)[0], LocalStorage)
+
+
+def _real(path: str) -> str:
+    storage, inside = storage_of(path)
+    return os.path.realpath(inside) if isinstance(storage, LocalStorage) else inside

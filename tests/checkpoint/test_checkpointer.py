@@ -1,0 +1,190 @@
+"""The engine as a trainer uses it: one rank, a real writer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores  # noqa: F401, for its bucket
+import torch
+from snapshots import assert_equal, small_state, trained
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.folder_owner import own
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.writers import WriterProcess, WriterThread
+
+LIMIT = 30.0
+
+
+@contextmanager
+def opened(folder: object, **settings: Any) -> Iterator[Checkpointer]:
+    checkpointer = Checkpointer(CheckpointSettings(**settings))
+    checkpointer.open(str(folder))
+    try:
+        yield checkpointer
+    finally:
+        checkpointer.close(LIMIT)
+
+
+def writer_of(checkpointer: Checkpointer) -> WriterProcess:
+    writer = checkpointer._delivery.writer
+    assert isinstance(writer, WriterProcess)
+    return writer
+
+
+@contextmanager
+def stopped_writer(checkpointer: Checkpointer) -> Iterator[int]:
+    """Its writer does nothing in the meantime."""
+    pid = writer_of(checkpointer).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("snapshot", ["overlap", "blocking", "sync"])
+def test_what_is_saved_is_loaded(tmp_path: Path, writer: str, snapshot: str) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **small_state()}
+    with opened(tmp_path, writer=writer, snapshot=snapshot) as checkpointer:
+        checkpointer.watch([optimizer])
+        for step in (1, 2):
+            checkpointer.save(state, f"{tmp_path}/{step}.ckpt", step=step)
+            if snapshot == "sync":
+                assert verify(f"{tmp_path}/{step}.ckpt").kind == "single"
+        checkpointer.link(f"{tmp_path}/2.ckpt", f"{tmp_path}/last.ckpt")
+        checkpointer.remove(f"{tmp_path}/1.ckpt")
+        checkpointer.wait(LIMIT)
+        assert sorted(p.name for p in tmp_path.glob("*.ckpt")) == ["2.ckpt", "last.ckpt"]
+        assert [type(event) for event in checkpointer.poll()] == [Committed] * 2
+        assert checkpointer.poll() == []
+        assert (checkpointer.metrics.saves, checkpointer.metrics.failed) == (2, 0)
+        assert checkpointer.last_committed is not None
+        assert checkpointer.last_committed.origin.step == 2
+    assert_equal(load(f"{tmp_path}/last.ckpt"), state)
+
+
+def test_saves_wait_for_a_free_slot_and_closing_twice_is_fine(tmp_path: Path) -> None:
+    with opened(tmp_path, max_in_flight=2) as checkpointer:
+        with stopped_writer(checkpointer):
+            checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+            assert not checkpointer.busy
+            checkpointer.save(small_state(2), f"{tmp_path}/2.ckpt", step=2)
+            assert checkpointer.busy
+            assert checkpointer.is_pending(f"{tmp_path}/1.ckpt")
+            assert not checkpointer.is_pending(f"{tmp_path}/3.ckpt")
+            with pytest.raises(TimeoutError, match=r"still writing after 0\.1 s: .*/1\.ckpt, "):
+                checkpointer.wait(0.1)
+            assert list(tmp_path.glob("*.ckpt")) == []
+        checkpointer.save(small_state(3), f"{tmp_path}/3.ckpt", step=3)
+        checkpointer.close(LIMIT)
+    for step in (1, 2, 3):
+        assert_equal(load(f"{tmp_path}/{step}.ckpt"), small_state(step))
+
+
+def test_the_state_may_change_once_save_has_returned(tmp_path: Path) -> None:
+    state = small_state()
+    with opened(tmp_path) as checkpointer, stopped_writer(checkpointer):
+        checkpointer.save(state, f"{tmp_path}/1.ckpt", step=1)
+        state["weight"].zero_()
+    assert_equal(load(f"{tmp_path}/1.ckpt"), small_state())
+
+
+def test_states_may_grow_and_shrink(tmp_path: Path) -> None:
+    with opened(tmp_path) as checkpointer:
+        for step, nbytes in enumerate([10, 300_000, 10, 500_000]):
+            state = {"weight": torch.full((nbytes,), step, dtype=torch.uint8)}
+            checkpointer.save(state, f"{tmp_path}/{step}.ckpt", step=step)
+            checkpointer.wait(LIMIT)
+            assert_equal(load(f"{tmp_path}/{step}.ckpt"), state)
+
+
+def test_a_writer_that_is_killed_is_reported_once_and_replaced(tmp_path: Path) -> None:
+    with opened(tmp_path) as checkpointer:
+        pid = writer_of(checkpointer).pid
+        os.kill(pid, signal.SIGSTOP)
+        checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+        checkpointer.remove(f"{tmp_path}/0.ckpt")
+        os.kill(pid, signal.SIGKILL)
+        checkpointer.wait(LIMIT)
+        failed = [e for e in checkpointer.poll() if isinstance(e, Failed) and e.origin is not None]
+        assert [event.target for event in failed] == [f"{tmp_path}/1.ckpt"]
+        assert failed[0].reason == (
+            f"the checkpoint writer (process {pid}) has ended with exit status -9"
+        )
+        checkpointer.save(small_state(2), f"{tmp_path}/2.ckpt", step=2)
+        checkpointer.wait(LIMIT)
+        assert [type(event) for event in checkpointer.poll()] == [Committed]
+        assert writer_of(checkpointer).pid != pid
+    assert_equal(load(f"{tmp_path}/2.ckpt"), small_state(2))
+
+
+def test_the_writer_finishes_when_its_trainer_is_killed(tmp_path: Path) -> None:
+    """The trainer dies after the copy and before a byte is written."""
+    child = os.fork()
+    if child == 0:
+        checkpointer = Checkpointer(CheckpointSettings())
+        checkpointer.open(str(tmp_path))
+        checkpointer.save(small_state(0), f"{tmp_path}/0.ckpt", step=0)
+        checkpointer.wait(LIMIT)  # the writer is up, and keeps the folder
+        with stopped_writer(checkpointer):
+            checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+            checkpointer._delivery._thread.submit(int).result(LIMIT)  # it has been sent
+            if not os.path.exists(f"{tmp_path}/1.ckpt"):
+                (tmp_path / "not yet").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    lock = own(str(tmp_path), patience=LIMIT)  # the writer keeps the folder until it has finished
+    assert lock is not None
+    lock.release()
+    assert (tmp_path / "not yet").exists()
+    assert_equal(load(f"{tmp_path}/1.ckpt"), small_state(1))
+
+
+@pytest.mark.parametrize("kind", ["memory", "bucket"])
+def test_object_stores(kind: str) -> None:
+    url = f"{kind}://{uuid.uuid4().hex}"
+    writer = "thread" if kind == "bucket" else "auto"  # another process has not this bucket
+    with opened(url, writer=writer) as checkpointer:
+        assert isinstance(checkpointer._delivery.writer, WriterThread)
+        checkpointer.save(small_state(), f"{url}/1.ckpt", step=1)
+    assert_equal(load(f"{url}/1.ckpt"), small_state())
+
+
+def test_a_process_cannot_write_to_the_memory_of_this_one() -> None:
+    checkpointer = Checkpointer(CheckpointSettings(writer="process"))
+    with pytest.raises(ValueError, match="which is in the memory of this process"):
+        checkpointer.open("memory://x")
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_snapshots_keep_within_the_limit_of_memory(tmp_path: Path, max_in_flight: int) -> None:
+    limit = 10_000 * max_in_flight
+    settings = {"host_memory_limit": limit, "max_in_flight": max_in_flight, "writer": "thread"}
+    with opened(tmp_path, **settings) as checkpointer:
+        checkpointer.save(torch.zeros(9000, dtype=torch.uint8), f"{tmp_path}/1.ckpt", step=1)
+        with pytest.raises(ValueError, match=f"host_memory_limit={limit} bytes is less than"):
+            checkpointer.save(torch.zeros(10001, dtype=torch.uint8), f"{tmp_path}/2.ckpt", step=2)
+        checkpointer.save(small_state(), f"{tmp_path}/3.ckpt", step=3)
+    assert sorted(p.name for p in tmp_path.glob("*.ckpt")) == ["1.ckpt", "3.ckpt"]
+
+
+def test_two_of_one_process_share_a_folder(tmp_path: Path) -> None:
+    """Two callbacks with the same dirpath; with thread writers, which hold no lock of their own."""
+    with opened(tmp_path, writer="thread") as one, opened(tmp_path, writer="thread") as other:
+        one.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+        other.save(small_state(2), f"{tmp_path}/2.ckpt", step=2)
+    assert [load(f"{tmp_path}/{step}.ckpt")["step"] for step in (1, 2)] == [1, 2]

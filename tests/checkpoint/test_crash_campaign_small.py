@@ -1,0 +1,46 @@
+"""A fixed part of the crash campaign: some trials of every kind, at the same moments every time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from processes import run
+
+from benchmarks.crash_oracle import PROBLEMS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+KINDS = (
+    "kill the trainer",
+    "kill the writer",
+    "kill trainer and writer",
+    "slow disk (thread)",
+    "stopped writer process",
+    "damaged on disk",
+    "kill before every system call",
+    "kill after every system call",
+    "power cut, names lost every system call",
+    "power cut, names kept every system call",
+    "EIO at every system call",
+    "ENOSPC for good at every system call",
+    "short writes at every system call",
+)
+
+
+def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path) -> None:
+    """In a process of its own: the campaign forks, which a process with threads must not."""
+    result = tmp_path / "campaign.json"
+    options = ["--trials", "10", "--seed", "3", "--every", "150", "--folder", tmp_path]
+    for kind in KINDS:
+        options += ["--kind", kind]
+    run(
+        [sys.executable, "-m", "benchmarks.crash_campaign", *options, "--json", result],
+        limit=100,
+        PYTHONPATH=str(REPOSITORY),
+    ).require_success()
+    rows = json.loads(result.read_text())["rows"]
+    assert {row["kind"] for row in rows} == set(KINDS)
+    for row in rows:
+        assert {name: row[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0), row["failures"]

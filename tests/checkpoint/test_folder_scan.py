@@ -1,0 +1,106 @@
+"""Which checkpoint of a folder training goes on from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from snapshots import folder_saves, origin, small_state, write_file, write_folder
+
+from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four checkpoints; their names and times of writing are in another order than their steps."""
+    write_file(tmp_path / "z.ckpt", small_state(1), origin(1))
+    write_file(tmp_path / "a.ckpt", small_state(4), origin(4))
+    write_folder(folder_saves(tmp_path / "b.ckpt", small_state(3), 1, step=3))
+    write_file(tmp_path / "c.ckpt", small_state(2), origin(2))
+    return tmp_path
+
+
+def steps(folder: Path) -> list[int]:
+    found = [f.description.origin for f in checkpoints(str(folder)) if f.description]
+    return [origin.step for origin in found if origin]
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_newest_comes_first(folder: Path) -> None:
+    assert steps(folder) == [4, 3, 2, 1]
+    found = newest_valid(str(folder))
+    assert found is not None
+    assert (found.path, found.origin) == (f"{folder}/a.ckpt", origin(4))
+
+
+def test_broken_ones_are_passed_over_with_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (folder / "a.ckpt").read_bytes()
+    (folder / "a.ckpt").write_bytes(data[: len(data) // 2])
+    (shard,) = (folder / "b.ckpt").glob("*.bin")
+    damage(shard)
+    with caplog.at_level(logging.WARNING):
+        found = newest_valid(str(folder))
+    assert found is not None
+    assert found.path == f"{folder}/c.ckpt"
+    assert [r.levelname for r in caplog.records if "passing over" in r.message] == ["WARNING"] * 2
+    assert f"{folder}/a.ckpt" in caplog.text
+    assert f"{shard.name} has changed since it was written" in caplog.text
+
+
+def test_nothing_is_left_if_all_are_broken(folder: Path) -> None:
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        file.write_bytes(file.read_bytes()[:-1])
+    assert newest_valid(str(folder)) is None
+    assert steps(folder) == []
+    assert len(checkpoints(str(folder))) == 4
+    assert all(found.problem for found in checkpoints(str(folder)))
+
+
+def test_what_is_foreign_is_listed_but_never_chosen(tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "foreign.ckpt")
+    (tmp_path / "notes.ckpt").write_text("not a checkpoint")
+    (tmp_path / "events.out").write_text("a log")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".a.ckpt.tmp-0123456789abcdef").write_text("staged")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert [Path(found.path).name for found in checkpoints(str(tmp_path))] == [
+        "foreign.ckpt", "notes.ckpt",
+    ]  # fmt: skip
+    assert newest_valid(str(tmp_path)) is None
+    write_file(tmp_path / "ours.ckpt", small_state(), origin(1))
+    found = newest_valid(str(tmp_path))
+    assert found is not None
+    assert found.path == f"{tmp_path}/ours.ckpt"
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_folder_with_a_manifest_counts_whatever_its_name(tmp_path: Path) -> None:
+    write_folder(folder_saves(tmp_path / "checkpoint_3", small_state(3), 2, step=3))
+    assert steps(tmp_path) == [3]
+
+
+def test_a_newer_format_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "VERSION", 2)
+        write_file(folder / "new.ckpt", small_state(9), origin(9))
+    found = newest_valid(str(folder))
+    assert found is not None
+    assert found.path == f"{folder}/a.ckpt"
+    assert ["newer lightning_dist" in f.problem for f in checkpoints(str(folder)) if f.problem] == [
+        True
+    ]
+
+
+def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
+    assert newest_valid(str(tmp_path)) is None
+    assert newest_valid(f"{tmp_path}/missing") is None

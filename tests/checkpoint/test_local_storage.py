@@ -1,0 +1,184 @@
+"""A folder of this machine: what is published is there as a whole, what it replaces is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
+
+from lightning_dist.checkpoint.disk.folder_owner import recover
+from lightning_dist.checkpoint.disk.storage import LocalStorage
+from lightning_dist.checkpoint.reading import load
+
+STORAGE = LocalStorage()
+Make = Callable[[Path, str], None]
+
+
+def file(path: Path, content: str) -> None:
+    path.write_text(content)
+
+
+def folder(path: Path, content: str) -> None:
+    path.mkdir()
+    (path / "a").write_text(content)
+    (path / "manifest.json").write_text(content)
+
+
+def link_to_file(path: Path, content: str) -> None:
+    real = path.parent / f"real {content}"
+    real.write_text(content)
+    path.symlink_to(real.name)
+
+
+def link_to_folder(path: Path, content: str) -> None:
+    folder(path.parent / f"real {content}", content)
+    path.symlink_to(f"real {content}")
+
+
+def content(path: Path) -> str:
+    return (path / "a").read_text() if path.is_dir() else path.read_text()
+
+
+def without_renameat2(patch: pytest.MonkeyPatch) -> None:
+    """As a filesystem that has no exchange, such as NFS, answers."""
+
+    class Library:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.renameat2 = lambda *_: -1
+
+    patch.setattr(ctypes, "CDLL", Library)
+
+
+MAKERS = [file, folder, link_to_file, link_to_folder]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "without"])
+@pytest.mark.parametrize("old", [None, *MAKERS])
+@pytest.mark.parametrize("new", MAKERS)
+def test_publishing_replaces_whatever_had_the_name(
+    tmp_path: Path, new: Make, old: Make | None, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "x.ckpt"
+    if old is not None:
+        old(target, "old")
+    staged = Path(STORAGE.staging(str(target), origin().save_id))
+    new(staged, "new")
+    if not exchange:
+        without_renameat2(monkeypatch)
+    STORAGE.publish(str(staged), str(target))
+    assert content(target) == "new"
+    kept = {"x.ckpt", "real old", "real new"}
+    assert {path.name for path in tmp_path.iterdir()} <= kept, "something was left behind"
+    if old in (link_to_file, link_to_folder):
+        assert content(tmp_path / "real old") == "old", "what the old link showed was touched"
+
+
+class Killed(BaseException):
+    pass
+
+
+def whole_file(path: str, step: int) -> None:
+    write_file(path, small_state(step), origin(step))
+
+
+def whole_folder(path: str, step: int) -> None:
+    write_folder(folder_saves(path, small_state(step), 1, step=step))
+
+
+@pytest.mark.parametrize("cut", [1, 2], ids=["before the first rename", "between the two"])
+@pytest.mark.parametrize("new", [whole_file, whole_folder])
+@pytest.mark.parametrize("old", [whole_folder])
+def test_recover_finishes_what_was_cut_between_two_renames(
+    tmp_path: Path, old: Any, new: Any, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "x.ckpt"
+    old(str(target), 1)
+    new(str(tmp_path / "elsewhere"), 2)
+    staged = STORAGE.staging(str(target), origin(2).save_id)
+    os.rename(tmp_path / "elsewhere", staged)
+    without_renameat2(monkeypatch)
+    renames, rename = [], os.rename
+
+    def killed(*paths: str) -> None:
+        renames.append(paths)
+        if len(renames) == cut:
+            raise Killed
+        rename(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(Killed):
+            STORAGE.publish(staged, str(target))
+    recover(STORAGE, str(tmp_path))
+    assert_equal(load(str(target)), small_state(1 if cut == 1 else 2))
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("old", [None, *MAKERS])
+@pytest.mark.parametrize("symbolic", [True, False])
+@pytest.mark.parametrize("make", [file, folder])
+def test_links_show_the_same_content_and_survive_removal_unless_symbolic(
+    tmp_path: Path, make: Make, symbolic: bool, old: Make | None
+) -> None:
+    make(tmp_path / "x.ckpt", "new")
+    if old is not None:
+        old(tmp_path / "last.ckpt", "old")
+    STORAGE.link(str(tmp_path / "x.ckpt"), str(tmp_path / "last.ckpt"), symbolic=symbolic)
+    assert content(tmp_path / "last.ckpt") == "new"
+    assert (tmp_path / "last.ckpt").is_symlink() == symbolic
+    STORAGE.remove(str(tmp_path / "x.ckpt"))
+    assert (tmp_path / "last.ckpt").exists() != symbolic
+    assert not STORAGE.leftovers(str(tmp_path))
+
+
+def test_a_folder_that_is_linked_gets_its_manifest_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed link is then nothing that ``recover`` would take for a whole folder."""
+    folder(tmp_path / "x.ckpt", "new")
+    (tmp_path / "x.ckpt" / "shard").write_text("s")
+    linked, link = [], os.link
+    monkeypatch.setattr(os, "link", lambda *p: (linked.append(os.path.basename(p[0])), link(*p)))
+    STORAGE.link(str(tmp_path / "x.ckpt"), str(tmp_path / "last.ckpt"))
+    assert linked == ["a", "shard", "manifest.json"]
+
+
+def test_a_filesystem_without_hard_links_gets_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    file(tmp_path / "x.ckpt", "new")
+    monkeypatch.setattr(os, "link", refuse)
+    STORAGE.link(str(tmp_path / "x.ckpt"), str(tmp_path / "last.ckpt"))
+    assert content(tmp_path / "last.ckpt") == "new"
+    assert (tmp_path / "last.ckpt").stat().st_ino != (tmp_path / "x.ckpt").stat().st_ino
+
+
+def test_a_folder_whose_removal_was_cut_is_found_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / "x.ckpt", "old")
+
+    def killed(path: str) -> None:
+        os.unlink(f"{path}/a")
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_dist.checkpoint.disk.storage.shutil.rmtree", killed)
+        with pytest.raises(Killed):
+            STORAGE.remove(str(tmp_path / "x.ckpt"))
+    assert not (tmp_path / "x.ckpt").exists()
+    recover(STORAGE, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_removing_nothing_is_no_error(tmp_path: Path) -> None:
+    STORAGE.remove(str(tmp_path / "x.ckpt"))
+    assert STORAGE.names(str(tmp_path / "x.ckpt")) == []

@@ -1,0 +1,103 @@
+"""Several ranks save one folder together; what is loaded is what one rank would have saved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from snapshots import assert_equal
+from torch import nn
+from worlds import Rank, run_threads
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.disk.manifest import Manifest
+from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.reading import consolidate, load
+from lightning_dist.checkpoint.settings import CheckpointSettings
+
+LIMIT = 30.0
+_SEEDED = threading.Lock()
+"""The threads of a world share one random state."""
+
+
+def model_of(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Alike on all ranks but for the buffers; the first and the last weight are tied."""
+    with _SEEDED, torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        model[2].weight = model[0].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    model[1].running_mean += rank
+    return model, optimizer
+
+
+def state_of(rank: int, extra: int = 0) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    model, optimizer = model_of(rank)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rank": rank}
+    return {"extra": [torch.zeros(9) for _ in range(extra)], **state}, optimizer
+
+
+def save_on_all_ranks(
+    target: Path, ranks: int, writer: str, extra: Callable[[int], int] = lambda rank: 0
+) -> None:
+    settings = CheckpointSettings(writer=writer)  # type: ignore[arg-type]
+
+    def body(rank: Rank) -> list[object]:
+        state, optimizer = state_of(rank.rank, extra(rank.rank))
+        checkpointer = Checkpointer(settings, group=rank.group("checkpoint"))
+        checkpointer.open(str(target.parent))
+        checkpointer.watch([optimizer])
+        checkpointer.save(state, str(target), step=1, sharded=True)
+        checkpointer.close(LIMIT)
+        return list(checkpointer.poll())
+
+    for events in run_threads(body, ranks):
+        assert [type(event) for event in events] == [Committed], events
+
+
+@pytest.mark.parametrize(
+    ("ranks", "writer"), [(1, "thread"), (2, "thread"), (2, "process"), (3, "thread")]
+)
+def test_all_ranks_save_one_state(tmp_path: Path, ranks: int, writer: str) -> None:
+    target = tmp_path / "x.ckpt"
+    save_on_all_ranks(target, ranks, writer)
+    loaded = load(str(target))
+    assert_equal(loaded, state_of(0)[0])
+    weights = [loaded["model"][f"{layer}.weight"] for layer in (0, 2)]
+    assert weights[0].data_ptr() == weights[1].data_ptr(), "they are tied no more"
+    shards = [path.stat().st_size for path in target.glob("*.bin")]
+    assert len(shards) == ranks
+    described = verify(str(target))
+    assert (described.kind, described.nbytes) == ("sharded", sum(shards))
+    assert described.origin is not None
+    assert described.origin.ranks == ranks
+
+
+def test_a_folder_becomes_one_file_for_torch(tmp_path: Path) -> None:
+    save_on_all_ranks(tmp_path / "x.ckpt", 2, "thread")
+    nbytes = consolidate(f"{tmp_path}/x.ckpt", f"{tmp_path}/one.ckpt")
+    assert nbytes == (tmp_path / "one.ckpt").stat().st_size
+    assert_equal(torch.load(tmp_path / "one.ckpt", mmap=True), state_of(0)[0])
+    one, many = (verify(f"{tmp_path}/{name}.ckpt") for name in ("one", "x"))
+    assert (one.kind, one.origin) == ("single", many.origin)
+    with pytest.raises(ValueError, match="exists; remove it first"):
+        consolidate(f"{tmp_path}/x.ckpt", f"{tmp_path}/one.ckpt")
+    with pytest.raises(ValueError, match="only a folder of shards can be consolidated"):
+        consolidate(f"{tmp_path}/one.ckpt", f"{tmp_path}/two.ckpt")
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_ranks_that_do_not_agree_leave_it_to_rank_0(tmp_path: Path, writer: str) -> None:
+    """Rank 1 has one tensor more, so that all its records have other numbers."""
+    target = tmp_path / "x.ckpt"
+    save_on_all_ranks(target, 2, writer, extra=lambda rank: rank)
+    assert_equal(load(str(target)), state_of(0)[0])
+    text = (target / "manifest.json").read_text()
+    assert len(Manifest.from_json(text, path=str(target)).files) == 1

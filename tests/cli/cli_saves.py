@@ -1,0 +1,119 @@
+"""Checkpoints of every kind, written by the engine's own writer."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dist.checkpoint.disk.folder_owner import own, own_as_writer
+from lightning_dist.checkpoint.disk.jobs import Committed, Event, Piece, SaveFile, SaveFolder
+from lightning_dist.checkpoint.disk.manifest import Origin
+from lightning_dist.checkpoint.disk.writer import Writer
+
+RECORDS = {"data.pkl": b"p" * 100, "data/0": bytes(range(256)) * 8, "version": b"3\n"}
+_STEPS = itertools.count(1)
+
+
+def origin(step: int = 0, *, ranks: int = 1) -> Origin:
+    """Of a save that is newer than those before, at ``step`` seconds after the year 2020 began."""
+    step = step or next(_STEPS)
+    return Origin(os.urandom(8).hex(), step, (1_577_836_800 + step) * 10**9, ranks)
+
+
+def save_file(path: str | Path, *, step: int = 0, records: dict[str, bytes] = RECORDS) -> str:
+    pieces, snapshot = _laid_out(records)
+    _done(SaveFile(origin(step), str(path), pieces), snapshot)
+    return str(path)
+
+
+def save_sharded(
+    path: str | Path, *, step: int = 0, ranks: int = 2, records: dict[str, bytes] = RECORDS
+) -> str:
+    """Every rank has a part of every record."""
+    whole = origin(step, ranks=ranks)
+
+    def write(rank: int) -> None:
+        spans = {n: (len(c) * rank // ranks, len(c) * (rank + 1) // ranks)
+                 for n, c in records.items()}  # fmt: skip
+        pieces, snapshot = _laid_out({n: records[n][slice(*span)] for n, span in spans.items()})
+        pieces = tuple(replace(piece, start=spans[piece.record][0]) for piece in pieces)
+        _done(SaveFolder(whole, str(path), pieces, rank, tuple(records)), snapshot)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(write, range(ranks)))
+    return str(path)
+
+
+def save_folder(path: str | Path, content: Path, *, step: int = 0) -> str:
+    """A folder of ordinary files."""
+    _done(SaveFolder(origin(step), str(path), (), 0, files=((content.name, str(content)),)), b"")
+    return str(path)
+
+
+def records_of(state: Any) -> dict[str, bytes]:
+    """The records of the archive that ``torch.save`` writes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    with zipfile.ZipFile(file) as archive:
+        return {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
+
+
+def damage(path: Path, *, at: int | None = None) -> None:
+    """Flip a bit of the file, in its middle unless told."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)
+
+
+@contextmanager
+def owned_by_another(folder: Path, *, as_writer: bool = False) -> Iterator[int]:
+    """Another process owns ``folder``; gives its id."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_own, args=(str(folder), as_writer, theirs))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.recv() == "owned"
+        yield process.pid or 0
+    finally:
+        ours.close()
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def _own(folder: str, as_writer: bool, channel: Any) -> None:
+    lock = own(folder)
+    if as_writer:
+        assert lock is not None
+        lock.release()
+        lock = own_as_writer(folder)
+    channel.send("owned")
+    try:
+        channel.recv()
+    except EOFError:
+        assert lock is not None
+        lock.release()
+
+
+def _laid_out(records: dict[str, bytes]) -> tuple[tuple[Piece, ...], bytes]:
+    offsets = itertools.accumulate(map(len, records.values()), initial=0)
+    pieces = (Piece(n, len(c), o) for (n, c), o in zip(records.items(), offsets, strict=False))
+    return tuple(pieces), b"".join(records.values())
+
+
+def _done(job: SaveFile | SaveFolder, snapshot: bytes) -> None:
+    events: list[Event] = []
+    Writer(report=events.append).do(job, memoryview(snapshot))
+    assert [type(event) for event in events] == [Committed], events

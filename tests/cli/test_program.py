@@ -1,0 +1,143 @@
+"""The installed program ``lightning-dist``, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_saves import RECORDS, damage, save_file
+from processes import run
+from typer.testing import CliRunner
+
+import lightning_dist
+from lightning_dist.cli import app
+
+PROGRAM = Path(sys.executable).with_name("lightning-dist")
+
+# The package's own __init__ imports Lightning, and with it torch; the program itself must not.
+ALONE = f"""
+import sys, types
+package = types.ModuleType("lightning_dist")
+package.__path__ = [{str(Path(lightning_dist.__file__).parent)!r}]
+sys.modules["lightning_dist"] = package
+from lightning_dist.cli import app
+import typer.testing
+for command in sys.argv[1:]:
+    result = typer.testing.CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+print(*sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "lightning", "fsspec"}}))
+"""
+
+
+def test_the_program_does_what_it_is_for(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_file(tmp_path / f"{step}.ckpt", step=step)
+    shown = run([PROGRAM, "ckpt", "ls", tmp_path], limit=60).require_success().output
+    assert [line.split()[0] for line in shown.splitlines()[-3:]] == ["3.ckpt", "2.ckpt", "1.ckpt"]
+    damage(tmp_path / "3.ckpt")
+    checked = run([PROGRAM, "ckpt", "verify", tmp_path], limit=60)
+    assert checked.returncode == 1
+    assert "data/0 has changed since it was written" in checked.output
+    prune = [PROGRAM, "ckpt", "prune", tmp_path, "--keep", "1", "--yes"]
+    run(prune, limit=60).require_success()
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["2.ckpt"]
+
+
+def test_errors_are_one_line_and_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [PROGRAM, "ckpt", "ls", tmp_path / "no"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"lightning-dist: there is no folder {tmp_path}/no\n"
+
+
+def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_file(tmp_path / f"{step}.ckpt", step=step)
+    command = [PROGRAM, "ckpt", "prune", tmp_path, "--keep", "1"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as asking:
+        assert asking.stdin is not None
+        assert asking.stdout is not None
+        said = b""
+        while b"Remove 1 checkpoints?" not in said:
+            part = asking.stdout.read(1)
+            assert part, said
+            said += part
+        other = CliRunner().invoke(app, ["ckpt", "prune", str(tmp_path), "--keep", "1", "--yes"])
+        assert other.exit_code == 2
+        assert f"process {asking.pid} on " in other.stderr
+        assert (tmp_path / "1.ckpt").exists()
+        asking.stdin.write(b"y\n")
+        asking.stdin.close()
+        assert asking.wait(60) == 0
+    assert not (tmp_path / "1.ckpt").exists()
+
+
+def test_a_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
+    large = {**RECORDS, "data/1": bytes(4 << 20)}
+    path = save_file(tmp_path / "x.ckpt", records=large)
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [PROGRAM, "ckpt", "verify", path],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=60,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError:  # how the end of a terminal is read
+        pass
+    os.close(ours)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].startswith(b"ok ")
+    assert b"4.2/4.2 MB" in shown
+    piped = subprocess.run([PROGRAM, "ckpt", "verify", path], capture_output=True, timeout=60)
+    assert (piped.returncode, piped.stderr) == (0, b"")
+
+
+def test_the_program_itself_loads_no_torch(tmp_path: Path) -> None:
+    save_file(tmp_path / "1.ckpt")
+    commands = ["--version", *(f"ckpt {c} {tmp_path}" for c in ("ls", "verify", "prune --keep=1"))]
+    assert run([sys.executable, "-c", ALONE, *commands], limit=60).require_success().output == "\n"
+
+
+def test_that_test_can_fail(tmp_path: Path) -> None:
+    code = "import torch\n" + ALONE
+    loaded = run([sys.executable, "-c", code, "--version"], limit=60).require_success().output
+    assert "torch" in loaded
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (
+        0,
+        f"lightning-dist {lightning_dist.__version__}\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["ckpt", "--help"], ["ckpt", "prune", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    expected = {1: ["ckpt"], 2: ["ls", "verify", "prune", "consolidate"], 3: ["--keep", "--yes"]}
+    assert [word for word in expected[len(arguments)] if word not in result.stdout] == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["ckpt", "rm"], ["ckpt", "ls"], ["--nope"]], ids=str
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.stderr
