@@ -28,10 +28,11 @@ if not __package__:  # run as a file: let `benchmarks` be found, as with `python
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import readme_tables as tables
+from benchmarks.readme_checkpoints import checkpoint, crash_campaign
 from benchmarks.readme_forms import curve, forms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/choosing-a-codec.md", "docs/hierarchical.md")
+DOCUMENTS = ("README.md", "docs/choosing-a-codec.md", "docs/hierarchical.md", "docs/checkpoints.md")
 
 Section = tuple[str, Callable[[Mapping[str, Any]], str | None]]
 
@@ -45,6 +46,8 @@ SECTIONS: dict[str, Section] = {
     "convergence-gpt": ("convergence", partial(tables.convergence, task="gpt")),
     "convergence-gpt-long": ("convergence_long", partial(tables.convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(tables.convergence, task="digits")),
+    "checkpoint": ("checkpoint", checkpoint),
+    "crash-campaign": ("crash_campaign", crash_campaign),
     "time-to-accuracy": ("time_to_accuracy", tables.time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""

@@ -86,15 +86,18 @@ class Checkpointer:
         self._locks: dict[str, Lock | None] = {}
         self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
 
-    def open(self, folder: str) -> None:
+    def open(self, folder: str, *, alone: bool = True) -> None:
         """Prepare to write to ``folder``; on every rank that writes.
+
+        Args:
+            alone: keep other trainers from it, and remove what dead ones left half done.
 
         Raises:
             ValueError: another trainer writes there, or it is no folder.
             OSError: it cannot be written.
         """
         if folder not in self._locks:
-            self._locks[folder] = own(folder) if self.is_first else None
+            self._locks[folder] = own(folder) if alone and self.is_first else None
             self._delivery.open(folder)
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:

@@ -175,14 +175,13 @@ class SharedFolder:
     def _give_up(self, error: Exception) -> None:
         dropped = isinstance(error, DroppedCheckpointError)
         reason = str(error) if dropped else f"{type(error).__name__}: {error}"
-        if self.save.rank == 0:
-            self._remove_own_files()
-            if self.save.origin.ranks == 1:
-                return
+        alone, own = self.save.origin.ranks == 1, self._receipt(self.save.rank)
+        if self.save.rank == 0 and not alone:
             self.storage.make_folder(self._staged)
-        elif self._staged != self.target and not self.storage.exists(self._staged):
-            return
-        self._put_receipt(Receipt(failed=reason, dropped=dropped))
+        if not alone and (self._staged == self.target or self.storage.exists(self._staged)):
+            self._put_receipt(Receipt(failed=reason, dropped=dropped))
+        if self.save.rank == 0:
+            self._remove_files(kept="" if alone else own.rpartition("/")[2])
 
     @property
     def remains(self) -> str:
@@ -191,13 +190,14 @@ class SharedFolder:
             return self._staged
         return f"{self.save.target}/{self._receipt(0).rpartition('/')[2]}"
 
-    def _remove_own_files(self) -> None:
-        if self._staged != self.target:
+    def _remove_files(self, *, kept: str) -> None:
+        if self._staged != self.target and not kept:
             self.storage.remove(self._staged)
             return
-        for name in self.storage.names(self.target):
-            if self.save.origin.save_id in name:
-                self.storage.remove(f"{self.target}/{name}")
+        for name in self.storage.names(self._staged):
+            ours = self._staged != self.target or self.save.origin.save_id in name
+            if ours and name != kept:
+                self.storage.remove(f"{self._staged}/{name}")
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         """Wait as long as somebody writes something."""

@@ -201,7 +201,10 @@ class LocalStorage(Storage):
                     shutil.rmtree(rest)
 
     def names(self, path: str) -> list[str]:
-        return sorted(os.listdir(path)) if os.path.isdir(path) else []
+        try:
+            return sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):  # also if it was published just now
+            return []
 
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
