@@ -82,7 +82,6 @@ class Checkpointer:
         self._fence = Fence()
         self._optimizers: list[Optimizer] = []
         self._overlap = settings.snapshot in ("auto", "overlap")
-        self._stalls: dict[str, float] = {}
         self._locks: dict[str, Lock | None] = {}
         self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
 
@@ -166,7 +165,7 @@ class Checkpointer:
         self._take(save, divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
-        self.metrics.stall_s = self._stalls[origin.save_id] = time.perf_counter() - began
+        self.metrics.stall_s = time.perf_counter() - began
         self.metrics.saves += 1
 
     def wait_for_turn(self) -> None:
@@ -216,10 +215,6 @@ class Checkpointer:
         self.metrics.in_flight = self._delivery.count
         self.metrics.fence_s = self._fence.waited
         return self._delivery.poll()
-
-    def stall_s(self, committed: Committed) -> float:
-        """Seconds for which the call of that save kept the training."""
-        return self._stalls.pop(committed.origin.save_id, 0.0)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is committed or has failed, and every link and removal is done.

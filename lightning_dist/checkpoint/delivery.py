@@ -200,6 +200,8 @@ class Delivery:
                 self._writer = None
             if isinstance(job, Remove):  # asked for again with the next save
                 self._end_errand()
+            elif isinstance(job, Link) and (self._failing or self.is_pending(job.source)):
+                self._end_errand()  # what it would show is lost too, and that is said
             else:
                 self._report(Failed(job.target, origin, str(error)))
 

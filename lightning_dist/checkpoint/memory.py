@@ -42,6 +42,8 @@ class SnapshotMemory:
 
     def release(self) -> None:
         """Give the memory back, once the last tensor and view of it are gone."""
+        if self.nbytes and torch.cuda.is_available():
+            _unpin(self.bytes)
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -52,3 +54,8 @@ def _pin(buffer: Tensor) -> None:
     # Pageable memory is copied to at a fraction of the rate, and not asynchronously.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+
+
+def _unpin(buffer: Tensor) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))

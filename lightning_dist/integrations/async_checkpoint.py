@@ -200,9 +200,8 @@ class AsyncCheckpoint(ModelCheckpoint):
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         assert self._session is not None
         self._doomed.discard(filepath)
-        self._session.save(filepath, weights_only=self.save_weights_only)
-        if weights_may_change(trainer):
-            self._session.wait_for_copy()
+        at_once = weights_may_change(trainer)
+        self._session.save(filepath, weights_only=self.save_weights_only, at_once=at_once)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 

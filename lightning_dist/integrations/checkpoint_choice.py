@@ -61,6 +61,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
     def __init__(self, *, verify: Any, trainer: pl.Trainer) -> None:
         super().__init__(snapshot="sync", writer="thread", verify=verify)
         self._trainer = trainer
+        self._alone = False  # many jobs may save into one folder by hand, each its own files
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

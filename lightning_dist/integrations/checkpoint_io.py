@@ -64,6 +64,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             host_memory_limit=host_memory_limit,
         )
         self._checkpointer: Checkpointer | None = None
+        self._alone = True
 
     @override
     def save_checkpoint(
@@ -148,7 +149,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     def _open(self, folder: str) -> Checkpointer:
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(self.settings)
-        self._checkpointer.open(folder)
+        self._checkpointer.open(folder, alone=self._alone)
         return self._checkpointer
 
     def _surface(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,7 @@ class CheckpointSession:
         self._sharded = sharded
         self._failed: list[Failed] = []  # not yet known to the other ranks
         self._idle = Metrics()
+        self._stalls: dict[str, float] = {}  # of the last save to each path
         self._checkpointer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
             self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
@@ -95,20 +97,22 @@ class CheckpointSession:
         if self._checkpointer is not None:
             self._checkpointer.watch(self._trainer.strategy.optimizers)
 
-    def save(self, path: str, *, weights_only: bool) -> None:
-        """Take a snapshot of the training. On all ranks."""
-        trainer = self._trainer
+    def save(self, path: str, *, weights_only: bool, at_once: bool) -> None:
+        """Take a snapshot of the training. On all ranks.
+
+        Args:
+            at_once: all of it, for something may change the weights before the next step.
+        """
+        began, trainer = time.perf_counter(), self._trainer
         with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
             with self._as_checkpoint_io() as io:
                 trainer.strategy.save_checkpoint(checkpoint, path)
                 if self._checkpointer is not None and not trainer.is_global_zero:
                     io.save_checkpoint(checkpoint, path)
-
-    def wait_for_copy(self) -> None:
-        """Wait until anybody may change what was saved last."""
-        if self._checkpointer is not None:
+        if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
+        self.metrics.stall_s = self._stalls[path] = time.perf_counter() - began
 
     @contextmanager
     def _as_checkpoint_io(self) -> Iterator[IntoCheckpointer]:
@@ -223,7 +227,7 @@ class CheckpointSession:
                 self._announce(self._checkpointer, event)
 
     def _announce(self, checkpointer: Checkpointer, event: Committed) -> None:
-        rank_zero_info(line(event, stall_s=checkpointer.stall_s(event)))
+        rank_zero_info(line(event, stall_s=self._stalls.get(event.target, 0.0)))
         step = max(self._trainer.global_step - 1, 0)
         log_metrics(self._trainer.loggers, checkpointer, step=step)
         callback: Any = proxy(self._callback)

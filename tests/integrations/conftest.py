@@ -12,7 +12,9 @@ RUNNER = Path(__file__).with_name("run_scenarios.py")
 OF_TWO = [
     *("training", "precision", "several_optimizers", "parameters", "lifecycle"),
     *("failures", "checkpoints", "loggers", "refusals", "fabric_runs"),
+    "async_checkpoints",
 ]
+OF_THREE = ("world_sizes", "async_world_sizes")
 LIMIT = 170.0
 
 
@@ -27,7 +29,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.fixture(scope="session")
 def three(two: Results) -> Results:
     """Scenarios of three ranks, in the folder of the two: they take over its checkpoint."""
-    finished = torchrun(RUNNER, two.folder, "world_sizes", ranks=3, limit=LIMIT)
+    finished = torchrun(RUNNER, two.folder, *OF_THREE, ranks=3, limit=LIMIT)
     return Results(two.folder, finished, ranks=3)
 
 

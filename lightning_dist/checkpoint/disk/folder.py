@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from lightning_dist.checkpoint.disk import manifest as manifests
@@ -170,7 +171,8 @@ class SharedFolder:
         path = self._receipt(self.save.rank)
         staged = self.storage.staging(path, self.save.origin.save_id)
         self.storage.write(staged, receipt.to_json())
-        self.storage.publish(staged, path)
+        with suppress(FileNotFoundError):  # rank 0 may publish, or give up, as soon as it sees it
+            self.storage.publish(staged, path)
 
     def _give_up(self, error: Exception) -> None:
         dropped = isinstance(error, DroppedCheckpointError)

@@ -1,0 +1,209 @@
+"""What cannot be written: said once, within a step, and nothing that was there is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from checkpoint_runs import Between, Net, books, fit, listing, whole_checkpoints, writer_pid
+
+from lightning_dist import AsyncCheckpoint
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+
+
+def checkpoint(folder: Path, **arguments: Any) -> AsyncCheckpoint:
+    arguments = {"every_n_train_steps": 1, "writer": "process", **arguments}
+    return AsyncCheckpoint(folder, "{step}", **arguments)
+
+
+class Faults:
+    """Breaks what is below a checkpoint callback, and mends it."""
+
+    def __init__(self, callback: AsyncCheckpoint, folder: Path) -> None:
+        self.callback, self.folder = callback, folder
+        self.aside = folder.with_name("aside")
+
+    def short_of_space(self) -> None:
+        """No file of the writer may be longer than 1 kB: the kernel refuses in mid-file."""
+        self._limit(1000)
+
+    def space_again(self) -> None:
+        self._limit(resource.RLIM_INFINITY)
+
+    def _limit(self, nbytes: int) -> None:
+        self.callback.wait()
+        limits = (nbytes, resource.RLIM_INFINITY)
+        resource.prlimit(writer_pid(self.callback), resource.RLIMIT_FSIZE, limits)
+
+    def replace_folder(self) -> None:
+        """A file has the folder's name."""
+        self.callback.wait()
+        self.folder.rename(self.aside)
+        self.folder.write_text("not a folder")
+
+    def put_folder_back(self) -> None:
+        self.callback.wait()
+        self.folder.unlink()
+        self.aside.rename(self.folder)
+
+    def stop_writer(self) -> None:
+        self.callback.wait()
+        os.kill(writer_pid(self.callback), signal.SIGSTOP)
+
+    def kill_writer(self) -> None:
+        os.kill(writer_pid(self.callback), signal.SIGKILL)
+        self.callback.wait()
+
+
+def said(warned: pytest.WarningsRecorder) -> list[str]:
+    texts = [str(each.message) for each in warned]
+    return [text for text in texts if "was not written" in text]
+
+
+def test_training_goes_on_and_the_books_are_right(tmp_path: Path) -> None:
+    """Three faults in one run, each followed by a save that succeeds."""
+    folder = tmp_path / "here"
+    callback = checkpoint(folder, on_error="warn", save_last=True)
+    faults = Faults(callback, folder)
+    noted: dict[int, Any] = {}
+
+    def note(step: int, *actions: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            callback.wait()
+            noted[step] = (books(callback), listing(folder) if folder.is_dir() else None)
+            for action in actions:
+                action()
+
+        return run
+
+    actions = {
+        1: faults.short_of_space,
+        2: faults.space_again,  # 2 was not written
+        3: note(3, faults.replace_folder),
+        4: faults.put_folder_back,  # 4 was not written
+        5: note(5, faults.stop_writer),
+        6: faults.kill_writer,  # 6 was not written
+        7: note(7),
+        8: note(8),
+    }
+    with pytest.warns(UserWarning, match="was not written") as warned:
+        fit(callback, Between(actions), max_epochs=3)
+    size, replaced, killed = said(warned)
+    assert size == (
+        f"the checkpoint {folder}/step=2.ckpt of step 2 was not written: OSError: [Errno "
+        f"{errno.EFBIG}] File too large; the last complete one is {folder}/step=1.ckpt of step 1"
+    )
+    assert "/step=4.ckpt of step 4 was not written: FileExistsError" in replaced
+    assert replaced.endswith(f"the last complete one is {folder}/step=3.ckpt of step 3")
+    assert "/step=6.ckpt of step 6 was not written: the checkpoint writer (process " in killed
+    assert f"has ended with exit status -9; the last complete one is {folder}/step=5" in killed
+    for step, (state, names) in noted.items():
+        assert state["best_model_path"] == f"FOLDER/step={step}.ckpt"
+        assert state["last_model_path"] == "FOLDER/last.ckpt"
+        assert set(names) == {"last.ckpt", f"step={step}.ckpt"}, step
+    assert (callback.metrics.failed, callback.metrics.saves) == (3, 9)
+    assert whole_checkpoints(folder) == ["last.ckpt", "step=9.ckpt"]
+    assert torch.load(folder / "last.ckpt")["global_step"] == 9
+
+
+def test_the_first_checkpoint_fails_and_no_book_names_it(tmp_path: Path) -> None:
+    callback = checkpoint(tmp_path, on_error="warn", save_last=True, monitor="seen", save_top_k=2)
+    faults = Faults(callback, tmp_path)
+    with pytest.warns(UserWarning, match="none of this run is complete yet") as warned:
+        fit(callback, Between({0: faults.short_of_space}), max_steps=2)
+    assert len(said(warned)) == 2
+    assert listing(tmp_path) == []
+    state = books(callback)
+    assert state["best_k_models"] == {}
+    assert (state["best_model_path"], state["last_model_path"]) == ("", "")
+    assert state["best_model_score"] is None
+
+
+def faulty(name: str, faults: Faults) -> dict[int, Callable[[], None]]:
+    """Step 2 is not written, and that is known when step 3 ends."""
+    return {
+        "size": {1: faults.short_of_space, 2: faults.callback.wait},
+        "folder": {1: faults.replace_folder, 2: faults.put_folder_back},
+        "writer": {1: faults.stop_writer, 2: faults.kill_writer},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["size", "folder", "writer"])
+def test_the_next_step_raises_and_only_that(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    folder = tmp_path / "here"
+    callback = checkpoint(folder, save_last=True)
+    actions = faulty(name, Faults(callback, folder))
+    steps = Between(actions)
+    path = f"{folder}/step=2.ckpt of step 2 was not written: "
+    with pytest.raises(CheckpointError, match=path) as error:
+        fit(callback, steps, max_epochs=3)
+    assert str(error.value).endswith(f"the last complete one is {folder}/step=1.ckpt of step 1")
+    assert list(steps.digests) == [1, 2, 3]
+    assert said(recwarn) == []
+    assert whole_checkpoints(folder) == ["last.ckpt", "step=1.ckpt"]
+    again = fit(callback, max_epochs=3, ckpt_path="last")
+    assert again.global_step == 9
+    assert listing(folder) == ["last.ckpt", "step=9.ckpt"]
+
+
+def test_the_last_checkpoint_fails_and_fit_raises(tmp_path: Path) -> None:
+    callback = checkpoint(tmp_path)
+    faults = Faults(callback, tmp_path)
+    with pytest.raises(CheckpointError, match=r"/step=2\.ckpt of step 2 was not written"):
+        fit(callback, Between({1: faults.short_of_space}), max_steps=2)
+    assert listing(tmp_path) == ["step=1.ckpt"]
+
+
+class Unpicklable(L.Callback):
+    def on_save_checkpoint(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            args[1]["lock"] = threading.Lock()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_state_that_cannot_be_pickled(on_error: Any, tmp_path: Path) -> None:
+    """As with ModelCheckpoint: an error of the state, at once, from the step that saves it."""
+    callback = checkpoint(tmp_path, on_error=on_error)
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+        fit(callback, Unpicklable())
+    assert whole_checkpoints(tmp_path) == ["step=1.ckpt"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """100 kB in memory."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting takes root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_is_known_before_anything_is_written(small_disk: Path) -> None:
+    callback = checkpoint(small_disk, on_error="warn", save_top_k=-1)
+    filler = small_disk / "filler"
+    actions = {
+        2: lambda: (callback.wait(), filler.write_bytes(b"\0" * 72_000)),
+        3: lambda: (callback.wait(), filler.unlink()),
+    }
+    with pytest.warns(UserWarning, match="was not written: no space") as warned:
+        fit(callback, Between(actions), model=Net(), max_steps=4)
+    (message,) = said(warned)
+    assert message.startswith(f"the checkpoint {small_disk}/step=3.ckpt of step 3 was not written")
+    assert "needs 0.0 MB beside the checkpoints that are kept until it is complete" in message
+    assert whole_checkpoints(small_disk) == [f"step={step}.ckpt" for step in (1, 2, 4)]

@@ -1,0 +1,187 @@
+"""AsyncTorchCheckpointIO under Lightning's own ModelCheckpoint, and under Fabric."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import Between, Net, digest, fit, listing, require_same, whole_checkpoints
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_dist import AsyncTorchCheckpointIO
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "steps": {"every_n_train_steps": 2},
+    "best two and the last": {"monitor": "score", "save_top_k": 2, "save_last": True},
+    "a link": {"save_last": "link"},
+    "weights": {"save_weights_only": True, "save_top_k": -1},
+}
+
+
+def writer_pid(io: AsyncTorchCheckpointIO) -> int:
+    assert io._checkpointer is not None
+    return int(io._checkpointer._delivery.writer.pid)
+
+
+@pytest.mark.parametrize("snapshot", ["blocking", "sync"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_leaves_what_lightnings_own_leaves(name: str, snapshot: Any, tmp_path: Path) -> None:
+    io = AsyncTorchCheckpointIO(snapshot=snapshot, writer="thread")
+    for folder, plugins in (("stock", []), ("ours", [io])):
+        fit(ModelCheckpoint(tmp_path / folder, **SETTINGS[name]), plugins=plugins, max_epochs=4)
+    assert listing(tmp_path / "ours") == listing(tmp_path / "stock")
+    for file in listing(tmp_path / "ours"):
+        found, expected = (
+            torch.load(tmp_path / folder / file, weights_only=True) for folder in ("ours", "stock")
+        )
+        for state in (found, expected):
+            state.pop("callbacks", None)  # paths
+        require_same(found, expected, file)
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path) -> None:
+    """Lightning's own removes it before the new one is there."""
+    io, seen = AsyncTorchCheckpointIO(), {}
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+
+    def stop() -> None:
+        io.wait()
+        os.kill(writer_pid(io), signal.SIGSTOP)
+
+    def look_and_go_on() -> None:
+        seen[2] = whole_checkpoints(tmp_path)
+        os.kill(writer_pid(io), signal.SIGCONT)
+        io.wait()
+        seen[3] = whole_checkpoints(tmp_path)
+
+    fit(callback, Between({1: stop, 2: look_and_go_on}), plugins=[io])
+    assert seen == {2: ["step=1.ckpt"], 3: ["step=2.ckpt"]}
+    assert listing(tmp_path) == ["step=6.ckpt"]
+    assert io.last_committed is None  # torn down
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_errors_come_out_of_the_next_save(on_error: Any, tmp_path: Path) -> None:
+    io, failed = AsyncTorchCheckpointIO(on_error=on_error), []
+
+    def no_space() -> None:
+        io.wait()
+        unlimited = resource.RLIM_INFINITY
+        resource.prlimit(writer_pid(io), resource.RLIMIT_FSIZE, (1000, unlimited))
+
+    def space_again() -> None:
+        assert io._checkpointer is not None
+        io._checkpointer.wait()
+        unlimited = resource.RLIM_INFINITY
+        resource.prlimit(writer_pid(io), resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+    steps = Between({1: no_space, 2: space_again})
+    text = f"{tmp_path}/step=2.ckpt of step 2 was not written: OSError: .Errno 27. File too large"
+    if on_error == "raise":
+        with pytest.raises(CheckpointError, match=text):
+            fit(callback, steps, plugins=[io])
+        assert list(steps.digests) == [1, 2, 3]
+        assert whole_checkpoints(tmp_path) == ["step=1.ckpt"]
+        return
+    with pytest.warns(UserWarning, match=text) as warned:
+        fit(callback, steps, plugins=[io])
+    failed = [w for w in warned if "was not written" in str(w.message)]
+    assert len(failed) == 1
+    assert whole_checkpoints(tmp_path) == ["step=6.ckpt"]
+
+
+def test_the_last_error_comes_out_of_the_fit(tmp_path: Path) -> None:
+    io = AsyncTorchCheckpointIO(writer="process")
+
+    def kill() -> None:
+        io.wait()
+        os.kill(writer_pid(io), signal.SIGSTOP)
+
+    def die() -> None:
+        os.kill(writer_pid(io), signal.SIGKILL)
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    with pytest.raises(CheckpointError, match=r"step=4.ckpt of step 4 was not written: the check"):
+        fit(callback, Between({3: kill, 4: die}), plugins=[io], max_steps=5)
+    assert whole_checkpoints(tmp_path) == ["step=2.ckpt"]
+
+
+def test_what_is_loaded_is_verified(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)
+    fit(callback, plugins=[AsyncTorchCheckpointIO()])
+    path, model = tmp_path / "step=6.ckpt", Net()
+    trainer = fit(plugins=[AsyncTorchCheckpointIO()], ckpt_path=path, max_epochs=3, logger=False)
+    assert trainer.global_step == 9
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    before = digest(model)
+    with pytest.raises(CorruptCheckpointError, match=f"{path} is not a complete checkpoint"):
+        fit(model=model, plugins=[AsyncTorchCheckpointIO()], ckpt_path=path)
+    assert digest(model) == before
+    fit(plugins=[AsyncTorchCheckpointIO(verify="never")], ckpt_path=path, max_epochs=3)
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    io = AsyncTorchCheckpointIO()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    saved = []
+    for step in range(1, 4):
+        fabric.backward(model(torch.ones(2, 4)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        fabric.save(tmp_path / f"{step}.ckpt", {"model": model, "step": step})
+        saved.append({name: value.clone() for name, value in model.state_dict().items()})
+    io.wait()
+    assert whole_checkpoints(tmp_path) == ["1.ckpt", "2.ckpt", "3.ckpt"]
+    assert io.last_committed is not None
+    assert io.last_committed.target == str(tmp_path / "3.ckpt")
+    assert (io.metrics["saves"], io.metrics["failed"]) == (3, 0)
+    for step, state in enumerate(saved, 1):
+        rest = fabric.load(tmp_path / f"{step}.ckpt", {"model": model})
+        assert rest == {"step": step}
+        require_same(dict(model.state_dict()), state)
+    io.teardown()
+    io.teardown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"snapshot": "overlap"},
+            "a CheckpointIO does not know the optimizers, so it cannot copy beside the training: "
+            "snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
+        ),
+        ({"writer": "fork"}, "writer is one of 'auto', 'process', 'thread'; got 'fork'"),
+    ],
+)
+def test_settings_out_of_range(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+        AsyncTorchCheckpointIO(**arguments)
+    assert str(error.value) == text
+
+
+def test_options_of_a_storage_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="has no meaning for AsyncTorch"):
+        AsyncTorchCheckpointIO().save_checkpoint({}, tmp_path / "x", storage_options={"a": 1})
+
+
+def test_one_name_saved_again_while_the_first_is_written(tmp_path: Path) -> None:
+    io = AsyncTorchCheckpointIO(max_in_flight=2)
+    for step in range(5):
+        io.save_checkpoint({"global_step": step}, tmp_path / "x.ckpt")
+    io.remove_checkpoint(tmp_path / "y.ckpt")
+    assert io.load_checkpoint(tmp_path / "x.ckpt") == {"global_step": 4}
+    io.teardown()
+    assert listing(tmp_path) == ["x.ckpt"]

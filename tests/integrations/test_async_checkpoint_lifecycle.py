@@ -1,0 +1,280 @@
+"""A checkpoint callback through fits, interrupts, loggers and the other ways to save and load."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import (
+    Between,
+    Net,
+    books,
+    digest,
+    fit,
+    listing,
+    make_trainer,
+    require_same,
+    whole_checkpoints,
+)
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_dist import AsyncCheckpoint
+
+
+class Listener(CSVLogger):
+    """Notes, whenever it is told of a checkpoint, which ones can be loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, name="log")
+        self.told: list[tuple[str, int]] = []
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        path = checkpoint_callback.last_committed.target
+        self.told.append((Path(path).name, torch.load(path)["global_step"]))
+
+    def rows(self) -> list[dict[str, float]]:
+        with open(self.experiment.metrics_file_path, newline="") as file:
+            rows = [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+        return [{k: float(v) for k, v in row.items()} for row in rows if "checkpoint/bytes" in row]
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_loggers_hear_of_files_that_are_there(writer: Any, tmp_path: Path) -> None:
+    logger = Listener(tmp_path)
+    callback = AsyncCheckpoint(filename="{step}", every_n_train_steps=2, writer=writer)
+    fit(callback, Between({3: callback.wait, 5: callback.wait}), logger=logger)
+    assert callback.dirpath == str(tmp_path / "log" / "version_0" / "checkpoints")
+    assert logger.told == [(f"step={step}.ckpt", step) for step in (2, 4, 6)]
+    rows = logger.rows()
+    assert len(rows) == 3
+    size = Path(callback.best_model_path).stat().st_size
+    for row in rows:
+        assert {name for name in row if name.startswith("checkpoint/")} == {
+            f"checkpoint/{name}"
+            for name in (
+                *("stall_ms", "queue_ms", "fence_ms", "write_s"),
+                *("bytes", "in_flight", "skipped", "failed"),
+            )
+        }
+        assert abs(row["checkpoint/bytes"] - size) < 1000
+        assert row["checkpoint/stall_ms"] > 0
+        assert row["checkpoint/write_s"] > 0
+
+
+def test_a_line_for_every_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = AsyncCheckpoint(tmp_path)
+    with caplog.at_level("INFO"):
+        fit(callback, max_epochs=1)
+    lines = [text for text in caplog.messages if text.startswith("checkpoint ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("checkpoint epoch=0-step=3.ckpt of step 3 is complete: 10.")
+    assert " kB in " in lines[0]
+    assert "for which training stood still" in lines[0]
+
+
+def test_one_callback_for_two_fits(tmp_path: Path) -> None:
+    callback, steps = AsyncCheckpoint(tmp_path, every_n_train_steps=2), Between({})
+    model, trainer = Net(), make_trainer(callback, steps)
+    trainer.fit(model)
+    first = callback.last_committed
+    assert callback.metrics.saves == 3
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model)
+    assert callback.last_committed is not None
+    assert first is not None
+    assert (first.origin.step, callback.last_committed.origin.step) == (6, 12)
+    assert listing(tmp_path) == ["epoch=3-step=12.ckpt"]
+    other = fit(callback, model=Net(), ckpt_path="last", max_epochs=5)
+    assert other.global_step == 15
+    source = "epoch=3-step=12.ckpt"  # which ModelCheckpoint never removes
+    assert listing(tmp_path) == [source, "epoch=4-step=14.ckpt"]
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_two_callbacks_share_a_folder(writer: Any, tmp_path: Path) -> None:
+    often = AsyncCheckpoint(tmp_path, "often-{step}", every_n_train_steps=2, writer=writer)
+    best = AsyncCheckpoint(tmp_path, "best-{step}", "score", save_top_k=2, writer=writer)
+    fit(often, best, max_epochs=3)
+    assert whole_checkpoints(tmp_path) == [
+        "best-step=3.ckpt",
+        "best-step=6.ckpt",
+        *(["often-step=8.ckpt"]),
+    ]
+    last = make_trainer(often, best, max_epochs=4)
+    last.fit(Net(), ckpt_path="last")
+    assert last.global_step == 12
+    assert Path(last.ckpt_path).name == "often-step=8.ckpt"
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_save_by_hand_is_there_when_it_returns(writer: Any, tmp_path: Path) -> None:
+    """In the folder that the callback writes to, while it does, and after the fit."""
+    callback = AsyncCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, writer=writer)
+    steps: dict[str, int] = {}
+    trainer = make_trainer(callback)
+
+    def by_hand(name: str) -> None:
+        trainer.save_checkpoint(tmp_path / name)
+        steps[name] = torch.load(tmp_path / name)["global_step"]
+
+    trainer.callbacks.insert(0, Between({2: lambda: by_hand("hand.ckpt")}))
+    model = Net()
+    trainer.fit(model)
+    by_hand("after.ckpt")
+    assert steps == {"hand.ckpt": 2, "after.ckpt": 6}
+    loaded = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    require_same(loaded["state_dict"], model.state_dict())
+    assert len(whole_checkpoints(tmp_path)) == 8
+    elsewhere = tmp_path / "elsewhere"
+    trainer.save_checkpoint(elsewhere / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(elsewhere / "weights.ckpt")
+    assert os.listdir(elsewhere) == ["weights.ckpt"]  # others may save there too: no lock
+
+
+@pytest.mark.parametrize("format", ["single", "sharded"])
+@pytest.mark.parametrize("ckpt_path", ["best", "last", "path"])
+def test_evaluation_of_a_checkpoint(format: Any, ckpt_path: str, tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, monitor="score", format=format, writer="thread")
+    trainer, model = make_trainer(callback, max_epochs=3), Net()
+    trainer.fit(model)
+    trained = digest(model)
+    (name,) = listing(tmp_path)
+    assert (tmp_path / name).is_dir() == (format == "sharded")
+    given = {"path": str(tmp_path / name)}.get(ckpt_path, ckpt_path)
+    trainer.test(model, ckpt_path=given, verbose=False)
+    assert trainer.ckpt_path == str(tmp_path / name)
+    assert digest(model) != trained
+    assert listing(tmp_path) == [name]
+
+
+class Stops(Net):
+    """Meets a reason to stop in its sixth step."""
+
+    def __init__(self, reason: Callable[[], Any]) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 5:
+            self.reason()
+
+
+def fail() -> None:
+    raise ArithmeticError("of the user")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+REASONS: dict[str, tuple[Callable[[], Any], type[BaseException], int]] = {
+    "exception": (fail, ArithmeticError, 5),
+    "keyboard": (interrupt, SystemExit, 5),
+    "sigterm": (lambda: os.kill(os.getpid(), signal.SIGTERM), SIGTERMException, 6),
+}
+"""What happens, what comes of it, and after how many steps."""
+
+
+@pytest.mark.parametrize("save_on_exception", [False, True])
+@pytest.mark.parametrize("name", REASONS)
+def test_training_stops_when_all_is_written(
+    name: str, save_on_exception: bool, tmp_path: Path
+) -> None:
+    reason, error, steps = REASONS[name]
+    callback = AsyncCheckpoint(
+        *(tmp_path, "{step}"),
+        every_n_train_steps=4,
+        save_last=True,
+        save_on_exception=save_on_exception,
+    )
+    model = Stops(reason)
+    with pytest.raises(error):
+        fit(callback, model=model, max_epochs=3)
+    assert callback._session is None
+    if not save_on_exception:
+        assert whole_checkpoints(tmp_path) == ["last.ckpt", "step=4.ckpt"]
+        return
+    assert whole_checkpoints(tmp_path) == ["last.ckpt", "step=4.ckpt", f"step={steps}.ckpt"]
+    saved = torch.load(tmp_path / "last.ckpt")
+    assert saved["global_step"] == steps
+    require_same(dict(saved["state_dict"]), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("save_last", [None, True, "link"])
+def test_fast_dev_run_writes_nothing(save_last: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    callback = AsyncCheckpoint(folder, every_n_train_steps=1, save_last=save_last)
+    fit(callback, fast_dev_run=True)
+    assert not folder.exists()
+    assert books(callback)["best_model_path"] == ""
+
+
+def test_a_tuner_saves_and_restores_around_itself(tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path / "here")
+    finder = LearningRateFinder(num_training_steps=3, attr_name="rate")
+    model = Net()
+    model.rate = 0.1
+    fit(finder, callback, model=model, default_root_dir=tmp_path)
+    assert len(listing(tmp_path / "here")) == 1
+    assert os.listdir(tmp_path) == ["here"]
+
+
+def test_the_command_line_reads_its_arguments_from_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+trainer:
+  accelerator: cpu
+  logger: false
+  callbacks:
+    - class_path: lightning_dist.AsyncCheckpoint
+      init_args:
+        dirpath: {tmp_path}/here
+        monitor: score
+        mode: max
+        save_top_k: 2
+        save_last: link
+        every_n_train_steps: 5
+        snapshot: blocking
+        max_in_flight: 2
+        on_busy: skip
+        writer: thread
+        format: sharded
+        verify: always
+        on_error: warn
+        host_memory_limit: 1000000
+"""
+    )
+    cli = LightningCLI(Net, run=False, save_config_callback=None, args=["--config", str(config)])
+    callback = cli.trainer.checkpoint_callback
+    assert type(callback) is AsyncCheckpoint
+    assert vars(callback.settings) == {
+        **{"snapshot": "blocking", "max_in_flight": 2, "on_busy": "skip", "writer": "thread"},
+        **{"verify": "always", "on_error": "warn", "host_memory_limit": 1_000_000},
+    }
+    assert (callback.format, callback.dirpath) == ("sharded", str(tmp_path / "here"))
+    assert (callback.monitor, callback.mode, callback.save_top_k) == ("score", "max", 2)
+    assert (callback.save_last, callback._every_n_train_steps) == ("link", 5)
+
+
+@pytest.mark.parametrize("enforced", ["overlap", "blocking", "sync"])
+def test_the_memory_limit_is_kept(enforced: Any, tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, snapshot=enforced, host_memory_limit=1000)
+    with pytest.raises(ValueError, match="host_memory_limit=1000 bytes is less than the "):
+        fit(callback)
+    assert listing(tmp_path) == []
