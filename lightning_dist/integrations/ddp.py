@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
+
+# Beside the modules that are in DDP: Accelerate keeps a model as it was before DDP wrapped it, from
+# where nothing leads to the hook; and a module must stay copyable, so nothing may be hung on it.
+_attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
 
 
 def compress_ddp(
@@ -151,7 +156,18 @@ def attach(
         return state.reduce_bucket(bucket)
 
     model.register_comm_hook(reducer, lightning_dist_hook)
+    _attached[model.module] = ref(reducer)
     return reducer
+
+
+def reducer_of(module: nn.Module) -> Reducer | None:
+    """The reducer that compresses the gradients of ``module``, which DDP has wrapped.
+
+    The last one that was attached; None if there is none, or it is closed.
+    """
+    attached = _attached.get(module)
+    reducer = None if attached is None else attached()
+    return None if reducer is None or reducer.closed else reducer
 
 
 def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bool = False) -> None:

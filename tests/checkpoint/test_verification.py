@@ -170,3 +170,10 @@ def test_descriptions(tmp_path: Path) -> None:
     assert (sharded.kind, sharded.origin) == ("sharded", origin(6, ranks=2))
     sizes = [f.stat().st_size for f in (tmp_path / "sharded").iterdir() if f.suffix == ".bin"]
     assert sharded.nbytes == sum(sizes)
+
+
+def test_a_file_of_an_old_torch_is_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "old.ckpt"
+    torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    assert verify(str(path)).kind == "foreign"
+    assert torch.equal(load(str(path))["weight"], torch.ones(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist import compress_ddp
+from lightning_dist.integrations.ddp import reducer_of
 
 
 def two_branches() -> nn.ModuleDict:
@@ -92,6 +94,20 @@ def test_replicas_stay_equal_and_state_goes_on() -> None:
     assert stats["steps"] == 5
     assert stats["wire_bytes"] < stats["raw_bytes"]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_reducer_of_a_module_is_the_last_that_was_attached() -> None:
+    def attach_twice(rank: Rank) -> list[bool]:
+        module = nn.Linear(16, 16)
+        _, first = compressed(rank, module)
+        found = [reducer_of(module) is first, reducer_of(copy.deepcopy(module)) is None]
+        _, second = compressed(rank, module)
+        found.append(reducer_of(module) is second)
+        first.close()
+        second.close()
+        return [*found, reducer_of(module) is None]
+
+    assert run_threads(attach_twice, 2) == [[True] * 4] * 2
 
 
 def _refusal(prepare: Callable[[Rank], nn.Module]) -> str:

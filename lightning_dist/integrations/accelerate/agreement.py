@@ -1,0 +1,72 @@
+"""Ranks that save and load together: what one of them decides or fails at, all of them do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.exchange.handshake import all_facts
+
+Facts = dict[str, Any]
+
+_TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}
+
+
+class Ranks:
+    """All ranks of a job; every method is collective.
+
+    Args:
+        group: a group of all ranks on CPU; None for a job of one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.count = 1 if group is None else group.size()
+
+    def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
+        """The JSON-able facts of every rank, in rank order.
+
+        Args:
+            error: why this rank cannot go on. If one has an error, all raise: that one, or their
+                own.
+        """
+        told: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
+        if self.group is not None:
+            mine = {"facts": facts, "error": None if error is None else _described(error)}
+            told = all_facts(mine, group=self.group, device=torch.device("cpu"))
+        if error is not None:
+            raise error
+        for of_rank in told:
+            if of_rank["error"] is not None:
+                raise _rebuilt(of_rank["error"])
+        return [of_rank["facts"] for of_rank in told]
+
+    def on_first(self, action: Callable[[], Facts]) -> Facts:
+        """What ``action`` returns on rank 0, which alone runs it. What it raises, all raise."""
+        facts: Facts = {}
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                facts = action()
+            except Exception as raised:
+                error = raised
+        return self.all(facts, error=error)[0]
+
+
+def _described(error: Exception) -> list[str]:
+    if isinstance(error, CorruptCheckpointError):
+        return ["CorruptCheckpointError", error.path, error.reason]
+    kinds = [name for name, kind in _TYPES.items() if isinstance(error, kind)]
+    return [kinds[0] if kinds else "", str(error) or repr(error)]
+
+
+def _rebuilt(described: list[str]) -> Exception:
+    kind, *arguments = described
+    if kind == "CorruptCheckpointError":
+        return CorruptCheckpointError(*arguments)
+    return _TYPES.get(kind, CheckpointError)(*arguments)

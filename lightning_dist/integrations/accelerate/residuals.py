@@ -1,0 +1,61 @@
+"""Residuals of compressed gradients, in files beside accelerate's."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.reducer.reducer import Reducer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+log = logging.getLogger(__name__)
+
+
+def reducers(accelerator: Accelerator) -> list[Reducer]:
+    """Of the models that were given to compress_ddp."""
+    found = map(reducer_of, accelerator._models)
+    return [reducer for reducer in found if reducer is not None]
+
+
+def write(states: Iterable[Any], folder: str) -> None:
+    """Write states of reducers, None where another rank has them."""
+    for index, state in enumerate(states):
+        if state is not None:
+            torch.save(state, _file(folder, index))
+
+
+def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
+    """Give every reducer what ``folder`` holds for it.
+
+    Args:
+        says: warn of what does not fit.
+    """
+    found = reducers(accelerator)
+    for index, reducer in enumerate(found):
+        file, state = _file(folder, index), None
+        if os.path.exists(file):
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        elif says:
+            log.warning(
+                "%s holds no residuals for compressed model %d, which starts without any",
+                folder,
+                index,
+            )
+        reducer.load_state_dict(state)
+    if says and os.path.exists(_file(folder, len(found))):
+        log.warning(
+            "%s holds residuals of a compressed model, and there is none here; call compress_ddp "
+            "before load_state, or what they still owe is lost",
+            folder,
+        )
+
+
+def _file(folder: str, index: int) -> str:
+    return os.path.join(folder, f"lightning_dist_reducer_{index}.bin")

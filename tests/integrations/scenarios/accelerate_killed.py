@@ -1,0 +1,24 @@
+"""A training that is killed right after a save was handed over: PROJECT of one rank or several."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+
+faulthandler.dump_traceback_later(100, exit=True)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lightning_dist.accelerate import AsyncState  # noqa: E402
+from scenarios.accelerating import Training  # noqa: E402
+
+training = Training(Path(sys.argv[1]))
+state = AsyncState(training.accelerator)
+training.train(2)
+state.save_state()
+training.train(2)
+state.save_state()
+training.accelerator.wait_for_everyone()
+os.kill(os.getpid(), signal.SIGKILL)
