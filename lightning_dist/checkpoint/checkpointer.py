@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning_dist.checkpoint.disk.folder_owner import Lock, own
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Failed,
+    Keep,
     Link,
     Remove,
     Save,
@@ -27,30 +28,11 @@ from lightning_dist.checkpoint.disk.jobs import (
 )
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.fence import Fence
-from lightning_dist.checkpoint.pickling import pickled
+from lightning_dist.checkpoint.metrics import Metrics as Metrics
+from lightning_dist.checkpoint.pickling import Pickled, pickled
 from lightning_dist.checkpoint.plan import Owned, Plan, Striped, owned_by, plan, shape_of
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.exchange.handshake import all_facts
-
-
-@dataclass
-class Metrics:
-    """What checkpoints have cost the training so far; seconds and bytes of this rank."""
-
-    saves: int = 0
-    skipped: int = 0
-    failed: int = 0
-    stall_s: float = 0.0
-    """of the last save: from its call to its return."""
-    queue_s: float = 0.0
-    """part of it: waiting for an earlier save."""
-    fence_s: float = 0.0
-    """held back in optimizer steps, in total."""
-    write_s: float = 0.0
-    """of the last committed save."""
-    bytes: int = 0
-    """of the last committed save, written by this rank."""
-    in_flight: int = 0
 
 
 class Checkpointer:
@@ -83,21 +65,24 @@ class Checkpointer:
         self._optimizers: list[Optimizer] = []
         self._overlap = settings.snapshot in ("auto", "overlap")
         self._locks: dict[str, Lock | None] = {}
+        self._alone = True
         self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
 
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Prepare to write to ``folder``; on every rank that writes.
 
         Args:
-            alone: keep other trainers from it, and remove what dead ones left half done.
+            alone: keep other trainers from it, and remove what dead ones left half done. Otherwise
+                what this one leaves half done is never removed.
 
         Raises:
             ValueError: another trainer writes there, or it is no folder.
             OSError: it cannot be written.
         """
+        self._alone &= alone
         if folder not in self._locks:
             self._locks[folder] = own(folder) if alone and self.is_first else None
-            self._delivery.open(folder)
+            self._delivery.open(folder, alone=alone)
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Copy what these optimizers own lazily, and hold their steps back until it is copied."""
@@ -127,6 +112,7 @@ class Checkpointer:
         step: int,
         sharded: bool = False,
         striped: Sequence[Striped] = (),
+        resumable: bool = True,
     ) -> None:
         """Save ``state``, anything that ``torch.save`` takes, as ``target``.
 
@@ -137,36 +123,61 @@ class Checkpointer:
             step: optimizer steps so far, for the record.
             sharded: a folder, to which every rank of the group adds its part. Collective.
             striped: tensors in the state of which each rank has a part; for sharded saves.
+            resumable: whether a training can go on from it, for the record.
 
         Raises:
-            ValueError: the state takes more than ``host_memory_limit``, or cannot be saved.
+            ValueError: the state takes more than ``host_memory_limit``, or cannot be saved (in a
+                sharded save: on any rank).
         """
         began = time.perf_counter()
         self._prepare()
         self.metrics.queue_s = time.perf_counter() - began
-        content = pickled(state)
-        owned = owned_by(self._optimizers)
-        origin = self._origin(step)
+        origin = self._origin(step, resumable=resumable)
+        by_address = {each.whole.untyped_storage().data_ptr(): each for each in striped}
+        by_address.pop(0, None)  # of empty tensors
         if sharded:
-            origin, alike = self._agree(origin, shape_of(content, owned))
-            owned = owned if alike else {}
-        divided = plan(
-            content,
-            owned=owned,
-            overlap=self._overlap and bool(self._optimizers),
-            striped={each.whole.untyped_storage().data_ptr(): each for each in striped},
-            rank=self._rank if sharded else 0,
-            ranks=self._ranks if sharded else 1,
-        )
-        save: Save = SaveFile(origin, target, divided.pieces)
-        if sharded:
-            records, gaps = divided.records, tuple(divided.striped.items())
-            save = SaveFolder(origin, target, divided.pieces, self._rank, records, gaps)
-        self._take(save, divided, owned)
+            self._save_part(state, origin, target, striped=by_address)
+        else:
+            content, owned = pickled(state), owned_by(self._optimizers)
+            divided = plan(content, owned=owned, overlap=self._overlaps)
+            self._take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
         self.metrics.stall_s = time.perf_counter() - began
         self.metrics.saves += 1
+
+    def _save_part(
+        self, state: Any, origin: Origin, target: str, *, striped: Mapping[int, Striped]
+    ) -> None:
+        """This rank's part of a sharded save. Collective."""
+        content, problem, shape = Pickled(b"", ()), "", 0
+        owned = owned_by(self._optimizers)
+        try:
+            content = pickled(state)
+            shape = shape_of(content, owned, striped)
+        except Exception as error:  # the others must know before they wait for this rank
+            problem = f"{type(error).__name__}: {error}"
+        origin, alike = self._agree(origin, shape=shape, problem=problem)
+        owned = owned if alike else {}
+        divided = plan(
+            content,
+            owned=owned,
+            overlap=self._overlaps,
+            striped=striped,
+            rank=self._rank,
+            ranks=self._ranks,
+        )
+        records, gaps = divided.records, tuple(divided.striped.items())
+        save = SaveFolder(origin, target, divided.pieces, self._rank, records, gaps)
+        try:
+            self._take(save, divided, owned)
+        except Exception as error:
+            self._delivery.send(replace(save, pieces=(), dropped=str(error)))
+            raise
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._overlap and bool(self._optimizers)
 
     def wait_for_turn(self) -> None:
         """Wait until a save would not have to wait for an earlier one."""
@@ -191,7 +202,7 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         self._prepare()
-        origin, _ = self._agree(self._origin(step), 0)
+        origin, _ = self._agree(self._origin(step))
         self._delivery.send(
             SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
         )
@@ -205,6 +216,10 @@ class Checkpointer:
     def remove(self, target: str) -> None:
         """Remove a checkpoint, after everything asked for so far and never before a success."""
         self._delivery.run_errand(Remove(target))
+
+    def keep(self, target: str) -> None:
+        """Take back a :meth:`remove` that still waits for a success."""
+        self._delivery.run_errand(Keep(target))
 
     def progress(self) -> tuple[int, int]:
         """Bytes of the saves under way that are in files already, and all of them."""
@@ -283,19 +298,35 @@ class Checkpointer:
                 "group=None; give dist.new_group(backend='gloo')"
             )
 
-    def _origin(self, step: int) -> Origin:
-        return Origin(os.urandom(8).hex(), step, time.time_ns(), self._ranks)
+    def _origin(self, step: int, *, resumable: bool = True) -> Origin:
+        save_id = os.urandom(8).hex()
+        if not self._alone:  # a name that the owner of the folder does not clear away
+            save_id = f"m{save_id}"
+        return Origin(save_id, step, time.time_ns(), self._ranks, resumable)
 
-    def _agree(self, origin: Origin, shape: int) -> tuple[Origin, bool]:
-        """Rank 0's origin, and whether all ranks divide the state alike. Collective."""
+    def _agree(self, origin: Origin, *, shape: int = 0, problem: str = "") -> tuple[Origin, bool]:
+        """Rank 0's origin, and whether all ranks divide the state alike. Collective.
+
+        Raises:
+            ValueError: on all ranks, if one has a problem.
+        """
         self._require_group()
-        if self._group is None:
-            return origin, True
-        mine = {"save_id": origin.save_id, "created_ns": origin.created_ns, "shape": shape}
-        facts = all_facts(mine, group=self._group, device=torch.device("cpu"))
+        mine: dict[str, Any] = {
+            "id": origin.save_id,
+            "ns": origin.created_ns,
+            "shape": shape,
+            "problem": problem,
+        }
+        facts = [mine]
+        if self._group is not None:
+            device = torch.device("cpu")
+            facts = [dict(f) for f in all_facts(mine, group=self._group, device=device)]
+        for rank, of_rank in enumerate(facts):
+            if of_rank["problem"]:
+                raise ValueError(f"rank {rank} cannot save its state: {of_rank['problem']}")
         first = facts[0]
         alike = all(of_rank["shape"] == first["shape"] for of_rank in facts)
-        agreed = replace(origin, save_id=first["save_id"], created_ns=first["created_ns"])
+        agreed = replace(origin, save_id=str(first["id"]), created_ns=int(first["ns"]))
         return agreed, alike
 
     def _on_committed(self, event: Committed) -> None:

@@ -55,26 +55,32 @@ class LaterCopy:
 
     def run(self) -> str:
         """Copy everything; returns what has been changed meanwhile, empty if nothing."""
-        for run in self.runs:
-            stream = self._streams.get(run.storage.device)
-            if stream is not None:
-                with torch.cuda.stream(stream):
-                    _slot(run, self.snapshot).copy_(_content(run), non_blocking=True)
-            elif run.storage.device.type == "cpu":
-                # Not Tensor.copy_: its threads would take the training's cores.
-                slot = _slot(run, self.snapshot)
-                ctypes.memmove(slot.data_ptr(), run.storage.data_ptr() + run.start, slot.nbytes)
-            else:
-                _slot(run, self.snapshot).copy_(_content(run))
-        for stream in self._streams.values():
-            stream.synchronize()
+        try:
+            for run in self.runs:
+                self._copy(run)
+        finally:
+            for stream in self._streams.values():
+                stream.synchronize()
         return self._torn()
+
+    def _copy(self, run: Run) -> None:
+        stream = self._streams.get(run.storage.device)
+        slot = _slot(run, self.snapshot)
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                slot.copy_(_content(run), non_blocking=True)
+        elif run.storage.device.type == "cpu":
+            # Not Tensor.copy_: its threads would take the training's cores.
+            ctypes.memmove(slot.data_ptr(), run.storage.data_ptr() + run.start, slot.nbytes)
+        else:
+            slot.copy_(_content(run))
 
     def _torn(self) -> str:
         """Names a tensor that was changed outside an optimizer step while it was copied.
 
         In-place operations raise a tensor's version; changes through ``.data`` do not, so some
-        bytes are compared too: with those of the trigger, and with those of now.
+        bytes are compared too: with those of the trigger, and with those of now. Not on an
+        accelerator, where reading them would wait for all that is queued.
         """
         for run, first in zip(self.runs, self._first_bytes, strict=True):
             tensor = self.owned[run.storage.data_ptr()]
@@ -95,16 +101,18 @@ def _slot(run: Run, snapshot: Tensor) -> Tensor:
 
 
 def _first_bytes(run: Run) -> bytes:
-    if run.storage.device.type != "cpu":  # reading them would wait for the device
+    if run.storage.device.type != "cpu":
         return b""
     count = min(run.piece.nbytes, _SAMPLE_BYTES)
     return ctypes.string_at(run.storage.data_ptr() + run.start, count)
 
 
 def _samples_equal(run: Run, snapshot: Tensor) -> bool:
+    if run.storage.device.type != "cpu":
+        return True
     live, copied = _content(run), _slot(run, snapshot)
     step = max(1, run.piece.nbytes // _SAMPLES)
     return all(
-        torch.equal(live[i : i + _SAMPLE_BYTES].cpu(), copied[i : i + _SAMPLE_BYTES])
+        torch.equal(live[i : i + _SAMPLE_BYTES], copied[i : i + _SAMPLE_BYTES])
         for i in range(0, run.piece.nbytes, step)
     )

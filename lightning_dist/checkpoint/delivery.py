@@ -15,21 +15,26 @@ from lightning_dist.checkpoint.disk.jobs import (
     Event,
     Failed,
     Job,
+    Keep,
     Link,
     Remove,
     Save,
-    SaveFolder,
 )
 from lightning_dist.checkpoint.disk.writing import staged_nbytes
 from lightning_dist.checkpoint.memory import SnapshotMemory
+from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, WriterThread
 
+Errand = Link | Remove | Keep
 
-@dataclass(frozen=True)
+
+@dataclass
 class _InFlight:
     save: Save
     memory: SnapshotMemory | None
+    writer: WriterHandle | None = None
+    """that has it; None until it is sent."""
 
 
 class Delivery:
@@ -55,14 +60,12 @@ class Delivery:
         self._on_failed, self._on_committed = failed, committed
         self._changed = threading.Condition()
         self._in_flight: dict[str, _InFlight] = {}
-        self._sent: set[str] = set()  # and of those, what the writer has
         self._errands = 0  # links and removals under way
-        self._removals: dict[str, bool] = {}  # asked for; whether a success will do them
-        self._again: list[str] = []  # of those, what an ended writer may not have done
-        self._failing = False  # since the last success
+        self._links: list[str] = []  # of those
+        self._removals = Removals()
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
-        self._folders: list[str] = []
+        self._folders: dict[str, bool] = {}  # whether others are kept out
         self._writer: WriterHandle | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-delivery")
 
@@ -77,20 +80,22 @@ class Delivery:
             return len(self._in_flight)
 
     def is_pending(self, target: str) -> bool:
+        """Whether it is being saved, or linked to."""
         with self._changed:
-            return any(each.save.target == target for each in self._in_flight.values())
+            saves = (each.save.target == target for each in self._in_flight.values())
+            return any(saves) or target in self._links
 
-    def open(self, folder: str) -> None:
-        """Have a writer that may write to ``folder``."""
+    def open(self, folder: str, *, alone: bool = True) -> None:
+        """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
         if _only_here(folder) and isinstance(self._writer, WriterProcess):
             raise ValueError(
                 f"one writer writes either to files or to memory, and has been given files before "
                 f"{folder}; use writer='thread'"
             )
-        self._folders.append(folder)
+        self._folders[folder] = alone
         if self._writer is None:
             self._writer = self._start_writer()
-        else:
+        elif alone:
             self._writer.own(folder)
 
     def await_slot(self) -> None:
@@ -99,7 +104,7 @@ class Delivery:
             self._changed.wait_for(lambda: len(self._in_flight) < self._settings.max_in_flight)
         if self._writer is None:  # it has ended, and that was reported
             with self._changed:
-                self._failing, self._again = True, list(self._removals)
+                self._removals.lost()
             self._writer = self._start_writer()
 
     def memory(self) -> SnapshotMemory:
@@ -122,20 +127,24 @@ class Delivery:
         """
         with self._changed:
             self._in_flight[save.origin.save_id] = _InFlight(save, memory)
-            self._removals.pop(save.target, None)
-            again, self._again = [path for path in self._again if path != save.target], []
+            self._removals.cancel(save.target)
+            again = self._removals.take_again()
             if memory is not None:
                 self._free.remove(memory)
         self._thread.submit(self._prepare_and_put, save, memory, prepare)
         for path in again:
             self.run_errand(Remove(path))
 
-    def run_errand(self, errand: Link | Remove) -> None:
-        """Have a link made or a checkpoint removed, after everything that was sent before."""
+    def run_errand(self, errand: Errand) -> None:
+        """Have something done after everything that was sent before."""
         with self._changed:
             self._errands += 1
             if isinstance(errand, Remove):
-                self._removals[errand.target] = False
+                self._removals.ask(errand.target)
+            else:
+                self._removals.cancel(errand.target)
+            if isinstance(errand, Link):
+                self._links.append(errand.target)
         # Not to a writer that is started later: the save before it was lost with this one.
         self._thread.submit(self._put, errand, None, self._writer)
 
@@ -180,11 +189,8 @@ class Delivery:
             problem = prepare()
         except Exception as error:
             problem = f"the snapshot failed: {error!r}"
-        if problem and isinstance(save, SaveFolder):  # other ranks wait for this one's part
-            save = replace(save, pieces=(), files=(), dropped=problem)
-        elif problem:
-            self._report(Failed(save.target, save.origin, problem, dropped=True))
-            return
+        if problem:  # the writer and the other ranks have to know
+            save = replace(save, pieces=(), dropped=problem)
         self._put(save, memory, self._writer)
 
     def _put(self, job: Job, memory: SnapshotMemory | None, writer: WriterHandle | None) -> None:
@@ -193,55 +199,55 @@ class Delivery:
             if writer is None:
                 raise CheckpointError("the checkpoint writer has ended")
             if origin is not None:
-                self._sent.add(origin.save_id)
+                with self._changed:
+                    self._in_flight[origin.save_id].writer = writer
             writer.send(job, memory)
         except CheckpointError as error:
-            if self._writer is writer:  # it ended before it was ours
-                self._writer = None
+            with self._changed:
+                if self._writer is writer:  # it ended before it was ours
+                    self._writer = None
             if isinstance(job, Remove):  # asked for again with the next save
-                self._end_errand()
-            elif isinstance(job, Link) and (self._failing or self.is_pending(job.source)):
-                self._end_errand()  # what it would show is lost too, and that is said
+                self._end_errand(job.target)
             else:
                 self._report(Failed(job.target, origin, str(error)))
 
     def _report(self, event: Event) -> None:
         with self._changed:
-            if isinstance(event, Done) and event.target in self._removals:
-                self._removals[event.target] = True
-            if isinstance(event, Committed) or not self._failing:
-                self._removals = {path: d for path, d in self._removals.items() if not d}
-            if isinstance(event, Done) or event.origin is None:
-                self._end_errand()
+            if isinstance(event, Done):
+                self._removals.answered(event.target, waits=event.waits)
+                self._end_errand(event.target)
+            elif event.origin is None:
+                self._end_errand(event.target)
             elif event.origin.save_id not in self._in_flight:
                 return  # reported already, when its writer ended
             else:
                 memory = self._in_flight.pop(event.origin.save_id).memory
-                self._sent.discard(event.origin.save_id)
                 if memory is not None:
                     self._free.append(memory)
             if isinstance(event, Committed):
-                self._failing = False
+                self._removals.succeeded()
                 self._on_committed(event)
             elif isinstance(event, Failed):
-                self._failing |= event.origin is not None
                 self._on_failed(event)
             if not isinstance(event, Done):
                 self._events.append(event)
             self._changed.notify_all()
 
-    def _end_errand(self) -> None:
+    def _end_errand(self, target: str) -> None:
         with self._changed:
             self._errands = max(self._errands - 1, 0)  # 0 since a writer was lost
+            if target in self._links:
+                self._links.remove(target)
             self._changed.notify_all()
 
-    def _lost(self, reason: str) -> None:
-        """The writer has ended by itself, and all that it had with it."""
+    def _lost(self, writer: WriterHandle, reason: str) -> None:
+        """``writer`` has ended by itself, and all that it had with it."""
         with self._changed:
-            saves = [self._in_flight[save_id].save for save_id in self._sent]
-            self._writer, self._errands = None, 0
+            lost = [each.save for each in self._in_flight.values() if each.writer is writer]
+            if self._writer is writer:
+                self._writer, self._errands, self._links = None, 0, []
             self._changed.notify_all()
-        for save in saves:
+        for save in lost:
             self._report(Failed(save.target, save.origin, reason))
 
     def _start_writer(self) -> WriterHandle:
@@ -256,8 +262,9 @@ class Delivery:
         if kind == "thread" or here:
             return WriterThread(report=self._report, read_back=read_back)
         writer = WriterProcess(report=self._report, lost=self._lost, read_back=read_back)
-        for folder in self._folders:
-            writer.own(folder)
+        for folder, alone in self._folders.items():
+            if alone:
+                writer.own(folder)
         return writer
 
 

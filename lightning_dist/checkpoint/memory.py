@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class SnapshotMemory:
@@ -21,19 +24,21 @@ class SnapshotMemory:
         self.generation = 0
         self.descriptor = -1
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
 
     def reserve(self, nbytes: int) -> Tensor:
         """At least ``nbytes`` bytes, as a uint8 tensor; what was in them is lost if it grows."""
         if nbytes > self.nbytes:
             self.release()
             size = nbytes + -nbytes % mmap.PAGESIZE
-            self.descriptor = os.memfd_create("lightning_dist", os.MFD_CLOEXEC)
-            os.ftruncate(self.descriptor, size)
+            if hasattr(os, "memfd_create"):
+                self.descriptor = os.memfd_create("lightning_dist", os.MFD_CLOEXEC)
+                os.ftruncate(self.descriptor, size)
+            # Without a descriptor (not on Linux) only a writer in this process sees it.
             self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
             self.nbytes = size
             self.generation += 1
-            if torch.cuda.is_available():
-                _pin(self.bytes)
+            self._pinned = _uses_cuda() and _pin(self.bytes)
         return self.bytes[:nbytes]
 
     def view(self) -> memoryview:
@@ -42,18 +47,26 @@ class SnapshotMemory:
 
     def release(self) -> None:
         """Give the memory back, once the last tensor and view of it are gone."""
-        if self.nbytes and torch.cuda.is_available():
+        if self._pinned:
             _unpin(self.bytes)
+            self._pinned = False
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor, self.nbytes = -1, 0
 
 
-def _pin(buffer: Tensor) -> None:
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _pin(buffer: Tensor) -> bool:
     # Pageable memory is copied to at a fraction of the rate, and not asynchronously.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if code:
+        log.warning("snapshots are copied slowly: cudaHostRegister returned %d", code)
+    return not code
 
 
 def _unpin(buffer: Tensor) -> None:

@@ -116,13 +116,12 @@ def plan(
         if address in striped:
             for start, part in striped[address].runs():
                 parts.copy(record, part.untyped_storage(), *_extent(part), at=start)
-        elif address in owned:
-            storage = owned[address].untyped_storage()
-            passed, before = passed + storage.nbytes(), passed
-            start = min(max(low - before, 0), storage.nbytes())
-            end = min(max(high - before, 0), storage.nbytes())
+        elif address in owned and not isinstance(content, bytes):
+            passed, before = passed + content.nbytes(), passed
+            start = min(max(low - before, 0), content.nbytes())
+            end = min(max(high - before, 0), content.nbytes())
             if start < end:
-                parts.copy(record, storage, start, end - start, at=start, later=overlap)
+                parts.copy(record, content, start, end - start, at=start, later=overlap)
         elif rank == 0 and isinstance(content, bytes):
             parts.put(record, content)
         elif rank == 0 and not isinstance(content, bytes):
@@ -183,8 +182,11 @@ class _Parts:
         return piece
 
 
-def shape_of(pickled: Pickled, owned: Owned) -> int:
+def shape_of(
+    pickled: Pickled, owned: Owned, striped: Mapping[int, Striped] = MappingProxyType({})
+) -> int:
     """A number that is equal on all ranks if they would divide the checkpoint alike."""
-    storages = enumerate(pickled.storages)
-    shared = [(key, s.nbytes()) for key, s in storages if s.data_ptr() in owned]
-    return zlib.crc32(repr(shared).encode())
+    storages = [(key, s.data_ptr(), s.nbytes()) for key, s in enumerate(pickled.storages)]
+    shared = [(key, nbytes) for key, address, nbytes in storages if address in owned]
+    apart = [(key, nbytes) for key, address, nbytes in storages if address in striped]
+    return zlib.crc32(repr((shared, apart)).encode())

@@ -14,7 +14,7 @@ import torch
 from lightning_dist.checkpoint.disk.archive import Archive
 from lightning_dist.checkpoint.disk.crc import combined
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Part
+from lightning_dist.checkpoint.disk.manifest import NAME, RECORD, Manifest, Part
 from lightning_dist.checkpoint.disk.storage import Sink, Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import describe, read_manifest, verify
 
@@ -31,7 +31,7 @@ def load(
     """The state that was saved as ``path``, a single file or a folder of shards.
 
     Args:
-        path: a path or URL.
+        path: a path or URL; of a folder of shards also that of its manifest.
         check: compare all bytes with their checksums before anything is made of them.
         map_location: as of ``torch.load``.
         weights_only: as of ``torch.load``.
@@ -41,6 +41,7 @@ def load(
         CorruptCheckpointError: it is incomplete, or has changed since it was written.
         CheckpointError: a newer version of this package wrote it, or it holds no state.
     """
+    path = path.removesuffix(f"/{NAME}")
     storage, inside = storage_of(path)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint at {path}")
@@ -66,7 +67,8 @@ def consolidate(source: str, target: str) -> int:
     if goal.exists(path):
         raise ValueError(f"{target} exists; remove it first, or choose another name")
     manifest = read_manifest(source, storage, inside)
-    staged = goal.staging(path, manifest.origin.save_id)
+    # A trainer that owns the folder clears away what has a name of its own savings.
+    staged = goal.staging(path, f"c{manifest.origin.save_id}")
     sink = goal.create(staged)
     try:
         with _ShardedFile(storage, inside, manifest) as file:

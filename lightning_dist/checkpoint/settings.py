@@ -44,9 +44,9 @@ class CheckpointSettings:
             if is_choice and value not in choices:
                 names = ", ".join(map(repr, choices))
                 raise ValueError(f"{field.name} is one of {names}; got {value!r}")
-        if not isinstance(self.max_in_flight, int) or self.max_in_flight < 1:
+        if not _is_count(self.max_in_flight):
             raise ValueError(f"max_in_flight is an integer >= 1; got {self.max_in_flight!r}")
-        if self.host_memory_limit is not None and self.host_memory_limit < 1:
+        if self.host_memory_limit is not None and not _is_count(self.host_memory_limit):
             raise ValueError(
                 f"host_memory_limit is a number of bytes >= 1, or None; got "
                 f"{self.host_memory_limit!r}"
@@ -56,3 +56,7 @@ class CheckpointSettings:
                 "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; "
                 "leave one of them out"
             )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

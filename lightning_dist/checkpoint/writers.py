@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -80,7 +80,9 @@ class WriterProcess:
         lost: called with the reason if the process ends before it was asked to.
     """
 
-    def __init__(self, *, report: Report, lost: Callable[[str], None], read_back: bool) -> None:
+    def __init__(
+        self, *, report: Report, lost: Callable[[WriterProcess, str], None], read_back: bool
+    ) -> None:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).resolve().parent.parent)
         options = json.dumps({"trainer": os.getpid(), "read_back": read_back})
@@ -110,7 +112,17 @@ class WriterProcess:
         # Until it has the lock, a trainer that replaces this one would not wait for it.
         with suppress(CheckpointError):  # its end is reported with what it should have done
             self._put("own", folder)
+            self._await_lock(folder)
+
+    def _await_lock(self, folder: str) -> None:
+        try:
             self._owned.get(timeout=_START_TIMEOUT)
+        except Empty:
+            self._process.kill()
+            raise CheckpointError(
+                f"the checkpoint writer (process {self.pid}) did not lock {folder} within "
+                f"{_START_TIMEOUT:.0f} s and was ended; is the filesystem responding?"
+            ) from None
 
     def send(self, job: Job, memory: SnapshotMemory | None) -> None:
         number = None
@@ -135,7 +147,7 @@ class WriterProcess:
         self._reader.join()
         self._channel.close()
         if self._process.returncode:  # killed when it was already asked to end
-            self._lost(self._ended())
+            self._lost(self, self._ended())
 
     def _map(self, memory: SnapshotMemory) -> None:
         with self._sending:
@@ -168,7 +180,7 @@ class WriterProcess:
                 self._report(event)
         self._owned.put(None)
         if not self._closing:
-            self._lost(self._ended())
+            self._lost(self, self._ended())
 
     def _ended(self) -> str:
         code = self._process.wait()

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from lightning_dist.checkpoint.disk.folder_owner import forget, own
+from lightning_dist.checkpoint.disk.folder_owner import Owner, forget, own, owner_of
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
 from lightning_dist.cli.ckpt_check import checking
-from lightning_dist.cli.ckpt_folder import Owner, checkpoints_at, owner_of, require_folder
+from lightning_dist.cli.ckpt_folder import checkpoints_at, require_folder
 from lightning_dist.cli.ckpt_prune import Plan, plan
 from lightning_dist.cli.ckpt_table import fields, name_of, print_table, summary
 from lightning_dist.cli.errors import DAMAGED, reported
@@ -37,7 +37,7 @@ def ls(folder: Folder, as_json: Json = False) -> None:
     found, leftovers, owner = (
         checkpoints(folder),
         [name_of(path) for path in storage.leftovers(inside)],
-        owner_of(storage, inside),
+        owner_of(folder),
     )
     if as_json:
         _print_json(
@@ -105,7 +105,7 @@ def prune(
     while a trainer writes to the folder; object stores cannot tell.
     """
     storage, inside = require_folder(folder)
-    owner = owner_of(storage, inside)
+    owner = owner_of(folder)
     if owner is not None:
         raise ValueError(f"{folder} is in use by {owner}; prune it afterwards")
     leftovers = storage.leftovers(inside)

@@ -1,40 +1,16 @@
-"""What a folder of checkpoints holds beside them, and who writes to it."""
+"""What a folder of checkpoints holds, and what in it is ours."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import re
-import struct
-import sys
-from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.archive import ROOT
-from lightning_dist.checkpoint.disk.folder_owner import LOCK
 from lightning_dist.checkpoint.disk.manifest import FORMAT, NAME, RECORD
 from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints
-from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
+from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 _FIRST_RECORD = f"{ROOT}/{RECORD}".encode()
-_FLOCK = "hhqqi"
-"""``struct flock`` of Linux: type, whence, start, length, process."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The trainer that writes to a folder, or the writer that has survived it."""
-
-    host: str
-    pid: int
-    ended: bool
-    """The trainer has ended; its writer has something to finish."""
-
-    def __str__(self) -> str:
-        process = f"process {self.pid} on {self.host}"
-        return f"the writer of {process}, which has ended" if self.ended else process
-
 
 def require_folder(folder: str) -> tuple[Storage, str]:
     """The storage of a folder of checkpoints, and the path within it.
@@ -70,32 +46,6 @@ def checkpoints_at(path: str) -> list[str]:
     if not found:
         raise ValueError(f"there are no checkpoints in {path}")
     return found
-
-
-def owner_of(storage: Storage, inside: str) -> Owner | None:
-    """Who writes to a folder now; asks without taking the lock. Only Linux can say.
-
-    Must not be asked of a folder that this process owns: closing a file gives its locks back.
-    """
-    path = os.path.join(inside, LOCK)
-    if sys.platform != "linux" or not isinstance(storage, LocalStorage) or not os.path.exists(path):
-        return None
-    with open(path, "rb") as file:
-        trainer = _conflicts(file.fileno(), fcntl.F_RDLCK)  # writers share, trainers do not
-        if not trainer and not _conflicts(file.fileno(), fcntl.F_WRLCK):
-            return None
-        try:
-            said = dict(json.loads(file.read()))
-        except ValueError:
-            said = {}
-    return Owner(str(said.get("host", "?")), int(said.get("pid", 0)), ended=not trainer)
-
-
-def _conflicts(descriptor: int, kind: int) -> bool:
-    """Whether another process holds a lock that keeps this one from a lock of this kind."""
-    asked = struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 def is_ours(storage: Storage, inside: str) -> bool:

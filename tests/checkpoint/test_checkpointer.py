@@ -188,3 +188,19 @@ def test_two_of_one_process_share_a_folder(tmp_path: Path) -> None:
         one.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
         other.save(small_state(2), f"{tmp_path}/2.ckpt", step=2)
     assert [load(f"{tmp_path}/{step}.ckpt")["step"] for step in (1, 2)] == [1, 2]
+
+
+def test_what_is_written_beside_an_owner_is_not_cleared_away(tmp_path: Path) -> None:
+    """A user saves by hand into the folder of a job that is being restarted."""
+    by_hand = Checkpointer(CheckpointSettings())
+    by_hand.open(str(tmp_path), alone=False)
+    with stopped_writer(by_hand):
+        by_hand.save(small_state(), f"{tmp_path}/mine.ckpt", step=1)
+        lock = own(str(tmp_path))
+    by_hand.close(LIMIT)
+    assert lock is not None
+    lock.release()
+    (event,) = by_hand.poll()
+    assert isinstance(event, Committed)
+    assert event.origin.save_id.startswith("m")
+    assert_equal(torch.load(tmp_path / "mine.ckpt"), small_state())

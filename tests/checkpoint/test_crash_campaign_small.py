@@ -18,6 +18,7 @@ KINDS = (
     "kill trainer and writer",
     "slow disk (thread)",
     "stopped writer process",
+    "dropped snapshot",
     "damaged on disk",
     "kill before every system call",
     "kill after every system call",

@@ -85,7 +85,7 @@ def test_a_lock_that_was_released_is_free_for_others(tmp_path: Path) -> None:
 
 def test_the_writer_of_a_dead_trainer_is_waited_for(tmp_path: Path) -> None:
     with owner("own_as_writer", tmp_path) as writer:
-        with pytest.raises(ValueError, match=r"its writer still works in .* after 0 s"):
+        with pytest.raises(ValueError, match=r"still holds .* has written nothing for 0 s"):
             own(str(tmp_path), patience=0.1)
         assert writer.stdin is not None
         writer.stdin.close()  # it has finished

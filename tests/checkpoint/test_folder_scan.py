@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from snapshots import folder_saves, origin, small_state, write_file, write_folder
 
 from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 
 
@@ -60,7 +62,8 @@ def test_broken_ones_are_passed_over_with_a_warning(
 def test_nothing_is_left_if_all_are_broken(folder: Path) -> None:
     for file in [path for path in folder.rglob("*") if path.is_file()]:
         file.write_bytes(file.read_bytes()[:-1])
-    assert newest_valid(str(folder)) is None
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole: .*z\.ckpt"):
+        newest_valid(str(folder))
     assert steps(folder) == []
     assert len(checkpoints(str(folder))) == 4
     assert all(found.problem for found in checkpoints(str(folder)))
@@ -76,7 +79,8 @@ def test_what_is_foreign_is_listed_but_never_chosen(tmp_path: Path) -> None:
     assert [Path(found.path).name for found in checkpoints(str(tmp_path))] == [
         "foreign.ckpt", "notes.ckpt",
     ]  # fmt: skip
-    assert newest_valid(str(tmp_path)) is None
+    with pytest.raises(CheckpointError, match="notes"):  # it may have been the newest
+        newest_valid(str(tmp_path))
     write_file(tmp_path / "ours.ckpt", small_state(), origin(1))
     found = newest_valid(str(tmp_path))
     assert found is not None
@@ -104,3 +108,21 @@ def test_a_newer_format_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyP
 def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
     assert newest_valid(str(tmp_path)) is None
     assert newest_valid(f"{tmp_path}/missing") is None
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
+    write_file(tmp_path / "whole.ckpt", small_state(), origin(1))
+    write_file(tmp_path / "weights.ckpt", small_state(), replace(origin(2), resumable=False))
+    found = newest_valid(str(tmp_path))
+    assert found is not None
+    assert found.path == f"{tmp_path}/whole.ckpt"
+
+
+def test_headers_have_to_do_where_nothing_is_checked(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.ckpt", small_state(), origin(1))
+    content = bytearray((tmp_path / "a.ckpt").read_bytes())
+    content[content.index(small_state()["weight"].numpy().tobytes())] ^= 1
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        newest_valid(str(tmp_path))
+    assert newest_valid(str(tmp_path), check=False) is not None

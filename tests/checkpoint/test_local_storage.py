@@ -171,7 +171,7 @@ def test_a_folder_whose_removal_was_cut_is_found_by_nobody(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_dist.checkpoint.disk.storage.shutil.rmtree", killed)
+        patch.setattr("lightning_dist.checkpoint.disk.local.shutil.rmtree", killed)
         with pytest.raises(Killed):
             STORAGE.remove(str(tmp_path / "x.ckpt"))
     assert not (tmp_path / "x.ckpt").exists()

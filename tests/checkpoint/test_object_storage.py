@@ -115,3 +115,14 @@ def test_a_write_that_failed_leaves_the_old_object() -> None:
     gc.collect()
     assert [type(event) for event in events] == [Failed]
     assert_equal(load(f"{place}/a.ckpt"), small_state(1))
+
+
+def test_a_link_to_a_folder_keeps_nothing_of_the_one_before(place: str) -> None:
+    storage, inside = storage_of(place)
+    for step in (1, 2):
+        source = f"{place}/{step}"
+        write_folder(folder_saves(source, small_state(step), 2, step=step))
+        storage.link(f"{inside}/{step}", f"{inside}/last")
+    assert storage.names(f"{inside}/last") == storage.names(f"{inside}/2")
+    assert_equal(load(f"{place}/last"), small_state(2))
+    assert_equal(load(f"{place}/last/manifest.json"), small_state(2))

@@ -14,7 +14,7 @@ from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Manifest
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.reading import consolidate, load
@@ -101,3 +101,48 @@ def test_ranks_that_do_not_agree_leave_it_to_rank_0(tmp_path: Path, writer: str)
     assert_equal(load(str(target)), state_of(0)[0])
     text = (target / "manifest.json").read_text()
     assert len(Manifest.from_json(text, path=str(target)).files) == 1
+
+
+class Unpicklable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("holds a socket")
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_rank_that_cannot_save_stops_all_before_they_wait(tmp_path: Path, bad: int) -> None:
+    def body(rank: Rank) -> str:
+        checkpointer = Checkpointer(CheckpointSettings(), group=rank.group("checkpoint"))
+        checkpointer.open(str(tmp_path))
+        state = {"bad": Unpicklable() if rank.rank == bad else None}
+        with pytest.raises(ValueError, match="cannot save") as raised:
+            checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
+        checkpointer.close(LIMIT)
+        return str(raised.value)
+
+    wanted = f"rank {bad} cannot save its state: TypeError: holds a socket"
+    assert run_threads(body, 2) == [wanted] * 2
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_rank_without_memory_tells_the_others(tmp_path: Path) -> None:
+    """Only rank 0 takes the pickle, so only its limit is exceeded."""
+
+    def body(rank: Rank) -> object:
+        limit = 100 if rank.rank == 0 else None
+        settings = CheckpointSettings(host_memory_limit=limit)
+        checkpointer = Checkpointer(settings, group=rank.group("checkpoint"))
+        checkpointer.open(str(tmp_path))
+        state, _ = state_of(rank.rank)
+        if rank.rank == 0:
+            with pytest.raises(ValueError, match="host_memory_limit=100"):
+                checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
+        else:
+            checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
+        checkpointer.wait(LIMIT)
+        (event,) = checkpointer.poll()
+        checkpointer.close(LIMIT)
+        assert isinstance(event, Failed)
+        return event.reason
+
+    reasons = run_threads(body, 2)
+    assert all("host_memory_limit=100" in str(reason) for reason in reasons)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from lightning_dist.checkpoint.disk import manifest as manifests
 from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckpointError
@@ -94,7 +95,9 @@ class SharedFolder:
             if self.save.rank == 0:
                 self.storage.make_folder(self._staged)
             elif self._staged != self.target:  # object stores have no folders to wait for
-                self._await(lambda: self.storage.exists(self._staged), "rank 0 to begin")
+                # It may have to remove what a save before has replaced, which nobody sees.
+                began = partial(self.storage.exists, self._staged)
+                self._await(began, "rank 0 to begin", patience=3 * self.save.peer_timeout)
             self.check()
             if self.save.dropped:
                 raise DroppedCheckpointError(self.save.dropped)
@@ -113,7 +116,7 @@ class SharedFolder:
         files: list[File] = []
         parts: list[Part] = []
         if save.pieces:
-            name = f"shard-{save.rank:05d}-of-{save.origin.ranks:05d}-{save.origin.save_id}.bin"
+            name = self._shard_name
             sink = self.storage.create(f"{self._staged}/{name}")
             try:
                 file, parts = write_shard(sink, name, save, snapshot)
@@ -178,12 +181,16 @@ class SharedFolder:
         dropped = isinstance(error, DroppedCheckpointError)
         reason = str(error) if dropped else f"{type(error).__name__}: {error}"
         alone, own = self.save.origin.ranks == 1, self._receipt(self.save.rank)
-        if self.save.rank == 0 and not alone:
+        if self.save.rank == 0 and alone:
+            self._remove_files(kept="")
+            return
+        if self.save.rank == 0:
             self.storage.make_folder(self._staged)
-        if not alone and (self._staged == self.target or self.storage.exists(self._staged)):
+        self._remove_own_shard()  # a full disk must have room for the receipt
+        if self._staged == self.target or self.storage.exists(self._staged):
             self._put_receipt(Receipt(failed=reason, dropped=dropped))
         if self.save.rank == 0:
-            self._remove_files(kept="" if alone else own.rpartition("/")[2])
+            self._remove_files(kept=own.rpartition("/")[2])
 
     @property
     def remains(self) -> str:
@@ -191,6 +198,16 @@ class SharedFolder:
         if self._staged != self.target:
             return self._staged
         return f"{self.save.target}/{self._receipt(0).rpartition('/')[2]}"
+
+    def _remove_own_shard(self) -> None:
+        path = f"{self._staged}/{self._shard_name}"
+        if self.storage.exists(path):
+            self.storage.remove(path)
+
+    @property
+    def _shard_name(self) -> str:
+        origin = self.save.origin
+        return f"shard-{self.save.rank:05d}-of-{origin.ranks:05d}-{origin.save_id}.bin"
 
     def _remove_files(self, *, kept: str) -> None:
         if self._staged != self.target and not kept:
@@ -201,22 +218,24 @@ class SharedFolder:
             if ours and name != kept:
                 self.storage.remove(f"{self._staged}/{name}")
 
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
+    def _await(
+        self, condition: Callable[[], bool], what: str, *, patience: float | None = None
+    ) -> None:
         """Wait as long as somebody writes something."""
         pause, seen, since = 0.005, -1, time.monotonic()
         while not condition():
-            patience = self.save.peer_timeout
+            limit = patience or self.save.peer_timeout
             if self._staged == self.target:  # an upload is seen when it is complete
-                patience += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
+                limit += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
             if self.orphaned():
-                patience = min(patience, _ORPHAN_TIMEOUT)
+                limit = min(limit, _ORPHAN_TIMEOUT)
             written = self._written()
             now = time.monotonic()
             if written != seen:
                 seen, since = written, now
-            elif now - since > patience:
+            elif now - since > limit:
                 raise CheckpointError(
-                    f"waited for {what}, and nobody wrote anything for {patience:.0f} s"
+                    f"waited for {what}, and nobody wrote anything for {limit:.0f} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.2)

@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import socket
+import struct
+import sys
 import time
 from dataclasses import dataclass
 
@@ -16,6 +18,24 @@ from lightning_dist.checkpoint.disk.verify import verify
 LOCK = ".lightning_dist.lock"
 _TRAINER, _WRITER = 0, 1
 """Bytes of the lock file: one for the trainer, one for the writer that may outlive it."""
+
+
+_FLOCK = "hhqqi"
+"""``struct flock`` of Linux: type, whence, start, length, process."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The trainer that writes to a folder, or the writer that has survived it."""
+
+    host: str
+    pid: int
+    ended: bool
+    """The trainer has ended; its writer has something to finish."""
+
+    def __str__(self) -> str:
+        process = f"process {self.pid} on {self.host}"
+        return f"the writer of {process}, which has ended" if self.ended else process
 
 
 @dataclass
@@ -48,7 +68,8 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
     None for object stores, which have no locks.
 
     Args:
-        patience: seconds to wait for the writer of a trainer that has died.
+        patience: seconds to wait for the writer of a trainer that has died, since it last wrote
+            something.
 
     Raises:
         ValueError: another trainer writes there.
@@ -74,15 +95,7 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
     if not _is_named(lock, inside):  # somebody has just forgotten it
         lock.release()
         return own(folder, patience=patience)
-    deadline = time.monotonic() + patience
-    while not _take(lock, _WRITER):  # of a dead trainer: it has something to finish
-        if time.monotonic() > deadline:
-            lock.release()
-            raise ValueError(
-                f"the trainer before this one has ended, but its writer still works in {folder} "
-                f"after {patience:.0f} s; wait for it, or give this run another dirpath"
-            )
-        time.sleep(0.02)
+    _await_writer(lock, storage, inside, patience=patience)
     fcntl.lockf(lock.descriptor, fcntl.LOCK_UN, 1, _WRITER)
     os.truncate(lock.descriptor, 0)
     os.pwrite(
@@ -93,10 +106,93 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
     return lock
 
 
+def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: float) -> None:
+    """Wait until the writer of a dead trainer has finished; it holds the other byte."""
+    seen, since = -1, time.monotonic()
+    while not _take(lock, _WRITER):
+        written = sum(map(_size, storage.leftovers(folder)))
+        if written != seen:
+            seen, since = written, time.monotonic()
+        elif time.monotonic() - since > patience:
+            lock.release()
+            raise ValueError(
+                f"the trainer before this one has ended, but its writer still holds {folder} and "
+                f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
+                "dirpath"
+            )
+        time.sleep(0.02)
+
+
+def _size(path: str) -> int:
+    try:
+        if os.path.isdir(path):
+            return sum(_size(os.path.join(path, name)) for name in os.listdir(path))
+        return os.stat(path).st_size
+    except OSError:  # it has got its name in between
+        return 0
+
+
 def is_owned(folder: str) -> bool:
     """Whether this rank sees the lock that another has taken; always, on object stores."""
     storage, inside = storage_of(folder)
     return not isinstance(storage, LocalStorage) or storage.exists(os.path.join(inside, LOCK))
+
+
+def owner_of(folder: str) -> Owner | None:
+    """Who writes to a folder now; asks without taking the lock. Only Linux can say."""
+    storage, inside = storage_of(folder)
+    if not isinstance(storage, LocalStorage):
+        return None
+    if (os.getpid(), os.path.realpath(inside)) in _owned:  # asking would give the lock back
+        return Owner(socket.gethostname(), os.getpid(), ended=False)
+    trainer, writer, said = _holders(inside)
+    if not trainer and not writer:
+        return None
+    return Owner(str(said.get("host", "?")), _pid(said), ended=trainer is None)
+
+
+def is_settled(folder: str) -> bool:
+    """Whether another process has become the trainer of ``folder`` and has cleaned up there.
+
+    Only Linux can say; elsewhere always.
+    """
+    storage, inside = storage_of(folder)
+    if sys.platform != "linux" or not isinstance(storage, LocalStorage):
+        return True
+    trainer, writer, said = _holders(inside)
+    if trainer is None:
+        return False
+    if writer is not None:  # of the dead trainer before it, or its own: then it cleaned up before
+        return _pid(said) == trainer
+    return not storage.leftovers(inside)
+
+
+def _holders(folder: str) -> tuple[int | None, int | None, dict[str, object]]:
+    """Which other processes hold the trainer's and the writer's byte, and who the owner says to be.
+
+    Must not be asked of a folder that this process owns: closing a file gives its locks back.
+    """
+    path = os.path.join(folder, LOCK)
+    if sys.platform != "linux" or not os.path.exists(path):
+        return None, None, {}
+    with open(path, "rb") as file:
+        trainer, writer = (_holder(file.fileno(), byte) for byte in (_TRAINER, _WRITER))
+        try:
+            said = dict(json.loads(file.read()))
+        except ValueError:
+            said = {}
+    return trainer, writer, said
+
+
+def _holder(descriptor: int, byte: int) -> int | None:
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else int(pid)
+
+
+def _pid(said: dict[str, object]) -> int:
+    pid = said.get("pid", 0)
+    return pid if isinstance(pid, int) else 0
 
 
 def own_as_writer(folder: str) -> Lock | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_dist.checkpoint.disk.manifest import Origin
 
@@ -25,6 +25,8 @@ class Save:
     target: str
     pieces: tuple[Piece, ...]
     """What this rank writes, in the order of the archive."""
+    dropped: str = field(default="", kw_only=True)
+    """Why there is nothing to write after all; what comes next must know that it failed."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,6 @@ class SaveFolder(Save):
     """``(name in the folder, path of the content)``; names may have folders in them."""
     scratch: str = ""
     """A local folder that is removed afterwards, also where the trainer is dead by then."""
-    dropped: str = ""
-    """Why this rank has nothing to write after all, which the others must know."""
     peer_timeout: float = 120.0
     """Seconds in which some rank must have written something."""
 
@@ -67,7 +67,14 @@ class Remove:
     target: str
 
 
-Job = Save | Link | Remove
+@dataclass(frozen=True)
+class Keep:
+    """Do not remove a checkpoint after all, if its removal still waits."""
+
+    target: str
+
+
+Job = Save | Link | Remove | Keep
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A job could not be done; nothing has changed under its name."""
+    """A job could not be done; under its name is what was there, or all of the new one."""
 
     target: str
     origin: Origin | None
@@ -96,9 +103,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Done:
-    """A link is there; a removal is done, or waits for the next success."""
+    """A link is there, a checkpoint removed or kept."""
 
     target: str
+    waits: bool = False
+    """It is done after the next success."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class Origin:
     """of the snapshot, in nanoseconds since 1970: the newest checkpoint is the latest of these."""
     ranks: int = 1
     """World size of the job."""
+    resumable: bool = True
+    """Whether a training can go on from it; weights alone are not enough."""
 
     def to_json(self) -> bytes:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()
@@ -45,7 +47,7 @@ class Origin:
                 f"{path} was written by a newer lightning_dist (format {fields['version']}, this "
                 f"one reads up to {VERSION}); upgrade lightning_dist, or consolidate it there"
             )
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
 
 
 @dataclass(frozen=True, slots=True)

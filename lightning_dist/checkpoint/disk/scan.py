@@ -45,21 +45,37 @@ def checkpoints(folder: str) -> list[Found]:
     return sorted(found, key=_age)
 
 
-def newest_valid(folder: str) -> Description | None:
-    """The newest checkpoint of ours in ``folder`` whose bytes are all as they were written.
+def newest_valid(folder: str, *, check: bool = True) -> Description | None:
+    """The newest checkpoint of ours in ``folder`` to go on from, with all bytes as written.
 
-    Damaged ones are named in a warning and passed over.
+    Damaged ones are named in a warning and passed over. Weights alone do not count.
+
+    Args:
+        check: read everything and compare; otherwise headers have to do.
+
+    Raises:
+        CheckpointError: there are some, and none is whole.
     """
+    problems = []
     everything = checkpoints(folder)
     for found in everything:
         if found.description is None:  # of unknown age: it may have been the newest
-            log.warning("passing over %s: %s", found.path, found.problem)
+            problems.append(found.problem)
+            log.warning("passing over a checkpoint: %s", found.problem)
     for found in everything:
-        if found.description is not None and found.description.origin is not None:
-            try:
-                return verify(found.path)
-            except (CorruptCheckpointError, OSError) as error:
-                log.warning("passing over a damaged checkpoint: %s", error)
+        description = found.description
+        if description is None or description.origin is None or not description.origin.resumable:
+            continue
+        try:
+            return verify(found.path) if check else description
+        except (CorruptCheckpointError, OSError) as error:
+            problems.append(str(error))
+            log.warning("passing over a damaged checkpoint: %s", error)
+    if problems:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
+            "of another one, or remove these to start afresh"
+        )
     return None
 
 

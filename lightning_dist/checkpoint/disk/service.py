@@ -18,6 +18,7 @@ from lightning_dist.checkpoint.disk.folder_owner import Lock, own_as_writer
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 
+_HEARTBEAT = 1.0
 _NICE = 5
 """The training goes first."""
 
@@ -33,6 +34,10 @@ class _Service:
     def run(self) -> None:
         while True:
             try:
+                # A process that the trainer has forked may hold the other end open after its death.
+                while not self._channel.poll(_HEARTBEAT):
+                    if self._orphaned():
+                        return
                 command, *arguments = self._channel.recv()
             except (EOFError, ConnectionResetError):
                 return

@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.disk.jobs import (
     Failed,
     Job,
     Link,
+    Remove,
     Save,
     SaveFile,
     SaveFolder,
@@ -66,13 +67,15 @@ class Writer:
                 self._save(job, snapshot)
             elif isinstance(job, Link):
                 self._link(job)
-            else:
+            elif isinstance(job, Remove):
                 self._doomed[job.target] = None
+            else:
+                self._doomed.pop(job.target, None)
             failures = {} if self._failed else self._remove_doomed()
             if job.target in failures and not isinstance(job, Save):
                 raise failures[job.target]
             if not isinstance(job, Save):
-                self._report(Done(job.target))
+                self._report(Done(job.target, waits=job.target in self._doomed))
         except Exception as error:
             origin = job.origin if isinstance(job, Save) else None
             dropped = isinstance(error, DroppedCheckpointError)
@@ -85,6 +88,8 @@ class Writer:
         began = time.monotonic()
         self._failed = True  # until it has been committed
         self._doomed.pop(save.target, None)
+        if save.dropped and isinstance(save, SaveFile):
+            raise DroppedCheckpointError(save.dropped)
         storage, target = self._find_storage(save.target)
         folder = os.path.dirname(target)
         storage.make_folder(folder)

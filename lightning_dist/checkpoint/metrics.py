@@ -1,0 +1,25 @@
+"""What checkpoints cost a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Metrics:
+    """What checkpoints have cost the training so far; seconds and bytes of this rank."""
+
+    saves: int = 0
+    skipped: int = 0
+    failed: int = 0
+    stall_s: float = 0.0
+    """of the last save: from its call to its return."""
+    queue_s: float = 0.0
+    """part of it: waiting for an earlier save."""
+    fence_s: float = 0.0
+    """held back in optimizer steps, in total."""
+    write_s: float = 0.0
+    """of the last committed save."""
+    bytes: int = 0
+    """of the last committed save, written by this rank."""
+    in_flight: int = 0
