@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dist.checkpoint.agreement import agree
 from lightning_dist.checkpoint.copying import LaterCopy, copy_now
 from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.folder_owner import Lock, own
@@ -32,7 +33,6 @@ from lightning_dist.checkpoint.metrics import Metrics as Metrics
 from lightning_dist.checkpoint.pickling import Pickled, pickled
 from lightning_dist.checkpoint.plan import Owned, Plan, Striped, owned_by, plan, shape_of
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.exchange.handshake import all_facts
 
 
 class Checkpointer:
@@ -157,7 +157,7 @@ class Checkpointer:
             shape = shape_of(content, owned, striped)
         except Exception as error:  # the others must know before they wait for this rank
             problem = f"{type(error).__name__}: {error}"
-        origin, alike = self._agree(origin, shape=shape, problem=problem)
+        origin, alike = agree(origin, group=self._group, shape=shape, problem=problem)
         owned = owned if alike else {}
         divided = plan(
             content,
@@ -202,7 +202,7 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         self._prepare()
-        origin, _ = self._agree(self._origin(step))
+        origin, _ = agree(self._origin(step), group=self._group)
         self._delivery.send(
             SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
         )
@@ -291,43 +291,11 @@ class Checkpointer:
                 "state take; raise it, lower max_in_flight, or use format='sharded' on more ranks"
             )
 
-    def _require_group(self) -> None:
-        if self._group is None and self._ranks > 1:
-            raise ValueError(
-                f"{self._ranks} ranks write one folder together, so they need a group on CPU, got "
-                "group=None; give dist.new_group(backend='gloo')"
-            )
-
     def _origin(self, step: int, *, resumable: bool = True) -> Origin:
         save_id = os.urandom(8).hex()
         if not self._alone:  # a name that the owner of the folder does not clear away
             save_id = f"m{save_id}"
         return Origin(save_id, step, time.time_ns(), self._ranks, resumable)
-
-    def _agree(self, origin: Origin, *, shape: int = 0, problem: str = "") -> tuple[Origin, bool]:
-        """Rank 0's origin, and whether all ranks divide the state alike. Collective.
-
-        Raises:
-            ValueError: on all ranks, if one has a problem.
-        """
-        self._require_group()
-        mine: dict[str, Any] = {
-            "id": origin.save_id,
-            "ns": origin.created_ns,
-            "shape": shape,
-            "problem": problem,
-        }
-        facts = [mine]
-        if self._group is not None:
-            device = torch.device("cpu")
-            facts = [dict(f) for f in all_facts(mine, group=self._group, device=device)]
-        for rank, of_rank in enumerate(facts):
-            if of_rank["problem"]:
-                raise ValueError(f"rank {rank} cannot save its state: {of_rank['problem']}")
-        first = facts[0]
-        alike = all(of_rank["shape"] == first["shape"] for of_rank in facts)
-        agreed = replace(origin, save_id=str(first["id"]), created_ns=int(first["ns"]))
-        return agreed, alike
 
     def _on_committed(self, event: Committed) -> None:
         self.last_committed = event

@@ -28,6 +28,8 @@ from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, Write
 
 Errand = Link | Remove | Keep
 
+_NOTHING = Keep("")
+
 
 @dataclass
 class _InFlight:
@@ -60,8 +62,7 @@ class Delivery:
         self._on_failed, self._on_committed = failed, committed
         self._changed = threading.Condition()
         self._in_flight: dict[str, _InFlight] = {}
-        self._errands = 0  # links and removals under way
-        self._links: list[str] = []  # of those
+        self._errands: list[tuple[Errand, WriterHandle | None]] = []  # under way, and with whom
         self._removals = Removals()
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
@@ -83,7 +84,8 @@ class Delivery:
         """Whether it is being saved, or linked to."""
         with self._changed:
             saves = (each.save.target == target for each in self._in_flight.values())
-            return any(saves) or target in self._links
+            links = (isinstance(e, Link) and e.target == target for e, _ in self._errands)
+            return any(saves) or any(links)
 
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
@@ -138,15 +140,14 @@ class Delivery:
     def run_errand(self, errand: Errand) -> None:
         """Have something done after everything that was sent before."""
         with self._changed:
-            self._errands += 1
+            writer = self._writer
+            self._errands.append((errand, writer))
             if isinstance(errand, Remove):
                 self._removals.ask(errand.target)
             else:
                 self._removals.cancel(errand.target)
-            if isinstance(errand, Link):
-                self._links.append(errand.target)
         # Not to a writer that is started later: the save before it was lost with this one.
-        self._thread.submit(self._put, errand, None, self._writer)
+        self._thread.submit(self._put, errand, None, writer)
 
     def poll(self) -> list[Committed | Failed]:
         """What became of saves since the last call, and which errands failed."""
@@ -163,6 +164,8 @@ class Delivery:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is under way; TimeoutError after ``timeout`` seconds."""
+        if self._writer is not None and all(each[0] is not _NOTHING for each in self._errands):
+            self.run_errand(_NOTHING)  # its end says that removals after the last save are done
         with self._changed:
             idle = self._changed.wait_for(
                 lambda: not self._in_flight and not self._errands, timeout
@@ -206,7 +209,7 @@ class Delivery:
             with self._changed:
                 if self._writer is writer:  # it ended before it was ours
                     self._writer = None
-            if isinstance(job, Remove):  # asked for again with the next save
+            if isinstance(job, Remove | Keep):  # a removal is asked for again with the next save
                 self._end_errand(job.target)
             else:
                 self._report(Failed(job.target, origin, str(error)))
@@ -235,17 +238,18 @@ class Delivery:
 
     def _end_errand(self, target: str) -> None:
         with self._changed:
-            self._errands = max(self._errands - 1, 0)  # 0 since a writer was lost
-            if target in self._links:
-                self._links.remove(target)
+            ended = next((each for each in self._errands if each[0].target == target), None)
+            if ended is not None:  # not lost with its writer
+                self._errands.remove(ended)
             self._changed.notify_all()
 
     def _lost(self, writer: WriterHandle, reason: str) -> None:
         """``writer`` has ended by itself, and all that it had with it."""
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
+            self._errands = [each for each in self._errands if each[1] is not writer]
             if self._writer is writer:
-                self._writer, self._errands, self._links = None, 0, []
+                self._writer = None
             self._changed.notify_all()
         for save in lost:
             self._report(Failed(save.target, save.origin, reason))
