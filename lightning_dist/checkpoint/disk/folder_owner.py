@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.checkpoint.disk.local import LocalStorage, cut_off
+from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import verify
 
 LOCK = ".lightning_dist.lock"
@@ -221,13 +222,14 @@ def forget(folder: str) -> None:
 
 def recover(storage: LocalStorage, folder: str) -> None:
     """Finish or undo what a killed writer left in ``folder``; touches nothing with another name."""
-    leftovers = storage.leftovers(folder)
-    for path in leftovers:
+    for path, target in cut_off(storage, folder).items():
+        if _is_whole(path):
+            storage.publish(path, target)
+    for path in storage.leftovers(folder):
         name, kind = os.path.basename(path)[1:].rsplit(".", 1)
         target = os.path.join(folder, name)
-        aside = any(os.path.basename(other).startswith(f".{name}.trash-") for other in leftovers)
-        staged = kind.startswith("tmp-") and not os.path.lexists(target)
-        if staged and (os.path.isdir(path) or aside) and _is_whole(path):
+        staged = kind.startswith("tmp-") and os.path.isdir(path) and not os.path.lexists(target)
+        if staged and _is_whole(path):
             storage.publish(path, target)
         else:
             storage.remove(path)

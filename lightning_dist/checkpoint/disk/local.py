@@ -139,6 +139,22 @@ class LocalStorage(Storage):
         ]
 
 
+def cut_off(storage: LocalStorage, folder: str) -> dict[str, str]:
+    """Staged things that were about to get a name that has already been taken from another.
+
+    By path; the name each was to have. Nobody else finds either of the two.
+    """
+    kinds: dict[str, dict[str, str]] = {}
+    for path in storage.leftovers(folder):
+        name, kind = os.path.basename(path)[1:].rsplit(".", 1)
+        kinds.setdefault(name, {})[kind.partition("-")[0]] = path
+    return {
+        paths["tmp"]: os.path.join(folder, name)
+        for name, paths in kinds.items()
+        if {"tmp", "trash"} <= paths.keys() and not os.path.lexists(os.path.join(folder, name))
+    }
+
+
 def _sync_folder(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -169,7 +185,11 @@ def _exchange(one: str, other: str) -> str:
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: neither is missing in between
     if call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
         return one
-    aside = _trash(other)  # NFS and some others cannot; `recover` finds what is lost in between
+    aside = _trash(other)  # NFS and some others cannot; `cut_off` finds what is lost in between
     os.rename(other, aside)
-    os.rename(one, other)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(aside, other)
+        raise
     return aside

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
@@ -42,6 +43,8 @@ def checkpoints(folder: str) -> list[Found]:
         path = f"{base}/{name}"
         if not name.startswith(".") and _is_one(storage, f"{inside}/{name}"):
             found.append(_describe(path))
+    if isinstance(storage, LocalStorage):
+        found += [_describe(path) for path in cut_off(storage, inside)]
     return sorted(found, key=_age)
 
 
