@@ -101,8 +101,7 @@ def check(
         return
     for error in ledger.of("error"):
         verdict.require(False, "report", error["reason"])
-    if scenario.exchange:  # without, a name is missing for a moment, and found when recovered
-        oracle.check_newest(ledger, moment="after the fault", is_content=same)
+    oracle.check_newest(ledger, moment="after the fault", is_content=same)
     oracle.check_all_whole(moment="after the fault")
     if goes_on:
         for of_rank in found:

@@ -64,6 +64,8 @@ class Delivery:
         self._in_flight: dict[str, _InFlight] = {}
         self._errands: list[tuple[Errand, WriterHandle | None]] = []  # under way, and with whom
         self._removals = Removals()
+        self._newest = ""  # target of the last success
+        self._closing = False
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: dict[str, bool] = {}  # whether others are kept out
@@ -164,8 +166,6 @@ class Delivery:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is under way; TimeoutError after ``timeout`` seconds."""
-        if self._writer is not None and all(each[0] is not _NOTHING for each in self._errands):
-            self.run_errand(_NOTHING)  # its end says that removals after the last save are done
         with self._changed:
             idle = self._changed.wait_for(
                 lambda: not self._in_flight and not self._errands, timeout
@@ -176,6 +176,8 @@ class Delivery:
 
     def close(self, timeout: float | None = None) -> None:
         """Let everything be done, end the writer, give the memory back."""
+        with self._changed:
+            self._closing = True
         self._thread.shutdown(wait=True)
         writer, self._writer = self._writer, None
         try:
@@ -209,10 +211,10 @@ class Delivery:
             with self._changed:
                 if self._writer is writer:  # it ended before it was ours
                     self._writer = None
-            if isinstance(job, Remove | Keep):  # a removal is asked for again with the next save
-                self._end_errand(job.target)
-            else:
+            if isinstance(job, Save) or self._is_missing(job):
                 self._report(Failed(job.target, origin, str(error)))
+            else:
+                self._end_errand(job.target)
 
     def _report(self, event: Event) -> None:
         with self._changed:
@@ -229,7 +231,10 @@ class Delivery:
                     self._free.append(memory)
             if isinstance(event, Committed):
                 self._removals.succeeded()
+                self._newest = event.target
                 self._on_committed(event)
+                if not self._closing:
+                    self.run_errand(_NOTHING)  # its end says that the writer has removed as well
             elif isinstance(event, Failed):
                 self._on_failed(event)
             if not isinstance(event, Done):
@@ -247,12 +252,22 @@ class Delivery:
         """``writer`` has ended by itself, and all that it had with it."""
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
+            links = [e for e, with_ in self._errands if with_ is writer and self._is_missing(e)]
             self._errands = [each for each in self._errands if each[1] is not writer]
             if self._writer is writer:
                 self._writer = None
             self._changed.notify_all()
         for save in lost:
             self._report(Failed(save.target, save.origin, reason))
+        for link in links:
+            self._report(Failed(link.target, None, reason))
+
+    def _is_missing(self, errand: Errand) -> bool:
+        """Whether something is missing because ``errand`` was lost with its writer.
+
+        Removals are asked for again, and a link to what was lost too has been reported with it.
+        """
+        return isinstance(errand, Link) and errand.source == self._newest
 
     def _start_writer(self) -> WriterHandle:
         read_back = self._settings.verify == "always"

@@ -12,6 +12,7 @@ from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 _FIRST_RECORD = f"{ROOT}/{RECORD}".encode()
 
+
 def require_folder(folder: str) -> tuple[Storage, str]:
     """The storage of a folder of checkpoints, and the path within it.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -15,16 +15,22 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO, newest_checkpoint
-from lightning_dist.integrations.checkpoint_session import CheckpointSession, folder_of
+from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
+from lightning_dist.integrations.checkpoint_last import LastCheckpoint, folder_of, list_in
+from lightning_dist.integrations.checkpoint_names import SharedFolder, callbacks_of
+from lightning_dist.integrations.checkpoint_session import CheckpointSession
 from lightning_dist.integrations.checkpoint_strategies import (
+    require_effective,
     require_supported,
     weights_may_change,
 )
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
+_PATIENCE = 120.0
+"""Seconds that a failed training waits for its checkpoints."""
 
-class AsyncCheckpoint(ModelCheckpoint):
+
+class AsyncCheckpoint(SharedFolder):
     """A ``ModelCheckpoint`` that training does not wait for, and that never loses a checkpoint.
 
     Takes everything that ``ModelCheckpoint`` takes, keeps the same files, names and state, and
@@ -83,14 +89,10 @@ class AsyncCheckpoint(ModelCheckpoint):
             host_memory_limit=host_memory_limit,
         )
         self.format = format
-        self._session: CheckpointSession | None = None
         self._group: dist.ProcessGroup | None = None
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
-        self._removals: list[str] = []  # of this trigger
-        self._doomed: set[str] = set()  # files that stay for now, but not for a user
-        self._next_last: str | None = None  # what a link of the file being saved will be called
-        self._skipped_step: int | None = None
+        self._last = LastCheckpoint(check=verify != "never")
 
     @property
     @override
@@ -120,19 +122,34 @@ class AsyncCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         refuse_pytorch_lightning(trainer=trainer)
         require_supported(trainer.strategy)
+        require_effective(self.settings, trainer)
+        self._require_alike(trainer)
         super().setup(trainer, pl_module, stage)
-        if not isinstance(trainer.strategy.checkpoint_io, ResumeCheckpointIO):
-            trainer.strategy.checkpoint_io = ResumeCheckpointIO(
-                verify=self.settings.verify, trainer=trainer
-            )
+        self._last.agree(trainer)
+        io = trainer.strategy.checkpoint_io
+        if not isinstance(io, ResumeCheckpointIO):
+            io = ResumeCheckpointIO(verify=self.settings.verify, trainer=trainer)
+            trainer.strategy.checkpoint_io = io
+        if self._last not in io.searches:
+            io.searches.append(self._last)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             sharded = self.format == "sharded"
             if sharded and self._group is None and trainer.world_size > 1:
                 self._group = dist.new_group(backend="gloo")
-            self._session = CheckpointSession(
+            session = CheckpointSession(
                 self.settings, callback=self, trainer=trainer, sharded=sharded, group=self._group
             )
-            self._session.open(folder_of(self, trainer))
+            session.open(folder_of(self, trainer))
+            self._session = session
+            self._last.release()  # the session keeps the folder
+
+    def _require_alike(self, trainer: pl.Trainer) -> None:
+        ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]
+        if len(verify := {self.settings.verify, *(c.settings.verify for c in ours)}) > 1:
+            raise ValueError(
+                "a trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
+                f"needs the same verify=; got {', '.join(map(repr, sorted(verify)))}"
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -150,7 +167,7 @@ class AsyncCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is not None:
             super().on_train_end(trainer, pl_module)
-            self._flush_removals()
+            self._session.flush_removals()
             self._session.drain()
             self._session.agree_on_failures()
 
@@ -158,27 +175,50 @@ class AsyncCheckpoint(ModelCheckpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if trainer.world_size == 1 or isinstance(exception, SIGTERMException):
-            super().on_exception(trainer, pl_module, exception)
-        elif self._should_save_on_exception(trainer):
-            # Saving takes all ranks, and the others may be waiting in a collective of the step.
-            rank_zero_warn(
-                f"with {trainer.world_size} ranks save_on_exception saves only what all of them "
-                f"stop for (SIGTERM), not a {type(exception).__name__} that one may have had"
-            )
-        self._close()
+        deadline = time.monotonic() + _PATIENCE
+        try:
+            if not self._should_save_on_exception(trainer):
+                return
+            if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
+                # Saving takes all ranks, and others may be waiting in a collective of the step.
+                rank_zero_warn(
+                    f"with {trainer.world_size} ranks save_on_exception saves only what all of "
+                    f"them stop for (SIGTERM), not a {type(exception).__name__} that one may have "
+                    "had"
+                )
+            elif self._is_idle_by(deadline, trainer):
+                super().on_exception(trainer, pl_module, exception)
+        finally:
+            self._last.forget()
+            self._close(max(deadline - time.monotonic(), 1.0))
+
+    def _is_idle_by(self, deadline: float, trainer: pl.Trainer) -> bool:
+        """Whether a save could be taken without waiting for another one; on all ranks."""
+        idle = True
+        try:
+            self.wait(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            idle = False
+        return bool(trainer.strategy.reduce_boolean_decision(idle, all=True))
+
+    @override
+    def _should_save_on_exception(self, trainer: pl.Trainer) -> bool:
+        return self._session is not None and super()._should_save_on_exception(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
+        self._last.forget()
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, timeout: float | None = None) -> None:
         if self._session is not None:
-            self._flush_removals()
             session, self._session = self._session, None
-            self._metrics, self._last_committed = session.metrics, session.last_committed
-            session.close()
+            session.flush_removals()
+            try:
+                session.close(timeout)
+            finally:
+                self._metrics, self._last_committed = session.metrics, session.last_committed
 
     @override
     def _save_topk_checkpoint(
@@ -197,80 +237,26 @@ class AsyncCheckpoint(ModelCheckpoint):
             self._next_last = None
 
     @override
+    def _update_best_and_save(
+        self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        assert self._session is not None
+        before = dict(self.best_k_models)
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        saved = self._last_checkpoint_saved
+        self._session.note_displaced(saved, before=before, after=self.best_k_models)
+
+    @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         assert self._session is not None
-        self._doomed.discard(filepath)
+        self._claim(trainer, filepath)
         at_once = weights_may_change(trainer)
         self._session.save(filepath, weights_only=self.save_weights_only, at_once=at_once)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 
     @override
-    def _save_last_checkpoint(
-        self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
-    ) -> None:
-        if self._skipped_step != trainer.global_step:
-            saved_now = self._last_global_step_saved == trainer.global_step
-            if self.save_last is True and saved_now and self._last_checkpoint_saved:
-                self._link_last(trainer, self._last_path(trainer, monitor_candidates))
-            else:
-                super()._save_last_checkpoint(trainer, monitor_candidates)
-        self._flush_removals()
-
-    def _link_last(self, trainer: pl.Trainer, path: str) -> None:
-        assert self._session is not None
-        previous, self.last_model_path = self.last_model_path, path
-        self._doomed.discard(path)
-        self._session.link(self._last_checkpoint_saved, path)
-        if previous and self._should_remove_checkpoint(trainer, previous, path):
-            self._remove_checkpoint(trainer, previous)
-
-    def _last_path(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> str:
-        name = self.CHECKPOINT_NAME_LAST
-        path, version = self.format_checkpoint_name(monitor_candidates, name), self.STARTING_VERSION
-        while (
-            self._enable_version_counter
-            and self.file_exists(path, trainer)
-            and path != self.last_model_path
-        ):
-            path = self.format_checkpoint_name(monitor_candidates, name, ver=version)
-            version += 1
-        return path
-
-    @override
-    def _link_checkpoint(  # type: ignore[override]  # a static method there
-        self, trainer: pl.Trainer, filepath: str, linkpath: str
-    ) -> None:
-        assert self._session is not None
-        self._session.link(filepath, linkpath, symbolic=True)
-
-    @override
-    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        # Not before this trigger's link is made: `last` may still be what is removed.
-        self._removals.append(filepath)
-        self._doomed.add(filepath)
-
-    def _flush_removals(self) -> None:
-        removals, self._removals = self._removals, []
-        for path in removals:
-            assert self._session is not None
-            self._session.remove(path)
-
-    @override
-    def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:
-        pending = self._session is not None and self._session.is_pending(filepath)
-        there = filepath not in self._doomed and self._fs.exists(filepath)
-        decision = trainer.is_global_zero and (pending or there)
-        return trainer.strategy.reduce_boolean_decision(decision, all=False)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        # This is within the file that is being saved, which will be called `last` too.
-        state = super().state_dict()
-        return state if self._next_last is None else {**state, "last_model_path": self._next_last}
-
-    @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        others = super()._find_last_checkpoints(trainer)
-        newest = newest_checkpoint(folder_of(self, trainer), others)
-        return set() if newest is None else {newest}
+        folder, usual = folder_of(self, trainer), super()._find_last_checkpoints
+        found = self._last.find(trainer, folder, lambda: list_in(folder, usual(trainer)))
+        return set() if found is None else {found}

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+Scores = Mapping[str, Tensor]
+"""Scores of checkpoints by path."""
 
 
-def forget(callback: ModelCheckpoint, path: str, *, kept: str) -> None:
+class Displaced:
+    """What each save has put out of ``best_k_models``, until it is known whether it succeeded."""
+
+    def __init__(self) -> None:
+        self._by: dict[str, dict[str, Tensor]] = {}
+
+    def note(self, path: str, *, before: Scores, after: Scores) -> None:
+        """A save of ``path`` has been asked for, and changed the books so."""
+        self._by[path] = {
+            old: score for old, score in before.items() if old not in after or old == path
+        }
+
+    def commit(self, path: str) -> None:
+        """``path`` is there."""
+        self._by.pop(path, None)
+
+    def fail(self, path: str) -> Scores:
+        """``path`` was not written; what is among the best again."""
+        back = self._by.pop(path, {})
+        for displaced in self._by.values():
+            if path in displaced:  # the save that displaced it would have displaced these
+                del displaced[path]
+                displaced.update(back)
+                return {}
+        return back
+
+
+def forget(callback: ModelCheckpoint, path: str, *, kept: str, back: Scores | None = None) -> None:
     """Take ``path`` out of the paths that users read.
 
     Args:
         callback: whose books they are.
         path: where a file should have been.
         kept: the newest checkpoint that is there, or an empty string.
+        back: what is among the best again.
     """
     callback.best_k_models.pop(path, None)
+    callback.best_k_models.update(back or {})
     if callback.last_model_path == path:
         callback.last_model_path = kept
     if callback.monitor is None:

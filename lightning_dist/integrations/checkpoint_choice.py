@@ -1,51 +1,22 @@
-"""Which checkpoint a training goes on from, and whether it belongs to the model."""
+"""Which checkpoint a training goes on from: the same one on all ranks, verified by rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.storage import storage_of
-from lightning_dist.checkpoint.disk.verify import Description, describe, verify
-from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO
-
-
-def newest_checkpoint(folder: str, others: Iterable[str]) -> str | None:
-    """The newest whole checkpoint of ours in ``folder``, or one of ``others`` if that is newer.
-
-    Args:
-        others: paths of checkpoints that somebody else may have written, with torch.save.
-    """
-    ours = newest_valid(folder)
-    best, time_ns = (None, 0) if ours is None else (ours.path, _created_ns(ours))
-    for path in sorted(others):
-        try:
-            found = describe(path)
-            if found.origin is None and _modified_ns(path) > time_ns:
-                best, time_ns = verify(path).path, _modified_ns(path)
-            elif ours is not None and found.origin == ours.origin and best == ours.path:
-                best = path  # the same file under the name that Lightning expects
-        except (CheckpointError, OSError) as error:
-            rank_zero_warn(f"passing over a damaged checkpoint: {error}")
-    return best
-
-
-def _created_ns(description: Description) -> int:
-    assert description.origin is not None
-    return description.origin.created_ns
-
-
-def _modified_ns(path: str) -> int:
-    storage, inside = storage_of(path)
-    return storage.modified_ns(inside)
+from lightning_dist.checkpoint.disk.verify import describe, verify
+from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO, is_http
+from lightning_dist.integrations.checkpoint_last import LastCheckpoint, without_manifest
+from lightning_dist.integrations.checkpoint_model import require_same_model
 
 
 class ResumeCheckpointIO(AsyncTorchCheckpointIO):
@@ -55,27 +26,84 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
 
     Args:
         verify: as of AsyncCheckpoint.
-        trainer: whose ranks load the same checkpoint, the one that rank 0 found.
+        trainer: whose ranks load the same checkpoint, the one that rank 0 found and verified.
     """
 
     def __init__(self, *, verify: Any, trainer: pl.Trainer) -> None:
         super().__init__(snapshot="sync", writer="thread", verify=verify)
+        self.searches: list[LastCheckpoint] = []
+        """Of the callbacks, for what ``ckpt_path="last"`` was found to be."""
         self._trainer = trainer
         self._alone = False  # many jobs may save into one folder by hand, each its own files
 
     @override
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        agreed = self._trainer.strategy.broadcast(path)
-        checkpoint = super().load_checkpoint(agreed, *args, **kwargs)
-        self._say_what_changed(str(agreed))
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Load the same checkpoint on all ranks. Collective.
+
+        Raises:
+            FileNotFoundError: on all ranks, if nothing is there.
+            CheckpointError: on all ranks, if it is damaged, or a newer version of this package
+                wrote it.
+            ValueError: it is of another model.
+        """
+        agreed = self._agree(os.fspath(path))
+        checkpoint: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            if is_http(agreed):
+                checkpoint = super().load_checkpoint(agreed, map_location, weights_only, **kwargs)
+            else:
+                checkpoint = self._load(
+                    agreed, check=False, map_location=map_location, weights_only=weights_only
+                )
+        except Exception as error:
+            problem = error
+        if not self._trainer.strategy.reduce_boolean_decision(problem is None, all=True):
+            raise problem or CheckpointError(
+                f"another rank could not load {agreed}; put it where all ranks see it"
+            )
+        if not is_http(agreed):
+            self._say_what_changed(agreed)
         module = self._trainer.lightning_module
         if module.strict_loading and not is_overridden("on_load_checkpoint", module):
-            require_same_model(checkpoint.get("state_dict", {}), module.state_dict(), agreed)
+            require_same_model(checkpoint.get("state_dict", {}), module, agreed)
         return checkpoint
 
+    def _agree(self, path: str) -> str:
+        """The checkpoint that rank 0 has chosen and verified; raises its error on all ranks."""
+        chosen, problem = path, None
+        if self._trainer.is_global_zero and not is_http(path):
+            try:
+                chosen = self._choose(path)
+            except (CheckpointError, OSError, ValueError) as error:
+                problem = error
+        said = None if problem is None else _told(problem)
+        chosen, said = self._trainer.strategy.broadcast((chosen, said))
+        if said is not None:
+            raise problem or _made_of(*said)
+        if chosen != path:
+            self._trainer._checkpoint_connector._ckpt_path = chosen
+        return str(chosen)
+
+    def _choose(self, path: str) -> str:
+        for search in self.searches:
+            if search.found == path:
+                return search.choose() or path
+        path = without_manifest(path)
+        storage, inside = storage_of(path)
+        if not storage.exists(inside):
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        if self.settings.verify != "never":
+            verify(path)
+        return path
+
     def _say_what_changed(self, path: str) -> None:
-        if "://" in path and path.startswith("http"):
-            return
         origin = describe(path).origin
         if origin is not None and origin.ranks != self._trainer.world_size:
             rank_zero_info(
@@ -84,32 +112,21 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
             )
 
 
-def require_same_model(saved: Mapping[str, Tensor], model: Mapping[str, Tensor], path: str) -> None:
-    """Raise ValueError unless names and shapes agree; before any tensor of the model changes."""
-    differences = [
-        *_listed("only in the checkpoint", sorted(saved.keys() - model.keys())),
-        *_listed("only in the model", sorted(model.keys() - saved.keys())),
-        *_listed("of another shape", _reshaped(saved, model)),
-    ]
-    if differences:
-        raise ValueError(
-            f"{path} is a checkpoint of another model; parameters and buffers "
-            f"{'; '.join(differences)}. Give the path of a checkpoint of this model, or set "
-            "strict_loading=False on the module"
-        )
+def _told(error: Exception) -> tuple[str, Iterable[str]]:
+    """An error for the other ranks; not all can be pickled."""
+    if isinstance(error, CorruptCheckpointError):
+        return "corrupt", (error.path, error.reason)
+    kinds = {FileNotFoundError: "missing", OSError: "disk", ValueError: "value"}
+    kind = next((name for cls, name in kinds.items() if isinstance(error, cls)), "checkpoint")
+    return kind, (str(error),)
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return [f"{what}: {shown}"] if names else []
-
-
-def _reshaped(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"{name} {tuple(saved[name].shape)} for {tuple(value.shape)}"
-        for name, value in model.items()
-        if name in saved
-        and isinstance(value, Tensor)
-        and isinstance(saved[name], Tensor)
-        and saved[name].shape != value.shape
-    ]
+def _made_of(kind: str, arguments: Iterable[str]) -> Exception:
+    kinds: dict[str, type[Exception]] = {
+        "corrupt": CorruptCheckpointError,
+        "missing": FileNotFoundError,
+        "disk": OSError,
+        "value": ValueError,
+        "checkpoint": CheckpointError,
+    }
+    return kinds[kind](*arguments)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -83,7 +84,10 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
         self._surface()
         target = os.fspath(path)
         checkpointer = self._open(os.path.dirname(target) or ".")
-        checkpointer.save(checkpoint, target, step=int(checkpoint.get("global_step", 0)))
+        # Lightning's weights alone are not enough to go on from; Fabric's users know what they do.
+        alone = "pytorch-lightning_version" in checkpoint and "optimizer_states" not in checkpoint
+        step = int(checkpoint.get("global_step", 0))
+        checkpointer.save(checkpoint, target, step=step, resumable=not alone)
         if self.settings.snapshot == "sync":
             self._surface()
 
@@ -106,14 +110,19 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: nothing is there.
             CheckpointError: it is damaged, or a newer version of this package wrote it.
         """
-        if str(path).startswith(("http:", "https:")):
+        if is_http(path):
             return super().load_checkpoint(str(path), map_location, weights_only, **kwargs)
+        check = self.settings.verify != "never"
+        return self._load(
+            os.fspath(path), check=check, map_location=map_location, weights_only=weights_only
+        )
+
+    def _load(
+        self, path: str, *, check: bool, map_location: Any, weights_only: bool | None
+    ) -> dict[str, Any]:
         self.wait()
         state: dict[str, Any] = load(
-            os.fspath(path),
-            check=self.settings.verify != "never",
-            map_location=map_location,
-            weights_only=weights_only,
+            path, check=check, map_location=map_location, weights_only=weights_only
         )
         return state
 
@@ -148,7 +157,8 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
 
     def _open(self, folder: str) -> Checkpointer:
         if self._checkpointer is None:
-            self._checkpointer = Checkpointer(self.settings)
+            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            self._checkpointer = Checkpointer(self.settings, ranks=ranks)
         self._checkpointer.open(folder, alone=self._alone)
         return self._checkpointer
 
@@ -157,17 +167,29 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             surface(self._checkpointer, on_error=self.settings.on_error)
 
 
+def is_http(path: str | os.PathLike[str]) -> bool:
+    """Whether torch.hub has to fetch it."""
+    return str(path).startswith(("http:", "https:"))
+
+
 def surface(checkpointer: Checkpointer, *, on_error: str) -> None:
     """Say what failed in the background, each failure once.
 
     Raises:
-        CheckpointError: there was one, and ``on_error`` is ``"raise"``.
+        CheckpointError: there were some, and ``on_error`` is ``"raise"``; it names them all.
     """
     failed = [event for event in checkpointer.poll() if isinstance(event, Failed)]
+    raised = [event for event in failed if on_error == "raise" and is_fatal(event)]
     for event in failed:
-        if on_error == "raise" and is_fatal(event):
-            raise CheckpointError(failure(event, checkpointer.last_committed))
-        rank_zero_warn(failure(event, checkpointer.last_committed))
+        if event not in raised:
+            rank_zero_warn(failure(event, checkpointer.last_committed))
+    raise_all(failure(event, checkpointer.last_committed) for event in raised)
+
+
+def raise_all(messages: Iterable[str]) -> None:
+    """Raise one CheckpointError that says all of them, if there are any."""
+    if text := "\n".join(messages):
+        raise CheckpointError(text)
 
 
 def is_fatal(event: Failed) -> bool:

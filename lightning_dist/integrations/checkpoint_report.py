@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
@@ -47,19 +48,26 @@ def log_metrics(loggers: Iterable[Logger], checkpointer: Checkpointer, *, step: 
         logger.log_metrics(values, step=step)
 
 
-def drain(checkpointer: Checkpointer, *, show: bool) -> None:
+def drain(checkpointer: Checkpointer, *, show: bool, timeout: float | None = None) -> None:
     """Wait for everything under way; with a bar if it takes long.
 
     Args:
         show: whether this rank talks to the user.
+
+    Raises:
+        TimeoutError: after ``timeout`` seconds.
     """
+    if not show:
+        return checkpointer.wait(timeout)
+    patience = _PATIENCE if timeout is None else min(_PATIENCE, timeout)
     try:
-        checkpointer.wait(_PATIENCE if show else None)
+        checkpointer.wait(patience)
     except TimeoutError:
-        _drain_with_bar(checkpointer)
+        _drain_with_bar(checkpointer, None if timeout is None else timeout - patience)
 
 
-def _drain_with_bar(checkpointer: Checkpointer) -> None:
+def _drain_with_bar(checkpointer: Checkpointer, timeout: float | None) -> None:
+    deadline = None if timeout is None else time.monotonic() + timeout
     columns: list[Any] = [
         TextColumn("writing checkpoints"),
         BarColumn(),
@@ -74,4 +82,5 @@ def _drain_with_bar(checkpointer: Checkpointer) -> None:
             try:
                 return checkpointer.wait(_REFRESH)
             except TimeoutError:
-                continue
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import proxy
 
@@ -13,14 +12,16 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
-from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.checkpoint_books import forget
-from lightning_dist.integrations.checkpoint_io import failure, is_fatal
+from lightning_dist.integrations.checkpoint_books import Scores
+from lightning_dist.integrations.checkpoint_last import cannot_open
+from lightning_dist.integrations.checkpoint_outcomes import Outcomes
 from lightning_dist.integrations.checkpoint_report import drain, line, log_metrics
 from lightning_dist.integrations.checkpoint_strategies import IntoCheckpointer
 
@@ -49,7 +50,10 @@ class CheckpointSession:
         self._callback = callback
         self._trainer = trainer
         self._sharded = sharded
-        self._failed: list[Failed] = []  # not yet known to the other ranks
+        self._removals: list[str] = []  # of this trigger
+        self._doomed: set[str] = set()  # files that stay for now, but not for a user
+        self._watched: list[Optimizer] = []
+        self._outcomes = Outcomes(self, settings, callback=callback, trainer=trainer)
         self._idle = Metrics()
         self._stalls: dict[str, float] = {}  # of the last save to each path
         self._checkpointer: Checkpointer | None = None
@@ -70,32 +74,46 @@ class CheckpointSession:
         Raises:
             ValueError: on all ranks, if it cannot be written to by this job.
         """
+        try:
+            self._open(folder)
+        except BaseException:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+            raise
+
+    def _open(self, folder: str) -> None:
         problem = self._try_to_open(folder) if self._trainer.is_global_zero else ""
         if problem := self._trainer.strategy.broadcast(problem):
-            raise ValueError(f"no checkpoints can be written to {folder}: {problem}")
-        if self._sharded:
-            there = self._trainer.is_global_zero or is_owned(folder)
-            if not self._trainer.strategy.reduce_boolean_decision(there, all=True):
-                raise ValueError(
-                    f"with format='sharded' all ranks write to one folder, and some do not see "
-                    f"rank 0's {folder}; put it on a filesystem that all hosts mount, or use "
-                    "format='single'"
-                )
-            self._try_to_open(folder)
+            raise ValueError(problem)
+        if not self._sharded:
+            return
+        if not self._all(self._trainer.is_global_zero or is_owned(folder)):
+            raise ValueError(
+                f"with format='sharded' all ranks write to one folder, and some do not see rank "
+                f"0's {folder}; put it on a filesystem that all hosts mount, or use format='single'"
+            )
+        problem = "" if self._trainer.is_global_zero else self._try_to_open(folder)
+        if not self._all(not problem):
+            raise ValueError(problem or f"no checkpoints can be written to {folder} by some ranks")
+
+    def _all(self, fine: bool) -> bool:
+        return bool(self._trainer.strategy.reduce_boolean_decision(fine, all=True))
 
     def _try_to_open(self, folder: str) -> str:
         try:
             if self._checkpointer is not None:
                 self._checkpointer.open(folder)
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            return f"{type(error).__name__}: {error}"
+        except (ValueError, OSError, CheckpointError) as error:
+            return cannot_open(folder, error)
         return ""
 
     def watch_optimizers(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.watch(self._trainer.strategy.optimizers)
+        """Know the optimizers; other ones if a module has put others in their place."""
+        optimizers = list(self._trainer.strategy.optimizers)
+        if self._checkpointer is not None and [*map(id, optimizers)] != [*map(id, self._watched)]:
+            self._checkpointer.wait_for_copy()
+            self._checkpointer.watch(optimizers)
+            self._watched = optimizers
 
     def save(self, path: str, *, weights_only: bool, at_once: bool) -> None:
         """Take a snapshot of the training. On all ranks.
@@ -104,9 +122,10 @@ class CheckpointSession:
             at_once: all of it, for something may change the weights before the next step.
         """
         began, trainer = time.perf_counter(), self._trainer
+        self.watch_optimizers()
         with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-            with self._as_checkpoint_io() as io:
+            with self._as_checkpoint_io(resumable=not weights_only) as io:
                 trainer.strategy.save_checkpoint(checkpoint, path)
                 if self._checkpointer is not None and not trainer.is_global_zero:
                     io.save_checkpoint(checkpoint, path)
@@ -115,11 +134,14 @@ class CheckpointSession:
         self.metrics.stall_s = self._stalls[path] = time.perf_counter() - began
 
     @contextmanager
-    def _as_checkpoint_io(self) -> Iterator[IntoCheckpointer]:
+    def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[IntoCheckpointer]:
         """Let the strategy add what it keeps, and save into our checkpointer."""
         strategy = self._trainer.strategy
         io = IntoCheckpointer(
-            self._checkpointer, step=self._trainer.global_step, sharded=self._sharded
+            self._checkpointer,
+            step=self._trainer.global_step,
+            sharded=self._sharded,
+            resumable=resumable,
         )
         usual, strategy.checkpoint_io = strategy.checkpoint_io, io
         try:
@@ -135,8 +157,30 @@ class CheckpointSession:
             self._checkpointer.link(source, target, symbolic=symbolic)
 
     def remove(self, path: str) -> None:
+        """Remove ``path`` after this trigger's link is made: `last` may still be what it is."""
+        self._removals.append(path)
+        self._doomed.add(path)
+
+    def flush_removals(self) -> None:
+        removals, self._removals = self._removals, []
         if self._checkpointer is not None and self._checkpointer.is_first:
-            self._checkpointer.remove(path)
+            for path in removals:
+                self._checkpointer.remove(path)
+
+    def keep(self, path: str) -> None:
+        """Do not remove ``path`` after all."""
+        self._doomed.discard(path)
+        self._removals = [each for each in self._removals if each != path]
+        if self._checkpointer is not None and self._checkpointer.is_first:
+            self._checkpointer.keep(path)
+
+    def is_doomed(self, path: str) -> bool:
+        """Whether ``path`` is there only until a later checkpoint is."""
+        return path in self._doomed
+
+    def claim(self, path: str) -> None:
+        """``path`` is about to be written, so it is not doomed any more."""
+        self._doomed.discard(path)
 
     def is_pending(self, path: str) -> bool:
         return self._checkpointer is not None and self._checkpointer.is_pending(path)
@@ -163,67 +207,57 @@ class CheckpointSession:
         """Tell user and loggers what became of saves since the last call.
 
         Raises:
-            CheckpointError: one has failed, on rank 0, and ``on_error`` says so.
+            CheckpointError: some have failed, on rank 0, and ``on_error`` says so.
         """
         self._collect()
-        raises = self._settings.on_error == "raise" and self._trainer.is_global_zero
-        fatal = [event for event in self._failed if is_fatal(event)] if raises else []
-        if fatal:
-            self._failed.remove(fatal[0])
-            raise CheckpointError(failure(fatal[0], self.last_committed))
+        self._outcomes.raise_fatal(self.last_committed)
 
     def agree_on_failures(self) -> None:
         """Tell all ranks what could not be written: all raise, or all forget it. Collective.
 
         Raises:
-            CheckpointError: on all ranks.
+            CheckpointError: on all ranks; it names all that failed.
         """
         self._collect()
-        last = self.last_committed
-        found = [(e.target, failure(e, last), is_fatal(e)) for e in self._failed]
-        self._failed = []
-        is_gone = bool(found) and self._last_is_gone()
-        found, kept, is_gone = self._trainer.strategy.broadcast(
-            (found, last.target if last else "", is_gone)
-        )
-        for target, message, fatal in found:
-            if fatal and self._settings.on_error == "raise":
-                raise CheckpointError(message)
-            rank_zero_warn(message)
-            forget(self._callback, target, kept=kept)
-        if is_gone:
-            self._callback.last_model_path = ""
+        self._outcomes.agree(self.last_committed)
 
-    def _last_is_gone(self) -> bool:
-        """Whether nothing has the name of the last checkpoint, which failed to be the first."""
-        try:
-            self.wait(0)
-        except TimeoutError:
-            return False  # it may be about to be there
-        path = self._callback.last_model_path
-        return bool(path) and not self._callback._fs.exists(path)
+    def note_displaced(self, path: str, *, before: Scores, after: Scores) -> None:
+        """See :meth:`.Displaced.note`."""
+        self._outcomes.displaced.note(path, before=before, after=after)
 
-    def drain(self) -> None:
+    def drain(self, timeout: float | None = None) -> None:
         """Wait until everything is written, linked and removed; a bar if it takes long."""
         if self._checkpointer is not None:
-            drain(self._checkpointer, show=self._trainer.is_global_zero)
+            drain(self._checkpointer, show=self._trainer.is_global_zero, timeout=timeout)
             self._collect()
 
-    def close(self) -> None:
-        """Drain, say what failed and has not been said, and end the writer."""
-        if self._checkpointer is not None:
-            self.drain()
-            for event in self._failed:
-                rank_zero_warn(failure(event, self.last_committed))
-            self._checkpointer.close()
+    def close(self, timeout: float | None = None) -> None:
+        """Drain, say what failed and has not been said, and end the writer.
+
+        Args:
+            timeout: seconds after which the writer is left to itself.
+        """
+        if self._checkpointer is None:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with suppress(TimeoutError):
+            self.drain(timeout)
+        self._collect()
+        self._outcomes.warn(self.last_committed)
+        try:
+            left = None if deadline is None else max(deadline - time.monotonic(), 1.0)
+            self._checkpointer.close(left)
+        except CheckpointError as error:
+            if deadline is None:
+                raise
+            rank_zero_warn(f"the training ends before its checkpoints are complete: {error}")
 
     def _collect(self) -> None:
         if self._checkpointer is None:
             return
         for event in self._checkpointer.poll():
-            if isinstance(event, Failed):
-                self._failed.append(event)
-            elif self._trainer.is_global_zero:
+            self._outcomes.add(event)
+            if isinstance(event, Committed) and self._trainer.is_global_zero:
                 self._announce(self._checkpointer, event)
 
     def _announce(self, checkpointer: Checkpointer, event: Committed) -> None:
@@ -233,8 +267,3 @@ class CheckpointSession:
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:
             logger.after_save_checkpoint(callback)
-
-
-def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Where ``callback`` keeps its checkpoints, also before its set-up."""
-    return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.plan import Striped
+from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
 
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
@@ -38,6 +39,16 @@ def require_supported(strategy: Strategy) -> None:
             f"AsyncCheckpoint writes its checkpoints itself, so {io.__name__} could not take "
             "effect; leave that plugin out, or use ModelCheckpoint with it"
         )
+
+
+def require_effective(settings: CheckpointSettings, trainer: pl.Trainer) -> None:
+    """Raise ValueError if the callbacks of ``trainer`` leave ``snapshot="overlap"`` no effect."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if settings.snapshot == "overlap" and isinstance(callback, _AVERAGING):
+            raise ValueError(
+                f"{type(callback).__name__} may change the weights at any time, so snapshots are "
+                "copied at once and snapshot='overlap' cannot take effect; set snapshot='auto'"
+            )
 
 
 def weights_may_change(trainer: pl.Trainer) -> bool:
@@ -64,11 +75,14 @@ class IntoCheckpointer(TorchCheckpointIO):
         step: optimizer steps so far.
         sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
             has a part to ``striped``, and leave them where they are.
+        resumable: whether a training can go on from it.
     """
 
-    def __init__(self, checkpointer: Checkpointer | None, *, step: int, sharded: bool) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer | None, *, step: int, sharded: bool, resumable: bool
+    ) -> None:
         self._checkpointer = checkpointer
-        self._step, self.sharded = step, sharded
+        self._step, self.sharded, self._resumable = step, sharded, resumable
         self.striped: list[Striped] = []
 
     @override
@@ -78,5 +92,10 @@ class IntoCheckpointer(TorchCheckpointIO):
         assert self._checkpointer is not None
         target = os.fspath(path)
         self._checkpointer.save(
-            checkpoint, target, step=self._step, sharded=self.sharded, striped=self.striped
+            checkpoint,
+            target,
+            step=self._step,
+            sharded=self.sharded,
+            striped=self.striped,
+            resumable=self._resumable,
         )

@@ -1,0 +1,268 @@
+"""Several callbacks in one folder; and what a failed save gives back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from checkpoint_runs import Between, Net, books, fit, listing, require_same, whole_checkpoints
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from test_async_checkpoint_errors import Faults
+
+from lightning_dist import AsyncCheckpoint
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.disk.manifest import Origin
+from lightning_dist.integrations import async_checkpoint
+from lightning_dist.integrations.checkpoint_books import Displaced
+from lightning_dist.integrations.checkpoint_io import surface
+
+PAIRS: dict[str, list[dict[str, Any]]] = {
+    "one name": [
+        {"filename": "m", "every_n_train_steps": 2},
+        {"filename": "m", "every_n_train_steps": 4, "save_top_k": -1},
+    ],
+    "steps": [
+        {"filename": "{step}", "every_n_train_steps": 2},
+        {"filename": "{step}", "every_n_train_steps": 4, "save_top_k": -1},
+    ],
+    "two that are called last": [
+        {"filename": "a-{step}", "every_n_train_steps": 2, "save_last": True},
+        {"filename": "b-{step}", "every_n_train_steps": 4, "save_last": True},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_two_callbacks_leave_what_two_of_stock_leave(
+    writer: Any, name: str, tmp_path: Path
+) -> None:
+    stock = [ModelCheckpoint(tmp_path / "stock", **each) for each in PAIRS[name]]
+    settings: dict[str, Any] = {"writer": writer, "max_in_flight": 2}
+    ours = [AsyncCheckpoint(tmp_path / "ours", **each, **settings) for each in PAIRS[name]]
+    fit(*stock, max_epochs=4)
+    fit(*ours, max_epochs=4)
+    assert whole_checkpoints(tmp_path / "ours") == listing(tmp_path / "stock")
+    for found, expected in zip(ours, stock, strict=True):
+        require_same(books(found), books(expected))
+    for file in listing(tmp_path / "stock"):
+        steps = [torch.load(tmp_path / k / file)["global_step"] for k in ("ours", "stock")]
+        assert steps[0] == steps[1]
+
+
+def test_what_a_failed_best_save_displaced_is_among_the_best_again(tmp_path: Path) -> None:
+    """Scores 0, 1 and 4, 3 (not written), 2 of 5: the smallest two."""
+    callback = AsyncCheckpoint(
+        *(tmp_path, "{step}", "seen"), mode="max", every_n_train_steps=1, on_error="warn"
+    )
+    faults = Faults(callback, tmp_path)
+    seen: dict[str, Any] = {}
+
+    def note() -> None:
+        callback.wait()
+        seen.update(books(callback))
+        seen["listing"] = listing(tmp_path)
+
+    actions = {2: faults.short_of_space, 3: faults.space_again, 5: note}
+    with pytest.warns(UserWarning, match=r"step=3\.ckpt of step 3 was not written"):
+        fit(callback, Between(actions), max_steps=6, max_epochs=-1)
+    assert seen["best_model_path"] == "FOLDER/step=5.ckpt"
+    assert seen["listing"] == ["step=5.ckpt"]
+    callback = AsyncCheckpoint(
+        *(tmp_path / "b", "{step}", "seen"), mode="max", every_n_train_steps=1, on_error="warn"
+    )
+    faults = Faults(callback, tmp_path / "b")
+    with pytest.warns(UserWarning, match=r"step=3\.ckpt of step 3 was not written"):
+        # 4 is better than 3 and 2: it is not written either.
+        fit(callback, Between({2: faults.short_of_space}), max_steps=4, max_epochs=-1)
+    state = books(callback)
+    assert list(state["best_k_models"]) == ["FOLDER/step=2.ckpt"]
+    assert state["best_model_path"] == state["kth_best_model_path"] == "FOLDER/step=2.ckpt"
+    assert float(state["best_model_score"]) == float(state["kth_value"]) == 1.0
+    assert listing(tmp_path / "b") == ["step=2.ckpt"]
+
+
+def test_the_displaced_best_survives_later_saves(tmp_path: Path) -> None:
+    """A save that fails displaces the best; one that succeeds must not remove it."""
+    callback = AsyncCheckpoint(
+        *(tmp_path, "{step}", "score"),
+        **{"mode": "max", "save_top_k": 2, "every_n_train_steps": 1, "on_error": "warn"},
+    )
+    faults = Faults(callback, tmp_path)
+
+    class Scores(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("score", [1.0, 5.0, 9.0, 2.0, 0.0, 0.0][self.global_step])
+            return self.loss()
+
+    actions = {2: faults.short_of_space, 3: faults.space_again}
+    with pytest.warns(UserWarning, match=r"step=3\.ckpt of step 3 was not written"):
+        fit(callback, Between(actions), model=Scores(), max_steps=6, max_epochs=-1)
+    # 3 (of 9) displaced 1 (of 1) and is not there; 4 (of 2) then displaces 1 for good.
+    assert whole_checkpoints(tmp_path) == ["step=2.ckpt", "step=4.ckpt"]
+    assert sorted(books(callback)["best_k_models"]) == ["FOLDER/step=2.ckpt", "FOLDER/step=4.ckpt"]
+
+
+def test_the_displaced_best_survives_a_save_of_the_last(tmp_path: Path) -> None:
+    """Step 2 is not written, and 3 is none of the best: 1 is the best, and stays."""
+    settings: dict[str, Any] = {"mode": "max", "every_n_train_steps": 1, "on_error": "warn"}
+    callback = AsyncCheckpoint(tmp_path, "{step}", "score", save_last=True, **settings)
+    faults = Faults(callback, tmp_path)
+
+    class Scores(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("score", [5.0, 9.0, 2.0][self.global_step])
+            return self.loss()
+
+    actions = {1: faults.short_of_space, 2: faults.space_again}
+    with pytest.warns(UserWarning, match=r"step=2\.ckpt of step 2 was not written"):
+        fit(callback, Between(actions), model=Scores(), max_steps=3)
+    assert whole_checkpoints(tmp_path) == ["last.ckpt", "step=1.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 3
+    assert list(books(callback)["best_k_models"]) == ["FOLDER/step=1.ckpt"]
+
+
+def test_a_chain_of_failures_gives_the_first_one_back() -> None:
+    score = {name: torch.tensor(float(value)) for value, name in enumerate("abc")}
+    books = Displaced()
+    books.note("b", before={"a": score["a"]}, after={"b": score["b"]})
+    books.note("c", before={"b": score["b"]}, after={"c": score["c"]})
+    assert books.fail("b") == {}
+    assert books.fail("c") == {"a": score["a"]}
+    books.note("a", before={"a": score["a"]}, after={"a": score["b"]})  # under its own name
+    assert books.fail("a") == {"a": score["a"]}
+    books.note("c", before={"b": score["b"]}, after={"c": score["c"]})
+    books.commit("c")
+    assert books.fail("c") == {}
+
+
+class _Polled:
+    """A checkpointer that has bad news."""
+
+    last_committed: Committed | None = None
+
+    def __init__(self, *events: Failed) -> None:
+        self.events = list(events)
+
+    def poll(self) -> list[Failed]:
+        events, self.events = self.events, []
+        return events
+
+
+def failed(step: int, *, dropped: bool = False) -> Failed:
+    return Failed(f"/x/{step}.ckpt", Origin("0" * 16, step, 0), f"reason {step}", dropped)
+
+
+def test_all_failures_are_said() -> None:
+    polled: Any = _Polled(failed(1), failed(2, dropped=True), failed(3))
+    with (
+        pytest.warns(UserWarning, match="of step 2 was not written") as warned,
+        pytest.raises(CheckpointError) as error,
+    ):
+        surface(polled, on_error="raise")
+    assert len(warned) == 1
+    assert [line.partition(" was ")[0] for line in str(error.value).splitlines()] == [
+        "the checkpoint /x/1.ckpt of step 1",
+        "the checkpoint /x/3.ckpt of step 3",
+    ]
+
+
+def test_a_fit_raises_for_all_that_failed(tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, "{step}", every_n_train_steps=1, max_in_flight=2)
+    faults = Faults(callback, tmp_path)
+
+    class Late(L.Callback):
+        """Nothing is heard of it between the steps."""
+
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                assert callback._session is not None
+                callback._session.deliver = lambda: None  # type: ignore[method-assign]
+                callback._session._outcomes.agree = lambda last: None  # type: ignore[method-assign]
+                faults.short_of_space()
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                callback.wait()
+                del callback._session._outcomes.agree  # type: ignore[union-attr]
+
+    with pytest.raises(CheckpointError) as error:
+        fit(Late(), callback, max_steps=3)
+    assert "/step=2.ckpt of step 2 was not written" in str(error.value)
+    assert books(callback)["best_model_path"] == "FOLDER/step=1.ckpt"
+
+
+class Replaces(Net):
+    """Has other optimizers from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.5)]
+
+
+def test_replaced_optimizers_are_watched(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1}
+    callback = AsyncCheckpoint(tmp_path, "{step}", **settings)
+    model, watched = Replaces(), []
+
+    def note() -> None:
+        assert callback._session is not None
+        assert callback._session._checkpointer is not None
+        watched.append(callback._session._checkpointer._optimizers == model.trainer.optimizers)
+
+    fit(callback, Between({2: note, 4: note}), model=model, max_epochs=2)
+    assert watched == [True, True]
+    assert len(whole_checkpoints(tmp_path)) == 6
+
+
+class FailsInTest(Net):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        raise ArithmeticError("of the user")
+
+
+def test_an_error_outside_a_fit_saves_nothing(tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, "{step}", save_on_exception=True)
+    trainer = fit(callback, max_epochs=1)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 7
+    callback._last_global_step_saved = -1
+    with pytest.raises(ArithmeticError):
+        trainer.test(FailsInTest(), verbose=False)
+    assert listing(tmp_path) == ["step=3.ckpt"]
+
+
+def test_a_failed_training_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_checkpoint, "_PATIENCE", 1.0)
+    callback = AsyncCheckpoint(
+        *(tmp_path, "{step}"), every_n_train_steps=1, save_on_exception=True, writer="process"
+    )
+    faults = Faults(callback, tmp_path)
+
+    def fail() -> None:
+        raise ArithmeticError("of the user")
+
+    began = time.monotonic()
+    actions = {1: faults.stop_writer, 2: fail}
+    with (
+        pytest.warns(UserWarning, match="goes on without this process"),
+        pytest.raises(ArithmeticError),
+    ):
+        fit(callback, Between(actions))
+    assert time.monotonic() - began < 30
+
+
+def test_settings_that_cannot_take_effect(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got 'never', 'resume'") as error:
+        fit(AsyncCheckpoint(tmp_path), AsyncCheckpoint(tmp_path, monitor="seen", verify="never"))
+    assert "each AsyncCheckpoint needs the same verify=" in str(error.value)
+    averaging = WeightAveraging()
+    with pytest.raises(ValueError, match="cannot take effect; set snapshot='auto'"):
+        fit(averaging, AsyncCheckpoint(tmp_path, snapshot="overlap"))
+    fit(WeightAveraging(), AsyncCheckpoint(tmp_path), max_epochs=1)
+    assert len(whole_checkpoints(tmp_path)) == 1
