@@ -41,6 +41,7 @@ bench: install
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json
 	$(BIN)/python -m benchmarks.time_to_accuracy --json benchmarks/results/time_to_accuracy.json
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
+	$(BIN)/python -m benchmarks.crash_campaign --trials 1000 --json benchmarks/results/crash_campaign.json
 
 tables: install
 	$(BIN)/python -m benchmarks.readme

@@ -60,6 +60,7 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
         CheckpointError: there are some, and none is whole.
     """
     problems = []
+    names = _names(folder)
     everything = checkpoints(folder)
     for found in everything:
         if found.description is None:  # of unknown age: it may have been the newest
@@ -71,15 +72,24 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
             continue
         try:
             return verify(found.path) if check else description
+        except FileNotFoundError:  # removed since it was listed, for something newer is there
+            return newest_valid(folder, check=check)
         except (CorruptCheckpointError, OSError) as error:
             problems.append(str(error))
             log.warning("passing over a damaged checkpoint: %s", error)
+    if _names(folder) != names:  # a writer has replaced them meanwhile
+        return newest_valid(folder, check=check)
     if problems:
         raise CheckpointError(
             f"none of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
             "of another one, or remove these to start afresh"
         )
     return None
+
+
+def _names(folder: str) -> list[str]:
+    storage, inside = storage_of(folder)
+    return [name for name in storage.names(inside) if not name.startswith(".")]
 
 
 def _is_one(storage: Storage, path: str) -> bool:
