@@ -217,7 +217,10 @@ def test_replaced_optimizers_are_watched(tmp_path: Path) -> None:
 
     fit(callback, Between({2: note, 4: note}), model=model, max_epochs=2)
     assert watched == [True, True]
-    assert len(whole_checkpoints(tmp_path)) == 6
+    # The save of step 2 is under way when the optimizer is replaced: nobody holds the new one back,
+    # so it is whole or it was dropped.
+    expected = [f"step={step}.ckpt" for step in (1, 3, 4, 5, 6)]
+    assert [name for name in whole_checkpoints(tmp_path) if name != "step=2.ckpt"] == expected
 
 
 class FailsInTest(Net):
