@@ -1,0 +1,131 @@
+"""A store for this start of the job, in which nothing of an earlier one can be read.
+
+torchrun's ranks share the store of its agent over all restarts, so a restarted rank finds the
+addresses of dead ones there. The restart count is no remedy: it stays where the membership changes.
+So the ranks of one start agree on a name that nobody had before. The agents stop all old ranks
+before they start new ones, therefore what is left is stale, but nobody who wrote it writes again:
+
+- rank 0 draws the name of the attempt;
+- every other rank draws a nonce, queues it, and waits for the answer of that name;
+- rank 0 answers all, also the dead, and is done when every rank has confirmed the new name.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from lightning_dist.elastic.launch import Launch
+
+ROOT = "lightning_dist/attempts"
+POLL_SECONDS = (0.002, 0.1)
+"""First and longest pause between two looks: the store's own waits cannot be interrupted."""
+
+
+def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
+    """The store at ``MASTER_ADDR`` under a prefix that only the ranks of this start know.
+
+    All ranks call it. Works with every rendezvous backend of torchrun.
+
+    Args:
+        timeout: for the ranks to meet here, and then of every operation on the store.
+
+    Raises:
+        TimeoutError: on rank 0, naming the ranks that did not come; on others, if rank 0 did not.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    # As torch's env:// rendezvous makes it, except that the host does not wait for the others here,
+    # where it could not say who is missing.
+    store = TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        is_master=launch.rank == 0 and not launch.shares_store,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return meet(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
+
+
+def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
+    """``store`` under the prefix on which the ``world_size`` callers agree.
+
+    Args:
+        deadline: of ``time.monotonic()``, in seconds.
+
+    Raises:
+        TimeoutError: as :func:`attempt_store`.
+    """
+    lobby = PrefixStore(ROOT, store)
+    if rank == 0:
+        attempt = secrets.token_hex(8)
+        _gather(lobby, attempt, set(range(1, world_size)), deadline)
+        _forget_others(lobby, attempt)
+    else:
+        attempt = _join(lobby, rank, deadline)
+    return PrefixStore(f"{ROOT}/{attempt}", store)
+
+
+def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> None:
+    """Tell every rank of ``missing`` the name ``attempt``."""
+    others = len(missing)
+    while missing:
+        if not _wait(lambda: lobby.queue_len("mail") > 0, deadline):
+            raise TimeoutError(
+                f"{len(missing)} of {others} other ranks did not reach rank 0 in time: "
+                f"{', '.join(map(str, sorted(missing)))}; see the output of these ranks, and "
+                "whether they can connect to MASTER_ADDR and MASTER_PORT"
+            )
+        rank, nonce, *confirmed = lobby.queue_pop("mail").decode().split()
+        if not confirmed:
+            lobby.set(f"answer-{nonce}", attempt)
+        elif confirmed == [attempt]:
+            missing.discard(int(rank))
+
+
+def _join(lobby: Store, rank: int, deadline: float) -> str:
+    """The name that rank 0 has drawn."""
+    nonce = secrets.token_hex(8)
+    answer = f"answer-{nonce}"
+    lobby.queue_push("mail", f"{rank} {nonce}")
+    if not _wait(lambda: lobby.check([answer]), deadline):
+        raise TimeoutError(
+            f"rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
+            "all ranks have the same MASTER_ADDR and MASTER_PORT"
+        )
+    attempt: str = lobby.get(answer).decode()
+    lobby.delete_key(answer)
+    lobby.queue_push("mail", f"{rank} {nonce} {attempt}")
+    return attempt
+
+
+def _wait(ready: Callable[[], bool], deadline: float) -> bool:
+    """Whether ``ready`` came true before ``deadline``. Signal handlers run meanwhile."""
+    pause, longest = POLL_SECONDS
+    while not ready():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, longest)
+    return True
+
+
+def _forget_others(lobby: Store, attempt: str) -> None:
+    """Remove what earlier attempts left, so that a store does not grow with every restart.
+
+    Answers that are still there were for the dead: the living removed theirs before they confirmed.
+    """
+    with suppress(RuntimeError):  # not every store can list its keys
+        for key in lobby.list_keys():
+            if not key.startswith(f"{attempt}/"):
+                lobby.delete_key(key)

@@ -1,0 +1,144 @@
+"""The ranks of one start find each other on a store that remembers earlier ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
+from processes import port
+
+from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.store import attempt_store, meet
+
+LIMIT = 20.0
+T = TypeVar("T")
+
+
+@pytest.fixture
+def agent() -> dist.TCPStore:
+    """The store of an agent, which outlives its ranks."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def launch(agent: dist.TCPStore, rank: int, world_size: int) -> Launch:
+    return Launch(
+        is_elastic=True,
+        rank=rank,
+        world_size=world_size,
+        master_port=agent.port,
+        shares_store=True,
+    )
+
+
+def each(ranks: Sequence[int], call: Callable[[int], T]) -> list[T]:
+    """What ``call(rank)`` returns on every rank, one thread each."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks, timeout=60))
+
+
+def start(agent: dist.TCPStore, world_size: int) -> list[dist.Store]:
+    def rank(number: int) -> dist.Store:
+        timeout = timedelta(seconds=LIMIT)
+        return attempt_store(launch(agent, number, world_size), timeout=timeout)
+
+    return each(range(world_size), rank)
+
+
+def client(agent: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", agent.port, is_master=False, timeout=timedelta(seconds=LIMIT))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 64])
+def test_all_ranks_meet(agent: dist.TCPStore, world_size: int) -> None:
+    stores = start(agent, world_size)
+    for rank, store in enumerate(stores):
+        store.set(f"from-{rank}", str(rank))
+    for store in stores:
+        assert [store.get(f"from-{rank}") for rank in range(world_size)] == [
+            str(rank).encode() for rank in range(world_size)
+        ]
+
+
+def test_nothing_of_an_earlier_attempt_can_be_read(agent: dist.TCPStore) -> None:
+    for store in start(agent, 3):
+        store.set("address", "of the dead")
+    assert not any(store.check(["address"]) for store in start(agent, 3))
+
+
+def test_attempts_of_other_sizes(agent: dist.TCPStore) -> None:
+    for world_size in (4, 2, 1, 3):
+        stores = start(agent, world_size)
+        stores[-1].set("size", str(world_size))
+        assert stores[0].get("size") == str(world_size).encode()
+
+
+def test_ranks_that_died_while_they_waited(agent: dist.TCPStore) -> None:
+    """Rank 0 never came, and what its ranks asked is still in the store at the next start."""
+    for rank in (1, 2):
+        with pytest.raises(TimeoutError, match=f"rank {rank} had no answer from rank 0"):
+            meet(client(agent), rank=rank, world_size=3, deadline=time.monotonic())
+    stores = start(agent, 3)
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == stores[2].get("key") == b"value"
+
+
+def test_a_rank_zero_that_died_while_it_gathered(agent: dist.TCPStore) -> None:
+    """Rank 1 took its answer, rank 2 never came; both start again, with another name."""
+
+    def first(rank: int) -> dist.Store | TimeoutError:
+        deadline = time.monotonic() + 2
+        try:
+            return meet(client(agent), rank=rank, world_size=3, deadline=deadline)
+        except TimeoutError as error:
+            return error
+
+    error, old = each((0, 1), first)
+    assert isinstance(error, TimeoutError)
+    assert str(error).startswith("1 of 2 other ranks did not reach rank 0 in time: 2;")
+    assert isinstance(old, dist.PrefixStore)
+    old.set("address", "of the dead")
+    stores = start(agent, 3)
+    assert not any(store.check(["address"]) for store in stores)
+
+
+def test_a_confirmation_of_an_earlier_attempt_counts_for_nothing(agent: dist.TCPStore) -> None:
+    lobby = dist.PrefixStore("lightning_dist/attempts", client(agent))
+    lobby.queue_push("mail", "1 0123456789abcdef fedcba9876543210")
+    with pytest.raises(TimeoutError, match="reach rank 0 in time: 1;"):
+        meet(client(agent), rank=0, world_size=2, deadline=time.monotonic() + 1)
+
+
+def test_a_store_does_not_grow_with_its_attempts(agent: dist.TCPStore) -> None:
+    sizes = []
+    for _ in range(4):
+        stores = start(agent, 3)
+        for rank, store in enumerate(stores):
+            dist.PrefixStore("group", store).set(f"address-{rank}", "x")
+        with pytest.raises(TimeoutError):  # somebody dies on the way to the next
+            meet(client(agent), rank=1, world_size=3, deadline=time.monotonic())
+        sizes.append(client(agent).num_keys())
+    assert sizes[1:] == sizes[:1] * 3
+
+
+def test_where_rank_zero_has_the_store() -> None:
+    """With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 no agent has one at that address."""
+    free = port()
+
+    def rank(number: int) -> dist.Store:
+        own = Launch(is_elastic=True, rank=number, world_size=2, master_port=free)
+        return attempt_store(own, timeout=timedelta(seconds=LIMIT))
+
+    stores = each((0, 1), rank)
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == b"value"
+
+
+def test_rank_zero_names_who_is_missing_where_it_has_the_store() -> None:
+    own = Launch(is_elastic=True, rank=0, world_size=3, master_port=port())
+    with pytest.raises(TimeoutError, match="2 of 2 other ranks did not reach rank 0 in time: 1, 2"):
+        attempt_store(own, timeout=timedelta(seconds=1))
