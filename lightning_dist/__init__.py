@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
     from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.ddp import compress_ddp
+    from lightning_dist.integrations.elastic_environment import ElasticEnvironment
     from lightning_dist.integrations.lightning import CompressedDDPStrategy
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -49,6 +50,7 @@ _HOME = {
     "Codec": "codecs",
     "CompressedDDPStrategy": "integrations.lightning",
     "DGC": "codecs",
+    "ElasticEnvironment": "integrations.elastic_environment",
     "FP16": "codecs",
     "FP8": "codecs",
     "Int4": "codecs",
@@ -80,6 +82,7 @@ __all__ = [
     "AsyncTorchCheckpointIO",
     "Codec",
     "CompressedDDPStrategy",
+    "ElasticEnvironment",
     "Int4",
     "Int8",
     "NoCompression",

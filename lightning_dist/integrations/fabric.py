@@ -16,11 +16,13 @@ from typing_extensions import override
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.checks import require_compressible
 from lightning_dist.integrations.ddp import attach, connect_optimizers
+from lightning_dist.integrations.elastic_environment import FollowsLauncher
+from lightning_dist.integrations.process_group import init_process_group
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import Topology
 
 
-class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
+class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     """Fabric's DDP with compressed gradients; arguments as the Lightning strategy of that name.
 
     Every module given to ``fabric.setup`` gets a reducer of its own. ``fabric.save`` stores their
@@ -30,6 +32,11 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reducers: list[Reducer] = []
+
+    @override
+    def _setup_distributed(self) -> None:
+        init_process_group(self)
+        super()._setup_distributed()
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

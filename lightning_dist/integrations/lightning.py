@@ -16,6 +16,8 @@ from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArg
 from lightning_dist.integrations.checkpoint_strategies import IntoCheckpointer
 from lightning_dist.integrations.checks import require_compressible
 from lightning_dist.integrations.ddp import attach, connect_optimizers
+from lightning_dist.integrations.elastic_environment import FollowsLauncher
+from lightning_dist.integrations.process_group import init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_dist.topology import Topology
 
 
-class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
+class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
 
     Arguments: see :class:`~lightning_dist.integrations.arguments.CompressionArguments`, and
@@ -42,6 +44,11 @@ class CompressedDDPStrategy(CompressionArguments, DDPStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         refuse_pytorch_lightning(model=model)
         super().connect(model)
+
+    @override
+    def setup_distributed(self) -> None:
+        init_process_group(self)
+        super().setup_distributed()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
