@@ -1,0 +1,52 @@
+"""``lightning-dist launch``: torchrun, set so that jobs survive the loss of ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+import typer
+
+from lightning_dist.cli.errors import reported
+from lightning_dist.cli.launch_plan import plan
+
+PASS_ON = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,  # --help after the script is for the script
+}
+
+
+@reported
+def launch(context: typer.Context) -> None:
+    """Run a script with torchrun, so that it is restarted and nodes may come and go.
+
+    Every option of torchrun works, and wins over what is set here. What is set is told.
+
+    \b
+      --nnodes MIN:MAX     nodes with which the job runs; default 1
+      --nproc-per-node N   ranks on this node, or auto, cpu, gpu; default 1
+      --max-restarts N     after so many failures the job ends; default 3
+      --rdzv-endpoint H:P  where the nodes meet; needed for more than one
+      --dry-run            print the command, do not run it
+
+    \b
+    One node, restarted when a rank fails:
+      lightning-dist launch --nproc-per-node 8 train.py --lr 0.1
+    One to four nodes, the same command on each of them:
+      lightning-dist launch --nnodes 1:4 --rdzv-endpoint node0:29400 \\
+        --nproc-per-node 8 train.py
+    A module instead of a script:
+      lightning-dist launch --nproc-per-node 2 -m package.train
+    """
+    made = plan(context.args, os.environ)
+    for note in made.notes:
+        typer.echo(f"lightning-dist: {note}", err=True)
+    if made.is_dry:
+        words = [f"{key}={shlex.quote(value)}" for key, value in made.environment.items()]
+        typer.echo(" ".join([*words, shlex.join([sys.executable, *made.arguments])]))
+        return
+    sys.stderr.flush()
+    # In place of this process: signals reach torchrun, and its exit code is ours.
+    os.execve(sys.executable, [sys.executable, *made.arguments], {**os.environ, **made.environment})

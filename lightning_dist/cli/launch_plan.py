@@ -1,0 +1,144 @@
+"""What ``lightning-dist launch`` adds to the options of torchrun that it was given."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+RESTARTS = 3
+LAST_CALL = {"last_call_timeout": "5"}
+KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
+"""A node that died is dropped after their product, in seconds."""
+
+
+@dataclass
+class Plan:
+    """Arguments of the Python that runs torchrun, additions to its variables, and why."""
+
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    is_dry: bool = False
+
+
+def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """What to run for the command line ``words``.
+
+    Raises:
+        ValueError: there is no script, or the options cannot work.
+    """
+    given = _parse(words, environ)
+    if not (given.module or given.no_python or Path(given.training_script).is_file()):
+        raise ValueError(f"there is no script {given.training_script}")
+    fewest, most = _nodes(given.nnodes)
+    _require_ranks(given.nproc_per_node)
+    made = Plan([], is_dry=given.dry_run)
+    added: list[str] = []
+
+    def add(option: str, why: str) -> None:
+        added.append(option)
+        made.notes.append(f"{option} ({why})")
+
+    if given.max_restarts is None:
+        add(f"--max-restarts={RESTARTS}", "so many failures do not end the job")
+    elif given.max_restarts < 0:
+        raise ValueError(f"--max-restarts must be 0 or more, it is {given.max_restarts}")
+    backend = _backend(given, fewest, most)
+    if backend == "standalone" and not given.standalone:
+        add("--standalone", "one node: a free port for its ranks to meet")
+    elif backend == "c10d" and given.rdzv_backend is None:
+        add("--rdzv-backend=c10d", "the one whose nodes may change")
+    if backend == "c10d" and most > 1:
+        theirs = _settings(given.rdzv_conf or "")
+        ours = {**(LAST_CALL if fewest < most else {}), **KEEP_ALIVE}
+        settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
+        if ours.keys() - theirs.keys():
+            add(f"--rdzv-conf={settings}", "do not wait long for nodes that may not come")
+    if SHARING not in environ and backend in ("c10d", "standalone"):
+        made.environment[SHARING] = "1"
+        made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")
+    elif fewest < most and environ.get(SHARING) != "1":
+        made.notes.append(f"{SHARING} is {environ.get(SHARING)!r}: nodes will not be able to join")
+    script = len(words) - 1 - len(given.training_script_args)
+    if words[script] != given.training_script:  # torchrun's parser drops a -- after it
+        script -= 1
+    options = [word for word in words[:script] if word not in ("--dry-run", "--")]
+    made.arguments += ["-m", "torch.distributed.run", *options, *added, *words[script:]]
+    return made
+
+
+def _parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
+    from torch.distributed.run import get_args_parser
+
+    def fail(message: str) -> NoReturn:
+        if "training_script" in message:
+            message = "no script: lightning-dist launch [OPTIONS] script.py [ARGUMENTS]"
+        raise ValueError(message)
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.allow_abbrev = False  # --dry would be known here, and then reach torchrun
+    parser.error = fail  # type: ignore[method-assign]
+    parser.add_argument("--dry-run", action="store_true")
+    for name in ("max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port"):
+        if f"PET_{name.upper()}" not in environ:
+            parser.set_defaults(**{name: None})
+    return parser.parse_args(list(words))
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    try:
+        fewest, most = int(first), int(last or first)
+    except ValueError:
+        fewest, most = 0, 0
+    if not 1 <= fewest <= most:
+        raise ValueError(f"--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is {text}")
+    return fewest, most
+
+
+def _require_ranks(text: str) -> None:
+    if not (text.isalpha() or (text.isdecimal() and int(text) > 0)):
+        raise ValueError(
+            f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, it is {text}"
+        )
+
+
+def _backend(given: Any, fewest: int, most: int) -> str:
+    """``"standalone"``, or the rendezvous backend that torchrun will use."""
+    static = given.rdzv_backend == "static" or (
+        given.rdzv_backend is None
+        and not given.rdzv_endpoint
+        and (given.master_port is not None or given.master_addr != "127.0.0.1")
+    )
+    if given.standalone:
+        if most > 1:
+            raise ValueError(f"--standalone is for one node, and --nnodes is {given.nnodes}")
+        return "standalone"
+    if static:
+        if fewest < most:
+            raise ValueError(
+                f"a static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
+                "use --rdzv-endpoint=HOST:PORT, the same on every node"
+            )
+        return "static"
+    if given.rdzv_endpoint:
+        return str(given.rdzv_backend or "c10d")
+    if most > 1:
+        raise ValueError(
+            f"--nnodes={given.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on every node"
+        )
+    return str(given.rdzv_backend or "standalone")
+
+
+def _settings(text: str) -> dict[str, str]:
+    settings = {}
+    for pair in filter(None, map(str.strip, text.split(","))):
+        key, _, value = pair.partition("=")
+        if not (key and value):
+            raise ValueError(f"--rdzv-conf must be KEY=VALUE,KEY=VALUE,..., it is {text}")
+        settings[key.strip()] = value.strip()
+    return settings

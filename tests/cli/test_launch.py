@@ -1,0 +1,182 @@
+"""``lightning-dist launch``: what it makes of a command line, and a few real jobs."""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run
+from torch.distributed.run import get_args_parser
+from typer.testing import CliRunner, Result
+
+from lightning_dist.cli import app
+
+SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARING, raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return path
+
+
+def invoke(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["launch", *map(str, words)])
+
+
+def planned(*words: str | Path) -> tuple[dict[str, str], list[str]]:
+    """Variables and torchrun's arguments of a dry run."""
+    result = invoke("--dry-run", *words)
+    assert result.exit_code == 0, result.output
+    parts = shlex.split(result.stdout)
+    start = parts.index(sys.executable)
+    assert parts[start + 1 : start + 3] == ["-m", "torch.distributed.run"]
+    return dict(part.split("=") for part in parts[:start]), parts[start + 3 :]
+
+
+def test_one_node(script: Path) -> None:
+    environment, arguments = planned("--nproc-per-node", "2", script, "--lr", "0.1")
+    assert environment == {SHARING: "1"}
+    ours = ["--max-restarts=3", "--standalone"]
+    assert arguments == ["--nproc-per-node", "2", *ours, str(script), "--lr", "0.1"]
+
+
+def test_nodes_that_come_and_go(script: Path) -> None:
+    environment, arguments = planned("--nnodes=1:4", "--rdzv-endpoint=node0:29400", script)
+    assert environment == {SHARING: "1"}
+    given = get_args_parser().parse_args(arguments)
+    assert given.rdzv_backend == "c10d"
+    assert given.rdzv_conf.split(",") == [
+        "last_call_timeout=5",
+        "keep_alive_interval=2",
+        "keep_alive_max_attempt=5",
+    ]
+
+
+def test_what_the_user_gave_wins(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARING, "0")
+    environment, arguments = planned(
+        *("--nnodes", "1:4", "--rdzv-endpoint", "node0:29400", "--max_restarts", "7"),
+        *("--rdzv-conf", "last_call_timeout=9,join_timeout=60", script),
+    )
+    assert environment == {}
+    given = get_args_parser().parse_args(arguments)
+    assert given.max_restarts == 7
+    settings = dict(pair.split("=") for pair in given.rdzv_conf.split(","))
+    assert settings["last_call_timeout"] == "9"
+    assert settings["join_timeout"] == "60"
+    assert settings["keep_alive_interval"] == "2"
+
+
+def test_torchruns_own_variables_are_the_users_too(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "9")
+    assert planned(script)[1] == ["--standalone", str(script)]
+
+
+def test_a_static_rendezvous_stays_one(script: Path) -> None:
+    environment, arguments = planned("--nnodes=2", "--master-port=4711", script)
+    assert environment == {}
+    assert arguments == ["--nnodes=2", "--master-port=4711", "--max-restarts=3", str(script)]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--dry-run"], ["--", "x"], ["--max-restarts", "1"]])
+def test_what_follows_the_script_is_the_scripts(script: Path, words: list[str]) -> None:
+    assert planned(script, *words)[1][-len(words) - 1 :] == [str(script), *words]
+
+
+def test_a_module() -> None:
+    assert planned("-m", "package.train", "--x")[1][-2:] == ["package.train", "--x"]
+
+
+def test_every_setting_is_told_in_a_line(script: Path) -> None:
+    result = invoke("--dry-run", script)
+    assert [line.split()[:2] for line in result.stderr.splitlines()] == [
+        ["lightning-dist:", "--max-restarts=3"],
+        ["lightning-dist:", "--standalone"],
+        ["lightning-dist:", f"{SHARING}=1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("", "no script: lightning-dist launch [OPTIONS] script.py"),
+        ("--nproc-per-node 2", "no script"),
+        ("missing.py", "there is no script missing.py"),
+        ("--nnodes 4:1 SCRIPT", "--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is 4:1"),
+        ("--nnodes some SCRIPT", "it is some"),
+        ("--nnodes 1:2:3 SCRIPT", "it is 1:2:3"),
+        ("--nnodes 0 SCRIPT", "it is 0"),
+        ("--nproc-per-node 0 SCRIPT", "--nproc-per-node must be a number above 0"),
+        ("--nproc-per-node=-1 SCRIPT", "it is -1"),
+        ("--max-restarts=-1 SCRIPT", "--max-restarts must be 0 or more, it is -1"),
+        ("--max-restarts many SCRIPT", "invalid int value: 'many'"),
+        ("--no-such-option SCRIPT", "--no-such-option"),
+        ("--nnodes 1:2 SCRIPT", "--nnodes=1:2 needs --rdzv-endpoint=HOST:PORT"),
+        ("--nnodes 1:2 --standalone SCRIPT", "--standalone is for one node"),
+        ("--nnodes 1:2 --master-port 4711 SCRIPT", "a static rendezvous"),
+        ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf x SCRIPT", "--rdzv-conf must be KEY=VALUE"),
+    ],
+)
+def test_bad_input(script: Path, words: str, problem: str) -> None:
+    result = invoke(*(script if word == "SCRIPT" else word for word in words.split()))
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lightning-dist: ")
+    assert problem in line
+
+
+def test_help_has_examples() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "lightning-dist launch --nproc-per-node 8 train.py" in result.stdout
+
+
+def test_a_failed_rank_is_started_again(script: Path) -> None:
+    script.write_text(
+        "import os, sys\nprint('start', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    finished = run([*PROGRAM, script], limit=100).require_success()
+    assert finished.output.count("start 0") == finished.output.count("start 1") == 1
+
+
+def test_the_exit_code_of_torchrun(script: Path) -> None:
+    script.write_text("import sys\nsys.exit(7)\n")
+    assert run([*PROGRAM, "--max-restarts=0", script], limit=100).returncode == 1
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_ranks(script: Path, sent: signal.Signals) -> None:
+    script.write_text(
+        "import os, signal\nprint('rank', os.getpid(), flush=True)\nwhile True: signal.pause()\n"
+    )
+    command = [*PROGRAM, "--nproc-per-node=2", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        assert job.stdout is not None
+        ranks = []
+        try:
+            ranks = [os.pidfd_open(int(job.stdout.readline().split()[1])) for _ in range(2)]
+            job.send_signal(sent)
+            assert job.wait(60) != 0
+            for rank in ranks:
+                assert select.select([rank], [], [], 30)[0], "a rank is still there"
+        finally:
+            job.kill()
+            for rank in ranks:
+                os.close(rank)
