@@ -1,1 +1,1 @@
-"""Training that a launcher restarts: what it told this rank, how the ranks of one start meet."""
+"""Training that a launcher restarts: who takes part, where it is, and how all agree to stop."""

@@ -1,0 +1,144 @@
+"""What happened to a run over all its restarts: JSON lines that survive every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+_FOLDER = "elastic"
+_PROGRESS = "progress"
+_WIDTH = 64
+
+
+class Journal:
+    """One rank's file in a folder that the ranks share, or at least keep.
+
+    Args:
+        folder: of the checkpoints; on a local or mounted filesystem. None: nothing is kept.
+    """
+
+    def __init__(
+        self, folder: str | None, *, rank: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._folder = None if folder is None else Path(folder) / _FOLDER
+        self._rank = rank
+        self._clock = clock
+        self._progress: int | None = None
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append one line at once. A disk that refuses it is no reason to stop training."""
+        if self._folder is None:
+            return
+        line = {"event": event, "time": self._clock(), "rank": self._rank, **facts}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"rank-{self._rank}.jsonl"
+            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(handle, (json.dumps(line) + "\n").encode())
+            finally:
+                os.close(handle)
+        except OSError:
+            self._folder = None
+
+    def progress(self, samples: int) -> None:
+        """Note how far training is; a few microseconds, at every step."""
+        if self._folder is None:
+            return
+        record = json.dumps({"samples": samples, "time": self._clock()}).ljust(_WIDTH - 1) + "\n"
+        try:
+            if self._progress is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT
+                self._progress = os.open(self._folder / _PROGRESS, flags, 0o644)
+            os.pwrite(self._progress, record.encode(), 0)
+        except OSError:
+            self._folder = None
+
+    def last_progress(self) -> Progress | None:
+        """How far the processes before this one came."""
+        if self._folder is None:
+            return None
+        try:
+            return Progress(**json.loads((self._folder / _PROGRESS).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines of all ranks, by time. Lines that a crash has cut short are left out."""
+        lines: list[dict[str, Any]] = []
+        for path in sorted(self._folder.glob("rank-*.jsonl")) if self._folder is not None else ():
+            for text in path.read_text(errors="replace").splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict) and {"event", "time", "rank"} <= line.keys():
+                    lines.append(line)
+        return sorted(lines, key=lambda line: line["time"])
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self._progress is not None:
+            os.close(self._progress)
+            self._progress = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Samples that optimizer steps had used, and when (seconds since 1970)."""
+
+    samples: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What restarts have cost a run.
+
+    Args:
+        restarts: how often it has been started again before its end.
+        causes: why, in order.
+        seconds_lost: from the last step before a fault to the same step after it, added up.
+        samples_redone: samples that were computed again.
+    """
+
+    restarts: int = 0
+    causes: list[str] = field(default_factory=list)
+    seconds_lost: float = 0.0
+    samples_redone: int = 0
+
+
+def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
+    """Add up what the journal of a run says; ``start`` and ``caught_up`` are of rank 0."""
+    starts = [each for each in lines if each["event"] == "start" and each.get("run_id") == run_id]
+    ends = [each for each in lines if each["event"] == "end"]
+    causes = []
+    for before, now in pairwise(starts):
+        between = [each for each in ends if before["time"] <= each["time"] < now["time"]]
+        causes.append(_cause(between, before=before, now=now))
+    caught_up = [each for each in lines if each["event"] == "caught_up"]
+    mine = [each for each in caught_up if each.get("run_id") == run_id]
+    return Summary(
+        restarts=len(causes),
+        causes=causes,
+        seconds_lost=sum(each["seconds"] for each in mine),
+        samples_redone=sum(each.get("redone") or 0 for each in starts[1:]),
+    )
+
+
+def _cause(ends: list[dict[str, Any]], *, before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first reason that is not the echo of another rank's."""
+    real = [each for each in ends if each.get("kind") != "echo"]
+    if real:
+        first = real[0]
+        return f"rank {first['rank']}: {first['reason']}"
+    gone = sorted(set(range(before["world_size"])) - {each["rank"] for each in ends})
+    ranks = ", ".join(map(str, gone)) or "unknown"
+    return f"rank{'s' if len(gone) > 1 else ''} {ranks} ended without a word (killed)"

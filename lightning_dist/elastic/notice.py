@@ -1,0 +1,120 @@
+"""Notices that this process, or its machine, is about to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+
+class Notices:
+    """Listens to signals and to a cloud's notice, without ever interrupting the training.
+
+    A signal only leaves its number; a thread reads it at once, also while the main thread waits in
+    a collective.
+
+    Args:
+        signals: which of them are notices.
+        preempted: asked every ``poll_s`` seconds, on a thread; whether the machine is about to go.
+        on_notice: called from a thread with the reason, at the first notice.
+    """
+
+    def __init__(
+        self,
+        signals: Iterable[signal.Signals],
+        *,
+        preempted: Callable[[], bool] | None = None,
+        poll_s: float = 5.0,
+        on_notice: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._signals = tuple(signals)
+        self._preempted = preempted
+        self._poll_s = poll_s
+        self._on_notice = on_notice
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._old_fd = -1
+        self.reason = ""
+        """Of the first notice; empty before it."""
+
+    def start(self) -> None:
+        """Install the signal handlers (in the main thread) and begin to listen."""
+        assert self._ends is None
+        self._ends = here, there = socket.socketpair()
+        there.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+        for each in self._signals:
+            signal.signal(each, _only_wake)
+        threading.Thread(target=self._listen, args=(here,), daemon=True).start()
+        if self._preempted is not None:
+            threading.Thread(target=self._poll, args=(self._preempted,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Listen no more. Signal handlers stay; who installed others before puts them back."""
+        self._ended.set()
+        if self._ends is not None:
+            (_, there), self._ends = self._ends, None
+            signal.set_wakeup_fd(self._old_fd)
+            there.close()  # ends the thread, which closes the other end
+
+    def give(self, reason: str) -> None:
+        """Take note; the first reason counts."""
+        with self._lock:
+            if self.reason:
+                return
+            self.reason = reason
+        self._on_notice(reason)
+
+    def _listen(self, here: socket.socket) -> None:
+        with here:
+            while numbers := here.recv(64):
+                for number in numbers:
+                    if number in self._signals:
+                        self.give(signal.Signals(number).name)
+                    if self._old_fd != -1:
+                        os.write(self._old_fd, bytes([number]))
+
+    def _poll(self, preempted: Callable[[], bool]) -> None:
+        while not self._ended.wait(self._poll_s):
+            try:
+                if preempted():
+                    self.give("preemption notice")
+                    return
+            except Exception as error:
+                warnings.warn(
+                    f"preempted() failed and is not asked again: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+                return
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """A handler has to be there so that the signal does not end the process."""
+
+
+class Deadline:
+    """A time by which something must have happened; readable from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due: float | None = None
+        self._why = ""
+
+    def set(self, seconds: float, why: str) -> None:
+        """Be due in ``seconds`` from now."""
+        self._due, self._why = self._clock() + seconds, why
+
+    def clear(self) -> None:
+        """Not be due."""
+        self._due = None
+
+    def expired(self) -> str:
+        """Why it was set, if it is due; otherwise nothing."""
+        due = self._due
+        return self._why if due is not None and self._clock() >= due else ""

@@ -1,0 +1,73 @@
+"""The states of the random number generators of a process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+try:
+    import numpy as np
+except ImportError:  # torch runs without it
+    np = None  # type: ignore[assignment]
+
+
+def capture(device: torch.device | None = None) -> dict[str, Any]:
+    """States of Python's, NumPy's, torch's generator, and that of a CUDA ``device``.
+
+    Plain values and tensors only, so that ``torch.load(weights_only=True)`` reads them.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": torch.random.get_rng_state(),
+    }
+    if np is not None:
+        name, keys, position, has_gauss, cached = np.random.get_state()
+        state["numpy"] = [
+            name,
+            np.asarray(keys).tolist(),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ]
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Go on from what :func:`capture` has returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.random.set_rng_state(state["torch"].cpu())
+    if np is not None and "numpy" in state:
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if device is not None and device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Give all of them one seed."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if np is not None:
+        np.random.seed(seed % 2**32)
+    if device is not None and device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def isolated(seed: int) -> Iterator[None]:
+    """Inside, generators on the CPU have this seed; outside, nothing has happened."""
+    before = capture()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore(before)

@@ -1,0 +1,75 @@
+"""What a checkpoint holds so that any number of ranks can go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_dist.elastic.layout import Layout
+from lightning_dist.elastic.plan import Position
+
+KEY = "lightning_dist_elastic"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ElasticState:
+    """Where training is, in samples; and what must be as it was.
+
+    Args:
+        run_id: drawn when the run began.
+        seed: of the order of the samples.
+        first: the layout that the run began with.
+        layout: the one at the time of the checkpoint.
+        position: of the last optimizer step.
+        total_samples: samples that optimizer steps have used, of all epochs.
+        total_steps: optimizer steps of all epochs.
+        size: samples of an epoch; None if nobody knows.
+        validated: whether the validation that is due at this position is over.
+        rng: generator states of every rank.
+        loaders: states of the loaders of every rank, where those keep the position themselves.
+    """
+
+    run_id: str
+    seed: int
+    first: Layout
+    layout: Layout
+    position: Position
+    total_samples: int
+    total_steps: int
+    size: int | None = None
+    validated: bool = True
+    rng: list[dict[str, Any]] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+        return {"version": _VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], *, path: str) -> ElasticState:
+        """The state in a checkpoint.
+
+        Raises:
+            ValueError: a newer version of this package has written it.
+        """
+        values = dict(state)
+        version = values.pop("version")
+        if version > _VERSION:
+            raise ValueError(
+                f"{path} was written by a newer lightning_dist (elastic state version {version}, "
+                f"this one reads up to {_VERSION}); install that one"
+            )
+        values["first"], values["layout"] = Layout(**values["first"]), Layout(**values["layout"])
+        values["position"] = Position(**values["position"])
+        return cls(**values)
+
+
+def require_same_data(state: ElasticState, *, size: int | None, path: str) -> None:
+    """Raise a ValueError unless a checkpoint is of a run over as many samples."""
+    if state.size != size:
+        raise ValueError(
+            f"{path} is of another run: its epochs have {state.size} samples, the train dataloader "
+            f"has {size}. Give ElasticRestart another folder, or put the dataset back"
+        )

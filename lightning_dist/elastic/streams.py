@@ -1,0 +1,77 @@
+"""Iterable datasets that declare how they are dealt to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_dist.elastic.plan import EpochPlan
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """What an iterable dataset needs so that no restart repeats or leaves out a sample.
+
+    Example::
+
+        class Lines(IterableDataset):
+            def __len__(self):
+                return 1_000_000
+
+            def iter_shard(self, *, epoch, start, step):
+                return itertools.islice(open(f"epoch-{epoch}.txt"), start, None, step)
+    """
+
+    def __len__(self) -> int:
+        """Samples of an epoch, exactly."""
+        ...
+
+    def iter_shard(self, *, epoch: int, start: int, step: int) -> Iterator[Any]:
+        """Samples ``start``, ``start + step``, ... of an order that only ``epoch`` may change."""
+        ...
+
+
+class ShardedStream(IterableDataset[list[Any]]):
+    """Lists of samples, one for every pass of one rank, also in the workers of a loader.
+
+    Args:
+        dataset: read by every worker, which keeps its part.
+        plan: the passes of the present epoch.
+    """
+
+    def __init__(self, dataset: Shardable, plan: Callable[[], EpochPlan]) -> None:
+        self.dataset = dataset
+        self._plan = plan
+
+    def __len__(self) -> int:
+        """Passes of the whole epoch."""
+        return len(self._plan())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker, plan = get_worker_info(), self._plan()
+        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        start = plan.layout.share(plan.rank, begin=plan.begin.samples, count=1).start
+        drawn = self.dataset.iter_shard(
+            epoch=plan.begin.epoch, start=start, step=plan.layout.world_size
+        )
+        spare: list[Any] | None = None
+        for number, index in enumerate(range(plan.first_pass, len(plan))):
+            samples = [_next(drawn, self.dataset) for _ in plan.pass_at(index).samples]
+            if not samples and spare is None:
+                spare = [
+                    next(iter(self.dataset.iter_shard(epoch=plan.begin.epoch, start=0, step=1)))
+                ]
+            if number % workers == own:
+                yield samples or list(spare or [])
+
+
+def _next(drawn: Iterator[Any], dataset: Shardable) -> Any:
+    try:
+        return next(drawn)
+    except StopIteration:
+        raise ValueError(
+            f"an epoch of {type(dataset).__name__} has {len(dataset)} samples by its len(), but "
+            "iter_shard ended before that; make len() exact"
+        ) from None

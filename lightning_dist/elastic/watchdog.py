@@ -1,0 +1,77 @@
+"""Ends a process that hangs, so that its launcher can start it again."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from lightning_dist.elastic.notice import Deadline
+
+EXIT_STUCK = 76
+"""Exit code of a process that ended itself because it hung, or its grace period was over."""
+
+_PERIOD = 0.1
+
+
+class Watchdog:
+    """A thread with two deadlines: of the next sign of progress, and of the end.
+
+    Args:
+        hang_timeout: seconds without a :meth:`beat` after which the process ends; None: never.
+        last_words: called before that with the reason.
+        end: how the process ends.
+    """
+
+    def __init__(
+        self,
+        hang_timeout: float | None,
+        *,
+        last_words: Callable[[str], None] = lambda reason: None,
+        end: Callable[[str], None] | None = None,
+    ) -> None:
+        self._hang_timeout = hang_timeout
+        self._last_words = last_words
+        self._end = end or _end
+        self._stopped = threading.Event()
+        self._progress, self._limit = Deadline(), Deadline()
+
+    def start(self) -> None:
+        """Begin to watch; :meth:`beat` has to be called from now on."""
+        self.beat()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+
+    def beat(self) -> None:
+        """There is progress."""
+        if self._hang_timeout is not None:
+            why = f"no progress for {self._hang_timeout:g} s"
+            self._progress.set(self._hang_timeout, why)
+
+    def rest(self) -> None:
+        """No progress is to be expected; the end still is, if it was set."""
+        self._progress.clear()
+
+    def end_within(self, seconds: float, why: str) -> None:
+        """The process has to be gone by then, whatever it does."""
+        self._limit.set(seconds, why)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_PERIOD):
+            if why := self._limit.expired() or self._progress.expired():
+                self._last_words(why)
+                self._end(why)
+                return
+
+
+def _end(why: str) -> NoReturn:
+    """Say where every thread is, and be gone: no handler and no destructor may hang now."""
+    print(f"lightning_dist: this process ends itself: {why}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    os._exit(EXIT_STUCK)
