@@ -93,6 +93,7 @@ class AsyncCheckpoint(SharedFolder):
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
         self._last = LastCheckpoint(check=verify != "never")
+        self._patience = _PATIENCE
 
     @property
     @override
@@ -175,7 +176,7 @@ class AsyncCheckpoint(SharedFolder):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + self._patience
         try:
             if not self._should_save_on_exception(trainer):
                 return

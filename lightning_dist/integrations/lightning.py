@@ -51,6 +51,16 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         super().setup_distributed()
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # Lightning's own first hook comes when the loggers have begun.
+            if hasattr(callback, "before_setup"):
+                callback.before_setup(trainer)
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             refuse_pytorch_lightning(callback=callback)

@@ -1,0 +1,244 @@
+"""The train dataloader of a fit, dealt to however many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_dist.elastic.layout import BatchPolicy, Layout, layout_for
+from lightning_dist.elastic.loading import LoaderFacts, NotExactError, facts_of, shard
+from lightning_dist.elastic.plan import EpochPlan, Position, full_size
+from lightning_dist.elastic.sampling import Cursor
+from lightning_dist.elastic.state import ElasticState
+
+
+class ElasticData:
+    """How the samples of one fit are dealt.
+
+    Args:
+        trainer: whose settings in passes (accumulation, limits, validation interval) are
+            translated where a step takes another number of passes than the script says.
+        policy: see :func:`~lightning_dist.elastic.layout.layout_for`.
+        exact: raise for a loader whose position cannot be kept; otherwise warn.
+        resumed: what a checkpoint said; None for a fresh start.
+        seed: of the order.
+        on_first: called before the first batch is drawn in this process.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        *,
+        policy: BatchPolicy,
+        exact: bool,
+        resumed: ElasticState | None,
+        seed: int,
+        on_first: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._policy = policy
+        self._exact = exact
+        self._resumed = resumed
+        self._seed = seed
+        self._on_first = on_first
+        self._accumulate: int = trainer.accumulate_grad_batches
+        self._limit: Any = trainer.limit_train_batches
+        self._interval: Any = trainer.val_check_interval
+        self.cursor = Cursor()
+        self.is_stateful = False
+        """Whether the loader keeps the position itself, for each rank."""
+        self.facts: LoaderFacts | None = None
+        self.first: Layout | None = None
+        self.layout: Layout | None = None
+        if resumed is not None:
+            self.cursor.begin = resumed.position
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the position in the data is known by samples."""
+        return self.facts is not None
+
+    @property
+    def size(self) -> int | None:
+        """Samples of an epoch, as the dataset has them."""
+        return None if self.facts is None else self.facts.size
+
+    def deal(self, loader: Any) -> Any:
+        """This rank's share of the user's ``loader``. On all ranks."""
+        try:
+            self.facts = facts_of(loader, seed=self._seed)
+        except NotExactError as reason:
+            return self._leave(loader, reason)
+        first = self._first_layout()
+        self.layout = layout_for(
+            self._policy,
+            first,
+            world_size=self._trainer.world_size,
+            micro_batch=self.facts.batch_size,
+        )
+        self.first = first
+        self._translate(first, self.layout)
+        return shard(
+            loader,
+            self.plan,
+            cursor=self.cursor,
+            seed=self._seed,
+            on_first=self._on_first if loader.num_workers == 0 else lambda: None,
+        )
+
+    def _leave(self, loader: Any, reason: NotExactError) -> Any:
+        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if stateful:
+            self.is_stateful = True
+            self._require_same_ranks()
+            return loader
+        if self._exact:
+            raise ValueError(
+                f"{reason}; or set exact_data=False: then a restart begins the epoch anew"
+            )
+        rank_zero_warn(
+            f"not exact: {reason}. A restart goes on at the begin of its epoch, whose samples are "
+            "seen again, in an order that depends on the number of ranks"
+        )
+        return loader
+
+    def _require_same_ranks(self) -> None:
+        if self._resumed is None or not self._resumed.loaders:
+            return
+        before, now = len(self._resumed.loaders), self._trainer.world_size
+        if before != now and self._exact:
+            raise ValueError(
+                "this loader keeps its position itself, for each rank, and that of "
+                f"{before} ranks does not serve {now}; start {before} ranks, use a map-style "
+                "dataset, or set exact_data=False: then the epoch begins anew"
+            )
+
+    def _first_layout(self) -> Layout:
+        assert self.facts is not None
+        if self._resumed is not None:
+            return self._resumed.first
+        return Layout.of_script(
+            world_size=self._trainer.world_size,
+            micro_batch=self.facts.batch_size,
+            accumulate=self._accumulate,
+        )
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of the run's first start, and now. Samples are counted as batches where nobody knows."""
+        if self.first is not None and self.layout is not None:
+            return self.first, self.layout
+        now = Layout.of_script(
+            world_size=self._trainer.world_size, micro_batch=1, accumulate=self._accumulate
+        )
+        return (now if self._resumed is None else self._resumed.first), now
+
+    def plan(self) -> EpochPlan:
+        """The passes of the present epoch on this rank."""
+        assert self.facts is not None
+        assert self.layout is not None
+        assert self.first is not None
+        size = full_size(self.facts.size, limit_passes=self._limited(), layout=self.first)
+        return EpochPlan(
+            self.layout,
+            self._trainer.global_rank,
+            self.cursor.begin,
+            size,
+            drop_last=self.facts.drop_last,
+        )
+
+    def _limited(self) -> int | None:
+        """Passes of an epoch that the script wants, in the layout of the first start."""
+        assert self.facts is not None
+        assert self.first is not None
+        if isinstance(self._limit, int):
+            return self._limit
+        if self._limit == 1.0:
+            return None
+        whole = EpochPlan(self.first, 0, Position(), self.facts.size, self.facts.drop_last)
+        return int(len(whole) * self._limit)
+
+    def _translate(self, first: Layout, now: Layout) -> None:
+        trainer: Any = self._trainer
+        automatic = trainer.lightning_module.automatic_optimization
+        if now.accumulate != self._accumulate and not automatic:
+            raise ValueError(
+                f"batch_policy='constant_global' takes {now.accumulate} passes per step on "
+                f"{now.world_size} ranks, and with automatic_optimization=False the module decides "
+                f"that; start {first.world_size} ranks, or use batch_policy='scale_lr'"
+            )
+        trainer.accumulate_grad_batches = now.accumulate
+        trainer.limit_train_batches = 1.0  # the plan ends the epoch
+        if isinstance(self._interval, int):
+            trainer.val_check_interval = _translated(
+                self._interval, first=first, now=now, what="val_check_interval"
+            )
+
+    def refresh(self) -> None:
+        """Tell the trainer how long the present epoch is; a resumed one had another length."""
+        loop = self._trainer.fit_loop
+        if not self.is_dealt or loop._combined_loader is None:
+            return
+        passes = len(self.plan())
+        if loop.max_batches == passes:
+            return
+        if self._trainer.val_check_batch == loop.max_batches:
+            self._trainer.val_check_batch = passes
+        elif isinstance(self._trainer.val_check_interval, float):
+            fraction = self._trainer.val_check_interval
+            self._trainer.val_check_batch = max(1, int(passes * fraction))
+        loop._combined_loader.limits = [passes]
+        loop.max_batches = passes
+
+    def restore_settings(self) -> None:
+        """Give the trainer back what its user has set."""
+        trainer: Any = self._trainer
+        trainer.accumulate_grad_batches = self._accumulate
+        trainer.limit_train_batches = self._limit
+        trainer.val_check_interval = self._interval
+
+
+def _translated(passes: int, *, first: Layout, now: Layout, what: str) -> int:
+    steps, rest = divmod(passes, first.accumulate)
+    if now.accumulate == first.accumulate:
+        return passes
+    if rest:
+        raise ValueError(
+            f"{what}={passes} passes are no whole number of steps of {first.accumulate} passes, "
+            f"and {now.world_size} ranks take {now.accumulate}; make it a multiple of "
+            f"{first.accumulate}"
+        )
+    return steps * now.accumulate
+
+
+class ElasticSource(_DataLoaderSource):
+    """Where a fit loop gets its train dataloader from: the user's, dealt."""
+
+    def __init__(self, source: _DataLoaderSource, data: ElasticData) -> None:
+        super().__init__(source.instance, source.name)
+        self.usual = source
+        self._data = data
+
+    @override
+    def dataloader(self) -> Any:
+        return self._data.deal(super().dataloader())
+
+
+def require_plain_trainer(trainer: pl.Trainer) -> None:
+    """Raise a ValueError for settings that ElasticRestart could not keep over a restart."""
+    if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+        raise ValueError(
+            "ElasticRestart deals every sample once per epoch, so overfit_batches could not take "
+            "effect; set overfit_batches=0, or leave ElasticRestart out"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise ValueError(
+                "ElasticRestart decides how many passes a step takes, so a "
+                "GradientAccumulationScheduler could not take effect; set accumulate_grad_batches="
+            )

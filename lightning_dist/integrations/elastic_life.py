@@ -1,0 +1,274 @@
+"""The life of a run over its restarts: identity, notices, bounds on hanging, and the account."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
+from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.layout import Layout
+from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.state import ElasticState
+from lightning_dist.elastic.watchdog import Watchdog
+from lightning_dist.integrations.elastic_data import ElasticData
+from lightning_dist.integrations.elastic_loggers import identify
+from lightning_dist.integrations.elastic_signals import (
+    EXIT_RESTART,
+    Preempted,
+    notice_signals,
+    requeue,
+)
+
+_LAST_SECONDS = 20.0
+"""How long a process that has failed may take to end."""
+
+
+class RunLife:
+    """What one process knows of the run that it is a part of.
+
+    Args:
+        preempted, poll_s, grace_period, hang_timeout: see
+            :class:`~lightning_dist.integrations.elastic_restart.ElasticRestart`.
+    """
+
+    def __init__(
+        self,
+        *,
+        preempted: Callable[[], bool] | None,
+        poll_s: float,
+        grace_period: float,
+        hang_timeout: float | None,
+    ) -> None:
+        self._preempted = preempted
+        self._poll_s = poll_s
+        self._grace_period = grace_period
+        self._hang_timeout = hang_timeout
+        self._journal = Journal(None, rank=0)
+        self._notices: Notices | None = None
+        self._watchdog: Watchdog | None = None
+        self._before: Progress | None = None
+        self._to_catch_up: int | None = None
+        self.run_id = ""
+        self.seed = 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this process has been told to end."""
+        return self._notices is not None and bool(self._notices.reason)
+
+    def identify(self, trainer: pl.Trainer, folder: str) -> None:
+        """Let loggers go on where those of the run in ``folder`` were. On rank 0 it reads."""
+        if trainer.is_global_zero:
+            self._open_journal(trainer, folder)
+            self.run_id = self._last_start().get("run_id") or secrets.token_hex(6)
+            identify(trainer, run_id=self.run_id)
+
+    def open(self, trainer: pl.Trainer, folder: str, *, seed: int | None) -> None:
+        """Agree on who this is. Collective."""
+        self._open_journal(trainer, folder)
+        said = (self.run_id, 0)
+        if trainer.is_global_zero:
+            start = self._last_start()
+            self._before = self._journal.last_progress()
+            run_id = self.run_id or start.get("run_id") or secrets.token_hex(6)
+            said = run_id, _seed(seed, start.get("seed"))
+        self.run_id, self.seed = trainer.strategy.broadcast(said)
+
+    def _open_journal(self, trainer: pl.Trainer, folder: str) -> None:
+        storage, inside = storage_of(folder)
+        local = inside if isinstance(storage, LocalStorage) else None
+        self._journal = Journal(local, rank=trainer.global_rank)
+
+    def _last_start(self) -> dict[str, Any]:
+        starts = [each for each in self._journal.read() if each["event"] == "start"]
+        return starts[-1] if starts else {}
+
+    def resume(self, trainer: pl.Trainer, state: ElasticState | None) -> None:
+        """Be the run that a checkpoint belongs to."""
+        if state is not None:
+            self.run_id, self.seed = state.run_id, state.seed
+
+    def listen(self, trainer: pl.Trainer) -> None:
+        """Begin to note signals, and to watch for progress."""
+        environment = trainer._accelerator_connector.cluster_environment
+        launcher: Any = trainer.strategy.launcher
+        self._watchdog = Watchdog(self._hang_timeout, last_words=self._last_words)
+        watchdog = self._watchdog
+
+        def on_notice(reason: str) -> None:
+            watchdog.end_within(self._grace_period, f"{reason}, and the grace period is over")
+            if hasattr(launcher, "procs"):  # Lightning started the other ranks of this host
+                for process in launcher.procs:
+                    process.terminate()
+
+        self._notices = Notices(
+            notice_signals(environment),
+            preempted=self._preempted if trainer.local_rank == 0 else None,
+            poll_s=self._poll_s,
+            on_notice=on_notice,
+        )
+        self._notices.start()
+        watchdog.start()
+
+    def begin(self, trainer: pl.Trainer, state: ElasticState | None, data: ElasticData) -> None:
+        """Say where training goes on."""
+        rank_zero_info(_line(trainer, state, data))
+        if not trainer.is_global_zero:
+            return
+        samples = 0 if state is None else state.total_samples
+        before = self._before
+        redone = None if before is None else max(before.samples - samples, 0)
+        self._to_catch_up = None if before is None else before.samples
+        self._journal.write(
+            "start",
+            run_id=self.run_id,
+            seed=self.seed,
+            world_size=trainer.world_size,
+            samples=samples,
+            redone=redone,
+        )
+
+    def beat(self) -> None:
+        """A batch is done."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
+
+    def rest(self) -> None:
+        """No batch is to be expected any more."""
+        if self._watchdog is not None:
+            self._watchdog.rest()
+
+    def stepped(self, trainer: pl.Trainer, samples: int) -> None:
+        """An optimizer step is done, of all ranks; ``samples`` so far."""
+        if not trainer.is_global_zero:
+            return
+        if self._to_catch_up is not None and samples > self._to_catch_up:
+            assert self._before is not None
+            seconds = time.time() - self._before.time
+            self._to_catch_up = None
+            self._journal.write("caught_up", run_id=self.run_id, seconds=seconds)
+            self._log(trainer)
+        self._journal.progress(samples)
+
+    @property
+    def summary(self) -> Summary:
+        """What restarts have cost this run so far; on rank 0."""
+        return summarize(self._journal.read(), run_id=self.run_id)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        summary = self.summary
+        metrics = {
+            "elastic/restarts": float(summary.restarts),
+            "elastic/seconds_lost": summary.seconds_lost,
+            "elastic/samples_redone": float(summary.samples_redone),
+            "elastic/world_size": float(trainer.world_size),
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
+
+    def finish(self, trainer: pl.Trainer) -> None:
+        """The training has ended as it should."""
+        self.rest()
+        self._journal.write("end", reason="finished")
+        if not trainer.is_global_zero:
+            return
+        summary = self.summary
+        if summary.restarts:
+            self._log(trainer)
+            causes = "; ".join(summary.causes)
+            rank_zero_info(
+                f"elastic: {summary.restarts} restarts, {summary.seconds_lost:.1f} s lost, "
+                f"{summary.samples_redone} samples redone ({causes})"
+            )
+
+    def preempted(self, trainer: pl.Trainer) -> Preempted:
+        """All ranks have saved: how this process ends."""
+        told = self._notices.reason if self._notices is not None else ""
+        self._journal.write("end", reason=told or "told by others", kind="" if told else "echo")
+        launch = Launch.from_env()
+        code = EXIT_RESTART if launch.is_elastic and not told else 0
+        if trainer.is_global_zero:
+            requeue(trainer._accelerator_connector.cluster_environment)
+        rank_zero_info(
+            f"elastic: stopped at step {trainer.global_step} ({told or 'another rank was told'}), "
+            "everything is saved"
+        )
+        self._be_gone_soon("after the last checkpoint")
+        return Preempted(code)
+
+    def fail(self, exception: BaseException) -> None:
+        """The training ends with an exception; others may have had it first."""
+        if isinstance(exception, SIGTERMException):
+            return
+        text = str(exception).strip().split("\n")[0][:200]
+        is_echo = _is_of_a_peer(exception)
+        kind = "echo" if is_echo else "own"
+        self._journal.write("end", reason=f"{type(exception).__name__}: {text}", kind=kind)
+        if is_echo and Launch.from_env().is_elastic:
+            self.rest()
+            self._be_gone_soon(f"after {type(exception).__name__}")
+        else:
+            self.close()
+
+    def _be_gone_soon(self, why: str) -> None:
+        """Leaving a group whose ranks are gone may hang, and the launcher waits for the exit."""
+        if self._watchdog is not None and Launch.from_env().is_elastic:
+            self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
+
+    def _last_words(self, why: str) -> None:
+        self._journal.write("end", reason=why, kind="own")
+
+    def close(self) -> None:
+        """The fit is over."""
+        if self._notices is not None:
+            self._notices.stop()
+            self._notices = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        self._journal.close()
+        self._before = self._to_catch_up = None
+
+
+def _seed(given: int | None, before: int | None) -> int:
+    if given is not None:
+        return given
+    if before is not None:
+        return before
+    everywhere = os.environ.get("PL_GLOBAL_SEED")  # of seed_everything
+    return secrets.randbits(32) if everywhere is None else int(everywhere)
+
+
+def _is_of_a_peer(exception: BaseException) -> bool:
+    """Whether an exception says that another rank is gone."""
+    text = f"{type(exception).__name__}: {exception}".lower()
+    signs = ("connection", "gloo", "nccl", "distbackenderror", "broken pipe", "timed out")
+    return any(sign in text for sign in signs)
+
+
+def _line(trainer: pl.Trainer, state: ElasticState | None, data: ElasticData) -> str:
+    now: Layout | None = data.layout
+    if state is None:
+        start = f"elastic: world {trainer.world_size}, fresh start"
+    else:
+        start = (
+            f"elastic: world {state.layout.world_size} -> {trainer.world_size}, resumed at sample "
+            f"{state.total_samples:,} (epoch {state.position.epoch}, step {state.total_steps})"
+        )
+    if now is None:
+        return start
+    rest = now.global_batch % (now.world_size * now.accumulate)
+    uneven = f", {rest} passes with one more sample" if rest else ""
+    return (
+        f"{start}; global batch {now.global_batch}: {now.accumulate} passes on {now.world_size} "
+        f"ranks{uneven}"
+    )

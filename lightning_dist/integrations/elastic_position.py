@@ -1,0 +1,182 @@
+"""Where a fit under ElasticRestart is, what a checkpoint says of it, and how it goes on there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_dist.elastic import rng
+from lightning_dist.elastic.plan import Pass, Position
+from lightning_dist.elastic.seeds import derive_seed
+from lightning_dist.elastic.state import KEY, ElasticState, require_same_data
+from lightning_dist.elastic.vote import Vote
+from lightning_dist.integrations.elastic_data import ElasticData
+from lightning_dist.integrations.elastic_resume import place_at_epoch_begin, place_within_epoch
+
+
+class ElasticPosition:
+    """Follows the passes of one fit.
+
+    Args:
+        trainer: of the fit.
+        data: its train dataloader.
+        resumed: what the checkpoint said; None for a fresh start.
+        path: of that checkpoint.
+        vote: reaches the other ranks.
+        run_id: of the run.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        *,
+        data: ElasticData,
+        resumed: ElasticState | None,
+        path: str,
+        vote: Vote,
+        run_id: str,
+        seed: int,
+    ) -> None:
+        self._trainer = trainer
+        self._data = data
+        self._resumed = resumed
+        self._path = path
+        self._vote = vote
+        self._run_id = run_id
+        self._seed = seed
+        self._rng = None if resumed is None else self._rng_in(resumed)
+        self._passes_done = 0
+        self._epoch: int | None = None
+        self._validated_step = -1
+        self.validates_first = False
+        """Whether the loop begins with a validation that a fault has cut short."""
+        self.this_pass: Pass | None = None
+        """What this rank is computing; None where samples are not counted."""
+
+    @property
+    def _loop(self) -> Any:
+        return self._trainer.fit_loop
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was taken in this process."""
+        return self._epoch is not None
+
+    def begin_epoch(self) -> None:
+        """A new epoch; the loader is about to be iterated."""
+        self._data.cursor.set_epoch(self._trainer.current_epoch)
+        self._data.refresh()
+        self.restore_rng()
+        self._passes_done = 0
+
+    def begin_pass(self, index: int) -> None:
+        """Batch ``index`` of the epoch is there."""
+        self.restore_rng()
+        self._epoch = self._trainer.current_epoch
+        self.this_pass = self._data.plan().pass_at(index) if self._data.is_dealt else None
+
+    def end_pass(self) -> None:
+        """The optimizer has stepped, or gradients are accumulated."""
+        self._passes_done = self._loop.epoch_loop.batch_progress.current.processed
+
+    def end_validation(self) -> None:
+        """What was due at this step is over."""
+        self._validated_step = self._trainer.global_step
+
+    @property
+    def position(self) -> Position:
+        """Of the last optimizer step."""
+        ended = self._loop.epoch_progress.current.processed
+        if not self._data.is_dealt:
+            return Position(ended)
+        if self._epoch is None:
+            return self._data.cursor.begin
+        if ended > self._epoch:
+            return Position(ended)
+        return self._data.plan().after(self._passes_done)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that optimizer steps have used, of all epochs."""
+        if not self._data.is_dealt:
+            return 0
+        position = self.position
+        return position.epoch * self._data.plan().used + position.samples
+
+    def _rng_in(self, state: ElasticState) -> dict[str, Any]:
+        """What this rank's generators were, if there were as many ranks; or a seed of its own."""
+        rank = self._trainer.global_rank
+        if len(state.rng) == self._trainer.world_size:
+            return state.rng[rank]
+        return {"seed": derive_seed(state.seed, "rng", state.total_steps, rank)}
+
+    def restore_rng(self) -> None:
+        """Once, where the generators were saved: before anything draws from them."""
+        state, self._rng = self._rng, None
+        device = self._trainer.strategy.root_device
+        if state is not None and "seed" in state:
+            rng.seed_all(state["seed"], device)
+        elif state is not None:
+            rng.restore(state, device)
+
+    def place_loops(self) -> None:
+        """Let Lightning's loops, just restored, count as this number of ranks does."""
+        state, data, loop = self._resumed, self._data, self._loop
+        if state is None:
+            return
+        same_ranks = len(state.loaders) == self._trainer.world_size
+        own = state.loaders[self._trainer.global_rank] if same_ranks else []
+        loop._combined_loader_states_to_load = own
+        loop.setup_data()
+        if data.is_stateful and same_ranks:
+            loop._load_combined_loader_states()  # where the loader was asked for before
+            iter(loop._data_fetcher)
+            return
+        if not data.is_dealt:
+            steps = state.total_steps
+            place_at_epoch_begin(self._trainer, state.position.epoch, steps=steps, passes=0)
+            return
+        require_same_data(state, size=data.size, path=self._path)
+        self._place(state)
+
+    def _place(self, state: ElasticState) -> None:
+        position, plan, steps = state.position, self._data.plan(), state.total_steps
+        before = position.epoch * len(plan)
+        if position.samples == 0:
+            place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
+            return
+        self._passes_done = plan.passes_after(position.steps)
+        self.validates_first = place_within_epoch(
+            self._trainer,
+            position,
+            steps=steps,
+            passes=self._passes_done,
+            total_passes=before + self._passes_done,
+            validated=state.validated,
+        )
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Put all of this into a checkpoint. Collective."""
+        trainer, data = self._trainer, self._data
+        own = rng.capture(trainer.strategy.root_device) if self._rng is None else self._rng
+        loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        gathered = self._vote.gather((own, loaders if data.is_stateful else None))
+        states, of_loaders = ([each[index] for each in gathered] for index in range(2))
+        first, layout = data.layouts()
+        position = self.position
+        validated = position.samples == 0 or self._validated_step == trainer.global_step
+        checkpoint[KEY] = ElasticState(
+            run_id=self._run_id,
+            seed=self._seed,
+            first=first,
+            layout=layout,
+            position=position,
+            total_samples=self.total_samples,
+            total_steps=trainer.global_step,
+            size=data.size,
+            validated=validated,
+            rng=[] if any("seed" in each for each in states) else states,
+            loaders=of_loaders if data.is_stateful else [],
+        ).as_dict()

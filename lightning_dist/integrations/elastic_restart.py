@@ -1,0 +1,353 @@
+"""``ElasticRestart``: a job goes on with whatever ranks there are, and sees every sample once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
+from lightning_dist.elastic.plan import Pass
+from lightning_dist.elastic.state import KEY, ElasticState
+from lightning_dist.elastic.vote import Vote
+from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.elastic_data import (
+    ElasticData,
+    ElasticSource,
+    require_plain_trainer,
+)
+from lightning_dist.integrations.elastic_life import RunLife
+from lightning_dist.integrations.elastic_lr import scale_learning_rates
+from lightning_dist.integrations.elastic_position import ElasticPosition
+from lightning_dist.integrations.elastic_resume import RestartConnector, restore_usual
+from lightning_dist.integrations.elastic_signals import NoticeConnector
+
+_PATIENCE = 5.0
+"""Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
+_UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class ElasticRestart(AsyncCheckpoint):
+    """Saves, and goes on by itself from the newest whole checkpoint of ``dirpath`` at every start.
+
+    Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,
+    optimizer, schedulers, scaler, callbacks, loops, residuals, random number generators and the
+    position in the data are what they were; the sequence of global batches is that of a run
+    without a fault. A signal to end (SIGTERM, SLURM's requeue signal, ``preempted``) on any rank
+    leads to one checkpoint of all ranks, and to the end of the process.
+
+    Args:
+        dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
+        every_n_train_steps: optimizer steps between two checkpoints. None: at
+            the end of epochs only.
+        every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
+            ``every_n_train_steps`` is given.
+        keep: how many of the newest stay; a damaged one is passed over for the one before.
+        batch_policy: when the number of ranks changes, ``"constant_global"`` keeps the global
+            batch: passes per step change, losses are weighted by samples. ``"scale_lr"`` and
+            ``"scale_lr:sqrt"`` let it grow with the ranks and the learning rate with it, or with
+            its square root; ``"fixed_micro"`` leaves the learning rate.
+        exact_data: raise for a train dataloader whose samples cannot be kept track of; False:
+            warn, and begin the epoch anew after a restart.
+        seed: of the order of the samples; None: that of ``seed_everything``, or a random one.
+        preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
+            is about to go.
+        poll_s: seconds.
+        grace_period: seconds from a signal to the forced end of the process; less than what the
+            launcher waits (torchrun: 30).
+        hang_timeout: seconds without a batch after which a process ends itself (exit code 76), so
+            that the launcher starts all anew; the bound for a rank that stops answering. None:
+            never.
+        **kwargs: as of :class:`~lightning_dist.AsyncCheckpoint`, without ``monitor``,
+            ``save_top_k`` and what goes with them.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    def __init__(
+        self,
+        dirpath: Any,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        keep: int = 2,
+        batch_policy: BatchPolicy = "constant_global",
+        exact_data: bool = True,
+        seed: int | None = None,
+        preempted: Callable[[], bool] | None = None,
+        poll_s: float = 5.0,
+        grace_period: float = 25.0,
+        hang_timeout: float | None = 600.0,
+        format: Literal["single", "sharded"] = "single",
+        **kwargs: Any,
+    ) -> None:
+        require_policy(batch_policy)
+        _require_keywords(kwargs)
+        for name, value in (("keep", keep), ("poll_s", poll_s), ("grace_period", grace_period)):
+            if value <= 0:
+                raise ValueError(f"{name} has to be positive; got {value}")
+        if hang_timeout is not None and hang_timeout <= 0:
+            raise ValueError(f"hang_timeout is positive, or None for never; got {hang_timeout}")
+        # ModelCheckpoint takes one trigger. That at the end of an epoch is ours.
+        if every_n_train_steps:
+            kwargs["every_n_train_steps"] = every_n_train_steps
+        super().__init__(
+            dirpath,
+            monitor="step",
+            mode="max",
+            save_top_k=keep,
+            format=format,
+            **kwargs,
+        )
+        self._each_epochs = (
+            (0 if every_n_train_steps else 1) if every_n_epochs is None else every_n_epochs
+        )
+        self._patience = _PATIENCE
+        self._policy = batch_policy
+        self._exact = exact_data
+        self._seed = seed
+        self._life = RunLife(
+            preempted=preempted,
+            poll_s=poll_s,
+            grace_period=grace_period,
+            hang_timeout=hang_timeout,
+        )
+        self._vote = Vote(None)
+        self._vote_group: dist.ProcessGroup | None = None
+        self._state: ElasticState | None = None
+        self._data: ElasticData | None = None
+        self._at: ElasticPosition | None = None
+        self._epoch_is_due = False
+        self._polls_validation = False
+
+    @property
+    def this_pass(self) -> Pass | None:
+        """Which samples this rank is computing, and their weight; None outside of a fit."""
+        return None if self._at is None else self._at.this_pass
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            super().setup(trainer, pl_module, stage)
+            return
+        restore_usual(trainer)  # after a fit that ended with an exception
+        require_plain_trainer(trainer)
+        found = self._find_last_checkpoints(trainer)
+        super().setup(trainer, pl_module, stage)
+        if trainer.world_size > 1 and self._vote_group is None:
+            self._vote_group = dist.new_group(backend="gloo")
+        self._vote = Vote(self._vote_group)
+        self._state = self._data = self._at = None
+        self._life.open(trainer, str(self.dirpath), seed=self._seed)
+        inner: Any = trainer
+        inner._checkpoint_connector = RestartConnector(
+            inner._checkpoint_connector,
+            path=next(iter(found), None),
+            on_loaded=lambda checkpoint: self._take_up(trainer, checkpoint),
+            on_loops=self._place_loops,
+        )
+        inner._signal_connector = NoticeConnector(
+            inner._signal_connector, lambda: self._life.listen(trainer)
+        )
+        warnings.filterwarnings("ignore", message=_UNRESUMABLE)  # our loaders are
+
+    def before_setup(self, trainer: pl.Trainer) -> None:
+        """Called by our strategies when ranks are known and loggers have not begun."""
+        if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._life.identify(trainer, str(self.dirpath))
+
+    def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        """Know where to go on, before anything is restored."""
+        path = str(trainer._checkpoint_connector._ckpt_path)
+        if KEY in checkpoint:
+            self._state = ElasticState.from_dict(checkpoint[KEY], path=path)
+        elif checkpoint and self._last.found is not None:
+            raise ValueError(
+                f"{path} was not saved under ElasticRestart, so nobody knows which samples it has "
+                "seen; give ElasticRestart a folder of its own, and fit(ckpt_path=...) to begin "
+                "from this checkpoint"
+            )
+        self._life.resume(trainer, self._state)
+        data = ElasticData(
+            trainer,
+            policy=self._policy,
+            exact=self._exact,
+            resumed=self._state,
+            seed=self._life.seed,
+            on_first=self._restore_rng,
+        )
+        self._data = data
+        self._at = ElasticPosition(
+            trainer,
+            data=data,
+            resumed=self._state,
+            path=path,
+            vote=self._vote,
+            run_id=self._life.run_id,
+            seed=self._life.seed,
+        )
+        loop: Any = trainer.fit_loop
+        loop._data_source = ElasticSource(loop._data_source, data)
+
+    def _place_loops(self) -> None:
+        if self._at is not None:
+            self._at.place_loops()
+
+    def _restore_rng(self) -> None:
+        if self._at is not None:
+            self._at.restore_rng()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._at is None or self._data is None:
+            return
+        if self._state is not None and self._data.layout is not None:
+            factor = lr_factor(self._policy, before=self._state.layout, now=self._data.layout)
+            scale_learning_rates(trainer, factor)
+        self._life.begin(trainer, self._state, self._data)
+        if self._at.validates_first:  # it begins with seeds for the workers of its loader
+            self._restore_rng()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._at is None:
+            return
+        if self._epoch_is_due:
+            self._epoch_is_due = False
+            self._save_now(trainer)
+        if self._at.has_begun:
+            self._stop_if_told(trainer)
+        self._at.begin_epoch()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._at is not None:
+            self._at.begin_pass(batch_idx)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
+    ) -> None:
+        now = self.this_pass
+        if now is not None and now.weight != 1.0 and loss.requires_grad:
+            weight = now.weight
+            loss.register_hook(lambda gradient: gradient * weight)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._at is None:
+            return
+        self._at.end_pass()
+        self._life.beat()
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._life.stepped(trainer, self._at.total_samples)
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            super().on_train_batch_end(trainer, *args, **kwargs)
+            self._stop_if_told(trainer)
+            return
+        # What ends an epoch comes after this hook; a checkpoint waits for it.
+        self._epoch_is_due = self._is_due(trainer)
+        if self._session is not None:
+            self._session.deliver()
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        each = self._every_n_train_steps
+        by_steps = each >= 1 and trainer.global_step % each == 0
+        by_epochs = self._each_epochs and (trainer.current_epoch + 1) % self._each_epochs == 0
+        return bool(by_steps or by_epochs)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        if trainer.sanity_checking or self._at is None:
+            return
+        self._restore_rng()
+        batches = sum(trainer.num_val_batches)
+        number = int(batches) if batches != float("inf") else -1
+        self._polls_validation = self._vote.are_equal(number) and number >= 0
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._life.beat()
+        if trainer.sanity_checking or self._at is None:
+            return
+        if self._polls_validation:
+            self._stop_if_told(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking and self._at is not None:
+            self._at.end_validation()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._at is not None and self._at.has_begun:
+            self._epoch_is_due = False
+            self._save_now(trainer)
+        self._life.rest()
+        super().on_train_end(trainer, pl_module)
+        if self._at is not None:
+            self._life.finish(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._life.fail(exception)
+        super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if self._data is not None:
+            self._data.restore_settings()
+        self._data = self._at = None
+        self._life.close()
+        restore_usual(trainer)
+
+    def _save_now(self, trainer: pl.Trainer) -> None:
+        if self._session is not None and self._last_global_step_saved != trainer.global_step:
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+        """Where any rank is to end: one checkpoint of all, and the end of this process."""
+        if not self._vote.cast(self._life.is_told):
+            return
+        self._save_now(trainer)
+        if self._session is not None:
+            self._session.flush_removals()
+            self._session.drain()
+            self._session.agree_on_failures()
+        raise self._life.preempted(trainer)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._at is not None:
+            self._at.add_to(checkpoint)
+
+
+def _require_keywords(kwargs: dict[str, Any]) -> None:
+    ours = {"monitor", "mode", "save_top_k", "save_last", "train_time_interval"}
+    ours |= {"save_weights_only", "save_on_train_epoch_end", "save_on_exception"}
+    if taken := sorted(ours & kwargs.keys()):
+        raise ValueError(
+            f"ElasticRestart keeps the newest checkpoints (keep=), so {', '.join(taken)} could not "
+            "take effect; use an AsyncCheckpoint beside it, with a folder of its own, for the best"
+        )

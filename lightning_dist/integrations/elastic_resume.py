@@ -1,0 +1,138 @@
+"""Where a fit goes on: the checkpoint to load, and what Lightning's loops count after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from typing_extensions import override
+
+from lightning_dist.elastic.plan import Position
+
+
+class RestartConnector(_CheckpointConnector):
+    """Loads the checkpoint that a restart goes on from, whatever the script asked for.
+
+    Args:
+        usual: the trainer's own, which this stands in for.
+        path: of the checkpoint; None for what the script asked for.
+        on_loaded: given the checkpoint before anything of it is restored; empty if there is none.
+        on_loops: called when the loops have their state from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        usual: _CheckpointConnector,
+        *,
+        path: str | None,
+        on_loaded: Callable[[dict[str, Any]], None],
+        on_loops: Callable[[], None],
+    ) -> None:
+        super().__init__(usual.trainer)
+        self.__dict__.update(usual.__dict__)
+        self.usual = usual
+        self._path = path
+        self._on_loaded = on_loaded
+        self._on_loops = on_loops
+
+    @override
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        super().resume_start(self._path or checkpoint_path, weights_only=weights_only)
+        self._on_loaded(self._loaded_checkpoint)
+
+    @override
+    def restore_loops(self) -> None:
+        super().restore_loops()
+        if self._loaded_checkpoint:
+            self._on_loops()
+
+
+def restore_usual(trainer: pl.Trainer) -> None:
+    """Give the trainer back what ElasticRestart has stood in for."""
+    inner: Any = trainer
+    for owner, name in (
+        (inner, "_checkpoint_connector"),
+        (inner, "_signal_connector"),
+        (inner.fit_loop, "_data_source"),
+    ):
+        setattr(owner, name, getattr(getattr(owner, name), "usual", getattr(owner, name)))
+
+
+def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes: int) -> None:
+    """Let the fit loop begin ``epoch`` as if it had just ended the one before.
+
+    Args:
+        steps: optimizer steps so far.
+        passes: batches of this rank so far.
+    """
+    loop = trainer.fit_loop
+    _set_all(loop.epoch_progress, epoch)
+    batches = loop.epoch_loop.batch_progress
+    _set_all(batches, 0)
+    _set(batches.total, passes)
+    batches.is_last_batch = False
+    loop.epoch_loop._batches_that_stepped = steps
+    loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.epoch_loop.scheduler_progress.reset_on_run()
+    # Not as a restart: a restarted loop asks first whether a validation is due at batch 0.
+    loop.restarting = False
+    for each in (loop, loop.epoch_loop):
+        each._loaded_from_state_dict = False
+        each._resuming_from_checkpoint = True  # the iterator of the loader is fresh
+
+
+def place_within_epoch(
+    trainer: pl.Trainer,
+    position: Position,
+    *,
+    steps: int,
+    passes: int,
+    total_passes: int,
+    validated: bool,
+) -> bool:
+    """Let the fit loop go on within an epoch, and make up for a validation that was cut short.
+
+    Returns whether it begins with that validation.
+
+    Args:
+        steps: optimizer steps so far.
+        passes: batches of this rank in this epoch so far, if all of it had had this layout.
+        total_passes: the same, of all epochs.
+        validated: whether a validation that is due at this position is over.
+    """
+    loop = trainer.fit_loop
+    progress: Any = loop.epoch_progress
+    _set_all(progress, position.epoch)
+    for each in (progress.total, progress.current):
+        each.ready = each.started = position.epoch + 1
+    batches = loop.epoch_loop.batch_progress
+    _set(batches.current, passes)
+    _set(batches.total, total_passes)
+    batches.is_last_batch = passes >= loop.max_batches
+    validation: Any = loop.epoch_loop.val_loop.batch_progress
+    _set(validation.current, 0)
+    done = validation.total.completed
+    _set(validation.total, done)
+    if not validated:  # "in the middle of it": Lightning then runs it, from its first batch
+        validation.total.ready = validation.total.started = done + 1
+    due = _is_validation_due(trainer)
+    # Where a validation is due the loop passes the end of that batch again, which counts it.
+    loop.epoch_loop._batches_that_stepped = steps - due
+    return due and not validated
+
+
+def _is_validation_due(trainer: pl.Trainer) -> bool:
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def _set_all(progress: Any, count: int) -> None:
+    _set(progress.total, count)
+    _set(progress.current, count)
+
+
+def _set(tracker: Any, count: int) -> None:
+    tracker.ready = tracker.started = tracker.processed = tracker.completed = count

@@ -1,0 +1,221 @@
+"""Jobs of several ranks under torch's elastic agent, with faults; run as a program.
+
+The program imports everything once and forks: a job of ours then starts in milliseconds, with real
+agents, processes and signals. ``python elastic_jobs.py jobs.json results.json``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to some ranks, once, in a hook of the Trainer.
+
+    Args:
+        kind: of :data:`KINDS`.
+        hook: of a callback; ``"at_start"``: before the trainer is built.
+        step: optimizer steps so far.
+        ranks: to which it happens.
+        start: in which start of the job, counted from 0.
+    """
+
+    kind: str
+    hook: str = "on_train_batch_start"
+    step: int = 3
+    ranks: Sequence[int] = (1,)
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that is started ``len(worlds)`` times, each by an agent of its own.
+
+    Args:
+        worlds: ranks of each start.
+        max_restarts: by the agent, within a start.
+        fit: arguments of :func:`elastic_runs.fit`.
+        limit: seconds for all of it.
+    """
+
+    name: str
+    folder: str
+    worlds: Sequence[int] = (2,)
+    faults: Sequence[Fault] = ()
+    max_restarts: int = 2
+    strategy: str = "compressed_ddp"
+    module: Mapping[str, Any] = field(default_factory=dict)
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    limit: float = 60.0
+    expect_failure: bool = False
+
+
+def run_jobs(jobs: Sequence[Job], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run them in a program of their own; what became of each, by name."""
+    from processes import run
+
+    given, results = folder / "jobs.json", folder / "results.json"
+    given.write_text(json.dumps([asdict(job) for job in jobs]))
+    limit = 60 + sum(job.limit for job in jobs)
+    run([sys.executable, __file__, given, results], limit=limit).require_success()
+    return json.loads(results.read_text())
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "abort": os.abort,
+    "exit": lambda: os._exit(3),
+}
+
+
+def rank_main(job: Job, start: int) -> str:
+    """One rank of one start."""
+    import logging
+    import warnings
+
+    import lightning as L
+    from elastic_runs import FailAt, Net, Numbered, fit, hash_of, make_loader
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    folder, rank = Path(job.folder), int(os.environ["RANK"])
+    Path(folder / "starts").mkdir(exist_ok=True, parents=True)
+    callbacks: list[L.Callback] = []
+    for number, fault in enumerate(job.faults):
+        if rank not in fault.ranks or fault.start != start:
+            continue
+        once = _once(folder / f"fired-{number}-{rank}", fault.kind)
+        if fault.hook == "at_start":
+            once()
+        else:
+            callbacks.append(FailAt(fault.hook, fault.step, once))
+    arguments = dict(job.fit)
+    module = Net(**job.module)
+    trainer, module = fit(
+        folder,
+        *callbacks,
+        loader=lambda: make_loader(Numbered(**job.dataset), **job.loader),
+        module=module,
+        strategy=job.strategy,
+        devices="auto",
+        **arguments,
+    )
+    result = {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
+    (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
+    return result["hash"]
+
+
+def _once(marker: Path, kind: str) -> Callable[[], None]:
+    def act() -> None:
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        if kind == "raise":
+            raise RuntimeError("a mistake of the user's")
+        KINDS[kind]()
+
+    return act
+
+
+def _run_job(job: Job) -> dict[str, Any]:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    codes: list[str] = []
+    for start, world in enumerate(job.worlds):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=f"{job.name}-{start}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            rdzv_configs={"timeout": 20, "last_call_timeout": 1},
+            max_restarts=job.max_restarts,
+            monitor_interval=0.05,
+            start_method="fork",
+            local_addr="127.0.0.1",
+        )
+        try:
+            elastic_launch(config, rank_main)(job, start)
+            codes.append("ok")
+        except BaseException as error:
+            codes.append(f"{type(error).__name__}: {str(error)[:3000]}")
+    return {"codes": codes}
+
+
+def _in_a_child(job: Job, results: Path) -> dict[str, Any]:
+    """Run a job in a process group of its own, so that its limit ends all of it."""
+    part = results.with_name(f"{job.name}.result")
+    log = Path(job.folder)
+    log.mkdir(parents=True, exist_ok=True)
+    began, pid = time.monotonic(), os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        output = os.open(log / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1), os.dup2(output, 2)
+        code = 1
+        try:
+            part.write_text(json.dumps(_run_job(job)))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+    handle = os.pidfd_open(pid)
+    import select
+
+    ended = bool(select.select([handle], [], [], job.limit)[0])
+    os.close(handle)
+    if not ended:
+        _kill_all(pid)
+    os.waitpid(pid, 0)
+    result = json.loads(part.read_text()) if part.exists() else {"codes": ["no result"]}
+    return {**result, "seconds": time.monotonic() - began, "hung": not ended}
+
+
+def _kill_all(pid: int) -> None:
+    from processes import _descendants
+
+    for each in [*_descendants(pid), pid]:
+        try:
+            os.kill(each, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def main(given: str, results: str) -> None:
+    import elastic_runs  # noqa: F401  (and all that it imports, once)
+
+    import lightning_dist.integrations.elastic_restart  # noqa: F401
+
+    random.seed(0)
+    jobs = [
+        Job(**{**job, "faults": [Fault(**f) for f in job["faults"]]})
+        for job in json.loads(Path(given).read_text())
+    ]
+    found = {job.name: _in_a_child(job, Path(results)) for job in jobs}
+    Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main(sys.argv[1], sys.argv[2])
