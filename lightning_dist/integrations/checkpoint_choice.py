@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +10,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO, is_http
 from lightning_dist.integrations.checkpoint_last import LastCheckpoint, without_manifest
 from lightning_dist.integrations.checkpoint_model import require_same_model
+from lightning_dist.integrations.told_errors import retold, told
 
 
 class ResumeCheckpointIO(AsyncTorchCheckpointIO):
@@ -83,10 +83,10 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 chosen = self._choose(path)
             except (CheckpointError, OSError, ValueError) as error:
                 problem = error
-        said = None if problem is None else _told(problem)
+        said = None if problem is None else told(problem)
         chosen, said = self._trainer.strategy.broadcast((chosen, said))
         if said is not None:
-            raise problem or _made_of(*said)
+            raise problem or retold(said)
         if chosen != path:
             self._trainer._checkpoint_connector._ckpt_path = chosen
         return str(chosen)
@@ -110,23 +110,3 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 f"{path} was saved by {origin.ranks} ranks and is loaded by "
                 f"{self._trainer.world_size}"
             )
-
-
-def _told(error: Exception) -> tuple[str, Iterable[str]]:
-    """An error for the other ranks; not all can be pickled."""
-    if isinstance(error, CorruptCheckpointError):
-        return "corrupt", (error.path, error.reason)
-    kinds = {FileNotFoundError: "missing", OSError: "disk", ValueError: "value"}
-    kind = next((name for cls, name in kinds.items() if isinstance(error, cls)), "checkpoint")
-    return kind, (str(error),)
-
-
-def _made_of(kind: str, arguments: Iterable[str]) -> Exception:
-    kinds: dict[str, type[Exception]] = {
-        "corrupt": CorruptCheckpointError,
-        "missing": FileNotFoundError,
-        "disk": OSError,
-        "value": ValueError,
-        "checkpoint": CheckpointError,
-    }
-    return kinds[kind](*arguments)

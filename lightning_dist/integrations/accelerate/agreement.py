@@ -8,12 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.told_errors import retold, told
 
 Facts = dict[str, Any]
-
-_TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}
 
 
 class Ranks:
@@ -35,16 +33,16 @@ class Ranks:
             error: why this rank cannot go on. If one has an error, all raise: that one, or their
                 own.
         """
-        told: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
+        by_rank: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
         if self.group is not None:
-            mine = {"facts": facts, "error": None if error is None else _described(error)}
-            told = all_facts(mine, group=self.group, device=torch.device("cpu"))
+            mine = {"facts": facts, "error": None if error is None else told(error)}
+            by_rank = all_facts(mine, group=self.group, device=torch.device("cpu"))
         if error is not None:
             raise error
-        for of_rank in told:
+        for of_rank in by_rank:
             if of_rank["error"] is not None:
-                raise _rebuilt(of_rank["error"])
-        return [of_rank["facts"] for of_rank in told]
+                raise retold(of_rank["error"])
+        return [of_rank["facts"] for of_rank in by_rank]
 
     def on_first(self, action: Callable[[], Facts]) -> Facts:
         """What ``action`` returns on rank 0, which alone runs it. What it raises, all raise."""
@@ -56,17 +54,3 @@ class Ranks:
             except Exception as raised:
                 error = raised
         return self.all(facts, error=error)[0]
-
-
-def _described(error: Exception) -> list[str]:
-    if isinstance(error, CorruptCheckpointError):
-        return ["CorruptCheckpointError", error.path, error.reason]
-    kinds = [name for name, kind in _TYPES.items() if isinstance(error, kind)]
-    return [kinds[0] if kinds else "", str(error) or repr(error)]
-
-
-def _rebuilt(described: list[str]) -> Exception:
-    kind, *arguments = described
-    if kind == "CorruptCheckpointError":
-        return CorruptCheckpointError(*arguments)
-    return _TYPES.get(kind, CheckpointError)(*arguments)
