@@ -6,7 +6,7 @@ import re
 
 from lightning_dist.checkpoint.disk.archive import ROOT
 from lightning_dist.checkpoint.disk.manifest import FORMAT, NAME, RECORD
-from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints
+from lightning_dist.checkpoint.disk.scan import checkpoints, is_checkpoint
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
@@ -40,8 +40,8 @@ def checkpoints_at(path: str) -> list[str]:
     storage, inside = storage_of(path)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint or folder at {path}")
-    is_one = inside.endswith(SUFFIX) or storage.exists(f"{inside}/{NAME}")
-    if is_one or not storage.is_folder(inside) or is_ours(storage, inside):
+    is_one = is_checkpoint(storage, inside) or not storage.is_folder(inside)
+    if is_one or is_ours(storage, inside):
         return [path]
     found = [each.path for each in checkpoints(path)]
     if not found:

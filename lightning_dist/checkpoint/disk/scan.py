@@ -41,7 +41,7 @@ def checkpoints(folder: str) -> list[Found]:
     found = []
     for name in storage.names(inside):
         path = f"{base}/{name}"
-        if not name.startswith(".") and _is_one(storage, f"{inside}/{name}"):
+        if not name.startswith(".") and is_checkpoint(storage, f"{inside}/{name}"):
             found.append(_describe(path))
     if isinstance(storage, LocalStorage):
         found += [_describe(path) for path in cut_off(storage, inside)]
@@ -92,7 +92,8 @@ def _names(folder: str) -> list[str]:
     return [name for name in storage.names(inside) if not name.startswith(".")]
 
 
-def _is_one(storage: Storage, path: str) -> bool:
+def is_checkpoint(storage: Storage, path: str) -> bool:
+    """Whether it is called one, or has a manifest; it may be damaged."""
     return path.endswith(SUFFIX) or storage.exists(f"{path}/{NAME}")
 
 
