@@ -182,3 +182,12 @@ def test_a_folder_whose_removal_was_cut_is_found_by_nobody(
 def test_removing_nothing_is_no_error(tmp_path: Path) -> None:
     STORAGE.remove(str(tmp_path / "x.ckpt"))
     assert STORAGE.names(str(tmp_path / "x.ckpt")) == []
+
+
+def test_bytes_under_a_path(tmp_path: Path) -> None:
+    folder(tmp_path / "x.ckpt", "four")
+    folder(tmp_path / "x.ckpt" / "nested", "three")
+    (tmp_path / "x.ckpt" / "dangling").symlink_to("renamed meanwhile")
+    assert STORAGE.tree_nbytes(str(tmp_path / "x.ckpt")) == 2 * 4 + 2 * 5
+    assert STORAGE.tree_nbytes(str(tmp_path / "x.ckpt" / "a")) == 4
+    assert STORAGE.tree_nbytes(str(tmp_path / "missing")) == 0

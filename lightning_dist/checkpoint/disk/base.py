@@ -77,6 +77,18 @@ class Storage(ABC):
         """Paths of staged and half-removed things that a dead process has left in a folder."""
         return []
 
+    def tree_nbytes(self, path: str) -> int:
+        """Bytes of a file, or of all files under a folder, for watching how they grow.
+
+        What cannot be read counts nothing: others may rename or remove it meanwhile.
+        """
+        try:
+            if self.is_folder(path):
+                return sum(self.tree_nbytes(f"{path}/{name}") for name in self.names(path))
+            return self.nbytes(path)
+        except OSError:
+            return 0
+
     def read(self, path: str) -> bytes:
         with self.open(path) as file:
             return bytes(file.read())

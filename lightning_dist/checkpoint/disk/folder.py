@@ -229,7 +229,7 @@ class SharedFolder:
                 limit += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
             if self.orphaned():
                 limit = min(limit, _ORPHAN_TIMEOUT)
-            written = self._written()
+            written = self.storage.tree_nbytes(self._staged)
             now = time.monotonic()
             if written != seen:
                 seen, since = written, now
@@ -239,17 +239,6 @@ class SharedFolder:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
-
-    def _written(self, folder: str | None = None) -> int:
-        folder, total = folder or self._staged, 0
-        for name in self.storage.names(folder):
-            path = f"{folder}/{name}"
-            try:
-                nested = self.storage.is_folder(path)
-                total += self._written(path) if nested else self.storage.nbytes(path)
-            except FileNotFoundError:  # a receipt that got its name in between
-                continue
-        return total
 
 
 def merge(save: SaveFolder, receipts: list[Receipt]) -> Manifest:

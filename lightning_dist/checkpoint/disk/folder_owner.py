@@ -111,7 +111,7 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
     """Wait until the writer of a dead trainer has finished; it holds the other byte."""
     seen, since = -1, time.monotonic()
     while not _take(lock, _WRITER):
-        written = sum(map(_size, storage.leftovers(folder)))
+        written = sum(map(storage.tree_nbytes, storage.leftovers(folder)))
         if written != seen:
             seen, since = written, time.monotonic()
         elif time.monotonic() - since > patience:
@@ -122,15 +122,6 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
                 "dirpath"
             )
         time.sleep(0.02)
-
-
-def _size(path: str) -> int:
-    try:
-        if os.path.isdir(path):
-            return sum(_size(os.path.join(path, name)) for name in os.listdir(path))
-        return os.stat(path).st_size
-    except OSError:  # it has got its name in between
-        return 0
 
 
 def is_owned(folder: str) -> bool:

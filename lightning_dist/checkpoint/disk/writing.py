@@ -78,10 +78,4 @@ def staged_nbytes(save: Save) -> int:
     storage, target = storage_of(save.target)
     if not isinstance(storage, LocalStorage):
         return 0
-    staged = storage.staging(target, save.origin.save_id)
-    try:
-        if storage.is_folder(staged):
-            return sum(storage.nbytes(f"{staged}/{name}") for name in storage.names(staged))
-        return storage.nbytes(staged)
-    except FileNotFoundError:  # not begun, or published in between
-        return 0
+    return storage.tree_nbytes(storage.staging(target, save.origin.save_id))
