@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
 import lightning_dist
-from lightning_dist.checkpoint.disk.folder_owner import LOCK, own, recover
+from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
+from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import LocalStorage
 from lightning_dist.checkpoint.reading import load
 

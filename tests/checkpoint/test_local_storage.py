@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
-from lightning_dist.checkpoint.disk.folder_owner import recover
+from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import LocalStorage
 from lightning_dist.checkpoint.reading import load
 

@@ -1,4 +1,4 @@
-"""One trainer per folder: a lock that dies with its process, and cleaning up after the dead."""
+"""One trainer per folder: a lock that dies with its process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.local import LocalStorage, cut_off
+from lightning_dist.checkpoint.disk.local import LocalStorage
+from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
-from lightning_dist.checkpoint.disk.verify import verify
 
 LOCK = ".lightning_dist.lock"
 _TRAINER, _WRITER = 0, 1
@@ -209,29 +208,6 @@ def forget(folder: str) -> None:
     if _take(lock, _TRAINER) and _take(lock, _WRITER) and _is_named(lock, inside):
         os.unlink(path)
     lock.release()
-
-
-def recover(storage: LocalStorage, folder: str) -> None:
-    """Finish or undo what a killed writer left in ``folder``; touches nothing with another name."""
-    for path, target in cut_off(storage, folder).items():
-        if _is_whole(path):
-            storage.publish(path, target)
-    for path in storage.leftovers(folder):
-        name, kind = os.path.basename(path)[1:].rsplit(".", 1)
-        target = os.path.join(folder, name)
-        staged = kind.startswith("tmp-") and os.path.isdir(path) and not os.path.lexists(target)
-        if staged and _is_whole(path):
-            storage.publish(path, target)
-        else:
-            storage.remove(path)
-
-
-def _is_whole(path: str) -> bool:
-    """Whether ``path`` was cut off just before it took its name."""
-    try:
-        return verify(path).origin is not None
-    except (CheckpointError, OSError):
-        return False
 
 
 def _open(folder: str) -> Lock:
