@@ -41,12 +41,12 @@ class LaterCopy:
     snapshot: Tensor
     owned: Owned
     _versions: Mapping[int, int] = field(init=False)
-    _first_bytes: tuple[bytes, ...] = field(init=False)
+    _before: tuple[bytes, ...] = field(init=False)
     _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._versions = {address: tensor._version for address, tensor in self.owned.items()}
-        self._first_bytes = tuple(map(_first_bytes, self.runs))
+        self._before = tuple(map(_samples_of, self.runs))
         for device in {
             run.storage.device for run in self.runs if run.storage.device.type == "cuda"
         }:
@@ -79,14 +79,16 @@ class LaterCopy:
         """Names a tensor that was changed outside an optimizer step while it was copied.
 
         In-place operations raise a tensor's version; changes through ``.data`` do not, so some
-        bytes are compared too: with those of the trigger, and with those of now. Not on an
-        accelerator, where reading them would wait for all that is queued.
+        bytes are compared too: those of the trigger, of the copy and of now.
         """
-        for run, first in zip(self.runs, self._first_bytes, strict=True):
+        base = self.snapshot.data_ptr()
+        for run, before in zip(self.runs, self._before, strict=True):
             tensor = self.owned[run.storage.data_ptr()]
             changed = tensor._version != self._versions[run.storage.data_ptr()]
-            changed |= bytes(_slot(run, self.snapshot)[: len(first)].numpy()) != first
-            if changed or not _samples_equal(run, self.snapshot):
+            if before and not changed:
+                copied = _samples(base + run.piece.offset, run.piece.nbytes)
+                changed = not before == copied == _samples_of(run)
+            if changed:
                 return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         return ""
 
@@ -100,19 +102,16 @@ def _slot(run: Run, snapshot: Tensor) -> Tensor:
     return snapshot[run.piece.offset : run.piece.offset + run.piece.nbytes]
 
 
-def _first_bytes(run: Run) -> bytes:
+def _samples_of(run: Run) -> bytes:
+    """Empty on an accelerator, where reading them would wait for all that is queued."""
     if run.storage.device.type != "cpu":
         return b""
-    count = min(run.piece.nbytes, _SAMPLE_BYTES)
-    return ctypes.string_at(run.storage.data_ptr() + run.start, count)
+    return _samples(run.storage.data_ptr() + run.start, run.piece.nbytes)
 
 
-def _samples_equal(run: Run, snapshot: Tensor) -> bool:
-    if run.storage.device.type != "cpu":
-        return True
-    live, copied = _content(run), _slot(run, snapshot)
-    step = max(1, run.piece.nbytes // _SAMPLES)
-    return all(
-        torch.equal(live[i : i + _SAMPLE_BYTES], copied[i : i + _SAMPLE_BYTES])
-        for i in range(0, run.piece.nbytes, step)
-    )
+def _samples(address: int, nbytes: int) -> bytes:
+    """What is at some places of host memory; of short memory all."""
+    # A third of the time of ctypes.string_at for each place.
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+    step = max(_SAMPLE_BYTES, nbytes // _SAMPLES)
+    return b"".join(memory[at : at + _SAMPLE_BYTES] for at in range(0, nbytes, step))
