@@ -17,7 +17,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
 from lightning_dist.integrations.checkpoint_last import LastCheckpoint, folder_of, list_in
-from lightning_dist.integrations.checkpoint_names import SharedFolder, callbacks_of
+from lightning_dist.integrations.checkpoint_names import CheckpointNames, callbacks_of
 from lightning_dist.integrations.checkpoint_session import CheckpointSession
 from lightning_dist.integrations.checkpoint_strategies import (
     require_effective,
@@ -30,7 +30,7 @@ _PATIENCE = 120.0
 """Seconds that a failed training waits for its checkpoints."""
 
 
-class AsyncCheckpoint(SharedFolder):
+class AsyncCheckpoint(CheckpointNames):
     """A ``ModelCheckpoint`` that training does not wait for, and that never loses a checkpoint.
 
     Takes everything that ``ModelCheckpoint`` takes, keeps the same files, names and state, and

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_dist.integrations.checkpoint_session import CheckpointSession
 
 
-class SharedFolder(ModelCheckpoint):
+class CheckpointNames(ModelCheckpoint):
     """A ModelCheckpoint whose files appear, and disappear, later than it asks for.
 
     Others may keep theirs in its folder. What is being written has its name already, and so has
@@ -98,6 +98,6 @@ class SharedFolder(ModelCheckpoint):
         return state if self._next_last is None else {**state, "last_model_path": self._next_last}
 
 
-def callbacks_of(trainer: pl.Trainer) -> list[SharedFolder]:
+def callbacks_of(trainer: pl.Trainer) -> list[CheckpointNames]:
     """All callbacks of ``trainer`` that save asynchronously."""
-    return [c for c in trainer.checkpoint_callbacks if isinstance(c, SharedFolder)]
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, CheckpointNames)]
