@@ -23,7 +23,7 @@ from lightning_dist.integrations.checkpoint_books import Scores
 from lightning_dist.integrations.checkpoint_last import cannot_open
 from lightning_dist.integrations.checkpoint_outcomes import Outcomes
 from lightning_dist.integrations.checkpoint_report import drain, line, log_metrics
-from lightning_dist.integrations.checkpoint_strategies import IntoCheckpointer
+from lightning_dist.integrations.into_checkpointer import IntoCheckpointer
 
 
 class CheckpointSession:

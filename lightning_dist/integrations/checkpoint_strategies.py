@@ -1,8 +1,7 @@
-"""How checkpoints get from a strategy into a checkpointer."""
+"""Which strategies and callbacks AsyncCheckpoint works with, and when weights may change."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,10 +13,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
-from typing_extensions import override
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.plan import Striped
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
 
@@ -65,37 +61,3 @@ def weights_may_change(trainer: pl.Trainer) -> bool:
     ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or trainer.should_stop
     done = trainer.max_steps is not None and 0 <= trainer.max_steps <= trainer.global_step
     return swapped or averaged or ends or done
-
-
-class IntoCheckpointer(TorchCheckpointIO):
-    """Stands in for a strategy's CheckpointIO while it saves.
-
-    Args:
-        checkpointer: None on ranks that do not write.
-        step: optimizer steps so far.
-        sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
-            has a part to ``striped``, and leave them where they are.
-        resumable: whether a training can go on from it.
-    """
-
-    def __init__(
-        self, checkpointer: Checkpointer | None, *, step: int, sharded: bool, resumable: bool
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._step, self.sharded, self._resumable = step, sharded, resumable
-        self.striped: list[Striped] = []
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        assert self._checkpointer is not None
-        target = os.fspath(path)
-        self._checkpointer.save(
-            checkpoint,
-            target,
-            step=self._step,
-            sharded=self.sharded,
-            striped=self.striped,
-            resumable=self._resumable,
-        )

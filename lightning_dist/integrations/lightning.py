@@ -11,12 +11,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.checkpoint.plan import Striped
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.checkpoint_strategies import IntoCheckpointer
 from lightning_dist.integrations.checks import require_compressible
 from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.integrations.elastic_environment import FollowsLauncher
+from lightning_dist.integrations.into_checkpointer import IntoCheckpointer
 from lightning_dist.integrations.process_group import init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 
@@ -146,6 +145,8 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, IntoCheckpointer) or not io.sharded:
             return reducer.state_dict()
+        from lightning_dist.checkpoint.plan import Striped
+
         state, stripes = reducer.striped_state_dict()
         io.striped += [Striped(each.whole, each.own) for each in stripes]
         return state
