@@ -8,13 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.agreement import agree
-from lightning_dist.checkpoint.copying import LaterCopy, copy_now
 from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.folder_owner import Lock, own
 from lightning_dist.checkpoint.disk.jobs import (
@@ -23,16 +20,15 @@ from lightning_dist.checkpoint.disk.jobs import (
     Keep,
     Link,
     Remove,
-    Save,
     SaveFile,
     SaveFolder,
 )
 from lightning_dist.checkpoint.disk.manifest import Origin
-from lightning_dist.checkpoint.fence import Fence
-from lightning_dist.checkpoint.metrics import Metrics as Metrics
+from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.pickling import Pickled, pickled
-from lightning_dist.checkpoint.plan import Owned, Plan, Striped, owned_by, plan, shape_of
+from lightning_dist.checkpoint.plan import Striped, plan, shape_of
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.snapshot import Snapshots
 
 
 class Checkpointer:
@@ -61,12 +57,10 @@ class Checkpointer:
         self._group = group
         self._ranks = ranks if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
-        self._fence = Fence()
-        self._optimizers: list[Optimizer] = []
-        self._overlap = settings.snapshot in ("auto", "overlap")
         self._locks: dict[str, Lock | None] = {}
         self._alone = True
         self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
+        self._snapshots = Snapshots(settings, self._delivery)
 
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Prepare to write to ``folder``; on every rank that writes.
@@ -86,9 +80,7 @@ class Checkpointer:
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Copy what these optimizers own lazily, and hold their steps back until it is copied."""
-        self._optimizers = list(optimizers)
-        if self._overlap:
-            self._fence.watch(self._optimizers)
+        self._snapshots.watch(optimizers)
 
     @property
     def is_first(self) -> bool:
@@ -138,9 +130,9 @@ class Checkpointer:
         if sharded:
             self._save_part(state, origin, target, striped=by_address)
         else:
-            content, owned = pickled(state), owned_by(self._optimizers)
-            divided = plan(content, owned=owned, overlap=self._overlaps)
-            self._take(SaveFile(origin, target, divided.pieces), divided, owned)
+            content, owned = pickled(state), self._snapshots.owned()
+            divided = plan(content, owned=owned, overlap=self._snapshots.overlap)
+            self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
         self.metrics.stall_s = time.perf_counter() - began
@@ -151,7 +143,7 @@ class Checkpointer:
     ) -> None:
         """This rank's part of a sharded save. Collective."""
         content, problem, shape = Pickled(b"", ()), "", 0
-        owned = owned_by(self._optimizers)
+        owned = self._snapshots.owned()
         try:
             content = pickled(state)
             shape = shape_of(content, owned, striped)
@@ -162,7 +154,7 @@ class Checkpointer:
         divided = plan(
             content,
             owned=owned,
-            overlap=self._overlaps,
+            overlap=self._snapshots.overlap,
             striped=striped,
             rank=self._rank,
             ranks=self._ranks,
@@ -170,14 +162,10 @@ class Checkpointer:
         records, gaps = divided.records, tuple(divided.striped.items())
         save = SaveFolder(origin, target, divided.pieces, self._rank, records, gaps)
         try:
-            self._take(save, divided, owned)
+            self._snapshots.take(save, divided, owned)
         except Exception as error:
             self._delivery.send(replace(save, pieces=(), dropped=str(error)))
             raise
-
-    @property
-    def _overlaps(self) -> bool:
-        return self._overlap and bool(self._optimizers)
 
     def wait_for_turn(self) -> None:
         """Wait until a save would not have to wait for an earlier one."""
@@ -185,7 +173,7 @@ class Checkpointer:
 
     def wait_for_copy(self) -> None:
         """Wait until the last save has copied all that it saves: anybody may change it now."""
-        self._fence.wait()
+        self._snapshots.wait()
 
     def save_files(
         self, files: Sequence[tuple[str, str]], target: str, *, step: int, scratch: str = ""
@@ -228,7 +216,7 @@ class Checkpointer:
     def poll(self) -> list[Committed | Failed]:
         """What has become of saves since the last call, and which errands failed."""
         self.metrics.in_flight = self._delivery.count
-        self.metrics.fence_s = self._fence.waited
+        self.metrics.fence_s = self._snapshots.waited
         return self._delivery.poll()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -241,7 +229,7 @@ class Checkpointer:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, end the writer and give folders and memory back."""
-        self._fence.unwatch()
+        self._snapshots.unwatch()
         try:
             self._delivery.close(timeout)
         finally:
@@ -252,44 +240,7 @@ class Checkpointer:
 
     def _prepare(self) -> None:
         self._delivery.await_slot()
-        self._fence.wait()  # one copy at a time
-
-    def _take(self, save: Save, divided: Plan, owned: Owned) -> None:
-        self._require_memory(divided)
-        memory = self._delivery.memory()
-        snapshot = memory.reserve(divided.nbytes)
-        for piece, content in divided.constants:
-            snapshot[piece.offset : piece.offset + piece.nbytes] = _as_tensor(content)
-        copy_now(divided.now, snapshot)
-        if not divided.later:
-            self._delivery.send(save, memory)
-            return
-        later = LaterCopy(divided.later, snapshot, owned)
-        self._fence.close()
-        self._delivery.send(save, memory, prepare=lambda: self._complete(later))
-
-    def _complete(self, later: LaterCopy) -> str:
-        try:
-            changed = later.run()
-        finally:
-            self._fence.open()
-        if not changed:
-            return ""
-        self._overlap = False  # from the next save on
-        return (
-            f"{changed} was changed outside an optimizer step while it was copied, so this "
-            "checkpoint would mix two steps and was dropped; later ones are copied at once. "
-            "Change parameters in the optimizer step only, or set snapshot='blocking'"
-        )
-
-    def _require_memory(self, divided: Plan) -> None:
-        limit, needed = self.settings.host_memory_limit, divided.nbytes
-        needed *= self.settings.max_in_flight
-        if limit is not None and needed > limit:
-            raise ValueError(
-                f"host_memory_limit={limit} bytes is less than the {needed} that snapshots of this "
-                "state take; raise it, lower max_in_flight, or use format='sharded' on more ranks"
-            )
+        self._snapshots.wait()  # one copy at a time
 
     def _origin(self, step: int, *, resumable: bool = True) -> Origin:
         save_id = os.urandom(8).hex()
@@ -303,9 +254,3 @@ class Checkpointer:
 
     def _on_failed(self, event: Failed) -> None:
         self.metrics.failed += 1
-
-
-def _as_tensor(content: bytes) -> Tensor:
-    if not content:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -12,8 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_choice import ResumeCheckpointIO
 from lightning_dist.integrations.checkpoint_last import LastCheckpoint, folder_of, list_in

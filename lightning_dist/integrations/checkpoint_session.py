@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
+from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.checkpoint_books import Scores
 from lightning_dist.integrations.checkpoint_last import cannot_open

@@ -213,7 +213,8 @@ def test_replaced_optimizers_are_watched(tmp_path: Path) -> None:
     def note() -> None:
         assert callback._session is not None
         assert callback._session._checkpointer is not None
-        watched.append(callback._session._checkpointer._optimizers == model.trainer.optimizers)
+        snapshots = callback._session._checkpointer._snapshots
+        watched.append(snapshots.optimizers == model.trainer.optimizers)
 
     fit(callback, Between({2: note, 4: note}), model=model, max_epochs=2)
     assert watched == [True, True]

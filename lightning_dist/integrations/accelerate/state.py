@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
+from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.agreement import Ranks
 from lightning_dist.integrations.accelerate.loading import load

@@ -1,0 +1,105 @@
+"""Takes the bytes of a save and hands them on: copied at once, or while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint.copying import LaterCopy, copy_now
+from lightning_dist.checkpoint.delivery import Delivery
+from lightning_dist.checkpoint.disk.jobs import Save
+from lightning_dist.checkpoint.fence import Fence
+from lightning_dist.checkpoint.plan import Owned, Plan, owned_by
+from lightning_dist.checkpoint.settings import CheckpointSettings
+
+
+class Snapshots:
+    """Snapshots for one delivery, one after the other.
+
+    What the watched optimizers own is copied later, until something else has changed it meanwhile.
+    """
+
+    def __init__(self, settings: CheckpointSettings, delivery: Delivery) -> None:
+        self.optimizers: list[Optimizer] = []
+        self._settings, self._delivery = settings, delivery
+        self._fence = Fence()
+        self._overlap = settings.snapshot in ("auto", "overlap")
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Copy what these optimizers own lazily, and hold their steps back until it is copied."""
+        self.optimizers = list(optimizers)
+        if self._overlap:
+            self._fence.watch(self.optimizers)
+
+    def unwatch(self) -> None:
+        """Hold no steps back any more."""
+        self._fence.unwatch()
+
+    @property
+    def overlap(self) -> bool:
+        """Whether what the optimizers own is copied later."""
+        return self._overlap and bool(self.optimizers)
+
+    def owned(self) -> Owned:
+        """What the optimizers own now."""
+        return owned_by(self.optimizers)
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is complete."""
+        self._fence.wait()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that steps were held back, in total."""
+        return self._fence.waited
+
+    def take(self, save: Save, divided: Plan, owned: Owned) -> None:
+        """Take what the plan says and have it saved; the snapshot before must be complete.
+
+        Raises:
+            ValueError: it takes more than ``host_memory_limit``.
+        """
+        self._require_memory(divided)
+        memory = self._delivery.memory()
+        snapshot = memory.reserve(divided.nbytes)
+        for piece, content in divided.constants:
+            snapshot[piece.offset : piece.offset + piece.nbytes] = _as_tensor(content)
+        copy_now(divided.now, snapshot)
+        if not divided.later:
+            self._delivery.send(save, memory)
+            return
+        later = LaterCopy(divided.later, snapshot, owned)
+        self._fence.close()
+        self._delivery.send(save, memory, prepare=lambda: self._complete(later))
+
+    def _complete(self, later: LaterCopy) -> str:
+        try:
+            changed = later.run()
+        finally:
+            self._fence.open()
+        if not changed:
+            return ""
+        self._overlap = False  # from the next save on
+        return (
+            f"{changed} was changed outside an optimizer step while it was copied, so this "
+            "checkpoint would mix two steps and was dropped; later ones are copied at once. "
+            "Change parameters in the optimizer step only, or set snapshot='blocking'"
+        )
+
+    def _require_memory(self, divided: Plan) -> None:
+        limit, needed = self._settings.host_memory_limit, divided.nbytes
+        needed *= self._settings.max_in_flight
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"host_memory_limit={limit} bytes is less than the {needed} that snapshots of this "
+                "state take; raise it, lower max_in_flight, or use format='sharded' on more ranks"
+            )
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    if not content:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
