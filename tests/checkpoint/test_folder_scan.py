@@ -11,8 +11,10 @@ import torch
 from snapshots import folder_saves, origin, small_state, write_file, write_folder
 
 from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk import scan
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
+from lightning_dist.checkpoint.disk.verify import Description, verify
 
 
 @pytest.fixture
@@ -126,3 +128,40 @@ def test_headers_have_to_do_where_nothing_is_checked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         newest_valid(str(tmp_path))
     assert newest_valid(str(tmp_path), check=False) is not None
+
+
+def test_what_a_writer_replaces_meanwhile_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[str] = []
+
+    def replaced(path: str) -> Description:
+        seen.append(Path(path).name)
+        if seen == ["a.ckpt"]:  # removed once the next is there
+            write_file(folder / "next.ckpt", small_state(5), origin(5))
+            (folder / "a.ckpt").unlink()
+        return verify(path)
+
+    monkeypatch.setattr(scan, "verify", replaced)
+    found = newest_valid(str(folder))
+    assert found is not None
+    assert seen == ["a.ckpt", "next.ckpt"]
+    assert found.path == f"{folder}/next.ckpt"
+    assert not caplog.records
+
+
+def test_what_takes_the_place_of_all_damaged_ones_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_file(tmp_path / "a.ckpt", small_state(), origin(1))
+    damage(tmp_path / "a.ckpt")
+
+    def slow(path: str) -> Description:
+        write_file(tmp_path / "b.ckpt", small_state(), origin(2))
+        return verify(path)
+
+    monkeypatch.setattr(scan, "verify", slow)
+    found = newest_valid(str(tmp_path))
+    assert found is not None
+    assert found.path == f"{tmp_path}/b.ckpt"
+    assert not caplog.records, "it is not the newest any more"

@@ -59,32 +59,40 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
     Raises:
         CheckpointError: there are some, and none is whole.
     """
-    problems = []
-    names = _names(folder)
+    while True:
+        names = _names(folder)
+        try:
+            found, problems = _newest(folder, check=check)
+        except FileNotFoundError:  # removed since it was listed, for something newer is there
+            continue
+        if found is not None or _names(folder) == names:  # no writer has replaced them meanwhile
+            break
+    for problem in problems:
+        log.warning("passing over a checkpoint: %s", problem)
+    if found is None and problems:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
+            "of another one, or remove these to start afresh"
+        )
+    return found
+
+
+def _newest(folder: str, *, check: bool) -> tuple[Description | None, list[str]]:
+    """What :func:`newest_valid` returns of the checkpoints of now, and what it passes over."""
     everything = checkpoints(folder)
-    for found in everything:
-        if found.description is None:  # of unknown age: it may have been the newest
-            problems.append(found.problem)
-            log.warning("passing over a checkpoint: %s", found.problem)
+    # Those of unknown age may have been the newest.
+    problems = [found.problem for found in everything if found.description is None]
     for found in everything:
         description = found.description
         if description is None or description.origin is None or not description.origin.resumable:
             continue
         try:
-            return verify(found.path) if check else description
-        except FileNotFoundError:  # removed since it was listed, for something newer is there
-            return newest_valid(folder, check=check)
+            return verify(found.path) if check else description, problems
+        except FileNotFoundError:
+            raise
         except (CorruptCheckpointError, OSError) as error:
             problems.append(str(error))
-            log.warning("passing over a damaged checkpoint: %s", error)
-    if _names(folder) != names:  # a writer has replaced them meanwhile
-        return newest_valid(folder, check=check)
-    if problems:
-        raise CheckpointError(
-            f"none of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
-            "of another one, or remove these to start afresh"
-        )
-    return None
+    return None, problems
 
 
 def _names(folder: str) -> list[str]:
