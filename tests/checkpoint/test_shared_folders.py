@@ -7,6 +7,7 @@ import os
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from snapshots import (
@@ -20,13 +21,16 @@ from snapshots import (
 )  # fmt: skip
 from stores import FaultyStorage, broken_disk
 
+from lightning_dist.checkpoint.disk import folder
 from lightning_dist.checkpoint.disk import writer as writer_module
+from lightning_dist.checkpoint.disk.base import Bytes, Sink
 from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import NAME, Manifest
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.disk.writer import Writer
+from lightning_dist.checkpoint.disk.writing import write_shard
 from lightning_dist.checkpoint.reading import load
 
 NOTHING = memoryview(b"")
@@ -53,6 +57,33 @@ def test_all_ranks_commit_one_checkpoint(target: str, ranks: int) -> None:
     assert (described.kind, described.origin) == ("sharded", origin(ranks=ranks))
     assert sum(e.nbytes for e in events if isinstance(e, Committed)) == described.nbytes
     assert not [name for name in left(target) if name.startswith(".")], "a receipt was left"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_does_not_read_back_replaces_nothing(
+    target: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(folder_saves(target, small_state(1), ranks), read_back=True)
+
+    def damaging(sink: Sink, *arguments: Any) -> Any:
+        return write_shard(_Damaging(sink), *arguments)
+
+    monkeypatch.setattr(folder, "write_shard", damaging)
+    new = folder_saves(target, small_state(2), ranks, step=2)
+    for event in write_folder(new, read_back=True):
+        assert isinstance(event, Failed)
+        assert f"shard-00000-of-{ranks:05d}-" in event.reason
+        assert "has changed since it was written" in event.reason
+    assert_equal(load(target), small_state(1))
+
+
+class _Damaging:
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.close, self.abort = sink.close, sink.abort
+
+    def write(self, data: Bytes) -> None:
+        self._sink.write(bytes(byte ^ 1 for byte in data))
 
 
 def test_a_rank_with_nothing_to_write_has_no_shard(target: str) -> None:

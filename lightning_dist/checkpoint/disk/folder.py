@@ -19,13 +19,14 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckp
 from lightning_dist.checkpoint.disk.jobs import SaveFolder
 from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part, zeros
 from lightning_dist.checkpoint.disk.storage import Storage
+from lightning_dist.checkpoint.disk.verify import read_manifest, verify_files
 from lightning_dist.checkpoint.disk.writing import copy_file, write_shard
 
 _ORPHAN_TIMEOUT = 10.0
 """Seconds that a writer waits for others once its trainer is dead."""
 
 
-_SLOWEST_UPLOAD = 2e6
+_SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
 """Bytes per second of a rank that is still believed to be alive."""
 
 
@@ -69,6 +70,7 @@ class SharedFolder:
     Args:
         orphaned: whether this rank's trainer is dead.
         check: raises if this rank cannot write; the others are told.
+        read_back: read everything and compare before it is published; on all ranks or none.
     """
 
     save: SaveFolder
@@ -76,6 +78,7 @@ class SharedFolder:
     target: str
     orphaned: Callable[[], bool]
     check: Callable[[], None] = lambda: None
+    read_back: bool = False
 
     @property
     def _staged(self) -> str:
@@ -137,7 +140,11 @@ class SharedFolder:
         try:
             receipts = [own, *(self._await_receipt(rank) for rank in range(1, save.origin.ranks))]
             manifest = merge(save, receipts)
+            if self.read_back:  # before the manifest: in an object store that one publishes
+                verify_files(self._staged, storage, self._staged, manifest)
             storage.write(f"{self._staged}/{manifests.NAME}", manifest.to_json())
+            if self.read_back:
+                read_manifest(self._staged, storage, self._staged)
             storage.publish(self._staged, self.target)
         except Exception as error:
             self._give_up(error)
@@ -156,7 +163,9 @@ class SharedFolder:
         own, first = self._receipt(self.save.rank), self._receipt(0)
         self._put_receipt(receipt)
         self._await(
-            lambda: not self.storage.exists(own) or self.storage.exists(first), "rank 0 to publish"
+            lambda: not self.storage.exists(own) or self.storage.exists(first),
+            "rank 0 to publish",
+            reading=self.read_back,
         )
         if self.storage.exists(first):  # rank 0 has one only to say that it failed
             Receipt.from_json(self.storage.read(first)).require(0)
@@ -219,17 +228,24 @@ class SharedFolder:
                 self.storage.remove(f"{self._staged}/{name}")
 
     def _await(
-        self, condition: Callable[[], bool], what: str, *, patience: float | None = None
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        *,
+        patience: float | None = None,
+        reading: bool = False,
     ) -> None:
-        """Wait as long as somebody writes something."""
+        """Wait as long as somebody writes something, or may be ``reading`` it all."""
         pause, seen, since = 0.005, -1, time.monotonic()
         while not condition():
             limit = patience or self.save.peer_timeout
             if self._staged == self.target:  # an upload is seen when it is complete
                 limit += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
+            written = self.storage.tree_nbytes(self._staged)
+            if reading:
+                limit += written / _SLOWEST_READING
             if self.orphaned():
                 limit = min(limit, _ORPHAN_TIMEOUT)
-            written = self.storage.tree_nbytes(self._staged)
             now = time.monotonic()
             if written != seen:
                 seen, since = written, now

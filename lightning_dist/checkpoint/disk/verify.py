@@ -66,7 +66,7 @@ def verify(path: str, *, find_storage: FindStorage = storage_of) -> Description:
     """
     storage, inside = find_storage(path)
     if storage.is_folder(inside):
-        _verify_folder(path, storage, inside)
+        verify_files(path, storage, inside, read_manifest(path, storage, inside))
     else:
         with storage.open(inside) as file:
             if not _is_legacy(file):
@@ -98,8 +98,13 @@ def read_manifest(path: str, storage: Storage, inside: str) -> Manifest:
         raise CorruptCheckpointError(path, str(error)) from error
 
 
-def _verify_folder(path: str, storage: Storage, inside: str) -> None:
-    for file in read_manifest(path, storage, inside).files:
+def verify_files(path: str, storage: Storage, inside: str, manifest: Manifest) -> None:
+    """Read all files of a folder and compare them with what ``manifest`` says.
+
+    Raises:
+        CorruptCheckpointError: one is missing, or other than it should be.
+    """
+    for file in manifest.files:
         name = f"{inside}/{file.name}"
         if not storage.exists(name):
             raise CorruptCheckpointError(path, f"{file.name} is missing")

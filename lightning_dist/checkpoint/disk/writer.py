@@ -36,7 +36,7 @@ class Writer:
 
     Args:
         report: takes what became of every job.
-        read_back: read and check every checkpoint before it counts as written.
+        read_back: read and check every checkpoint before it is published.
         orphaned: whether the trainer is dead.
         find_storage: the storage of a path; another one for tests of faults.
     """
@@ -98,14 +98,14 @@ class Writer:
             self._require_space(storage, save, target)
 
         if isinstance(save, SaveFolder):
-            shared = SharedFolder(save, storage, target, self._orphaned, require_space)
+            shared = SharedFolder(
+                save, storage, target, self._orphaned, require_space, self._read_back
+            )
             nbytes = self._save_folder(shared, snapshot)
         else:
             assert isinstance(save, SaveFile)
             require_space()
             nbytes = self._save_file(save, storage, target, snapshot)
-        if self._read_back and isinstance(save, SaveFolder) and save.rank == 0:
-            verify(save.target, find_storage=self._find_storage)
         self._failed = False
         self._report(Committed(save.target, save.origin, nbytes, time.monotonic() - began))
 
