@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,16 +17,17 @@ from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
+Kind = Literal["process", "thread"]
 LIMIT = 30.0
 
 
 class Run:
     """A training that saves its only checkpoint under names of one letter."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *, writer: str) -> None:
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *, writer: Kind) -> None:
         self.model, optimizer = trained()
         self.folder, self._patch = folder, patch
-        self.checkpointer = Checkpointer(CheckpointSettings(writer=writer))  # type: ignore[arg-type]
+        self.checkpointer = Checkpointer(CheckpointSettings(writer=writer))
         self.checkpointer.open(str(folder))
         self.checkpointer.watch([optimizer])
 

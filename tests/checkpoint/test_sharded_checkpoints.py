@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
+Kind = Literal["process", "thread"]
 LIMIT = 30.0
 _SEEDED = threading.Lock()
 """The threads of a world share one random state."""
@@ -45,9 +46,9 @@ def state_of(rank: int, extra: int = 0) -> tuple[dict[str, Any], torch.optim.Opt
 
 
 def save_on_all_ranks(
-    target: Path, ranks: int, writer: str, extra: Callable[[int], int] = lambda rank: 0
+    target: Path, ranks: int, writer: Kind, extra: Callable[[int], int] = lambda rank: 0
 ) -> None:
-    settings = CheckpointSettings(writer=writer)  # type: ignore[arg-type]
+    settings = CheckpointSettings(writer=writer)
 
     def body(rank: Rank) -> list[object]:
         state, optimizer = state_of(rank.rank, extra(rank.rank))
@@ -65,7 +66,7 @@ def save_on_all_ranks(
 @pytest.mark.parametrize(
     ("ranks", "writer"), [(1, "thread"), (2, "thread"), (2, "process"), (3, "thread")]
 )
-def test_all_ranks_save_one_state(tmp_path: Path, ranks: int, writer: str) -> None:
+def test_all_ranks_save_one_state(tmp_path: Path, ranks: int, writer: Kind) -> None:
     target = tmp_path / "x.ckpt"
     save_on_all_ranks(target, ranks, writer)
     loaded = load(str(target))
@@ -94,7 +95,7 @@ def test_a_folder_becomes_one_file_for_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_ranks_that_do_not_agree_leave_it_to_rank_0(tmp_path: Path, writer: str) -> None:
+def test_ranks_that_do_not_agree_leave_it_to_rank_0(tmp_path: Path, writer: Kind) -> None:
     """Rank 1 has one tensor more, so that all its records have other numbers."""
     target = tmp_path / "x.ckpt"
     save_on_all_ranks(target, 2, writer, extra=lambda rank: rank)

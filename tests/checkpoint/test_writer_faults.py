@@ -7,20 +7,21 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from snapshots import assert_equal, file_save, folder_saves, origin, small_state, write_file
 from stores import FaultyStorage
 
-from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, SaveFile
+from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, Save
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.reading import load
 
 
-def outcome(save: tuple[SaveFile, memoryview], **arguments: object) -> Event:
+def outcome(save: tuple[Save, memoryview], **arguments: Any) -> Event:
     events: list[Event] = []
-    Writer(report=events.append, **arguments).do(*save)  # type: ignore[arg-type]
+    Writer(report=events.append, **arguments).do(*save)
     (event,) = events
     return event
 

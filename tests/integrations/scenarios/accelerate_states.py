@@ -16,16 +16,23 @@ from scenarios.accelerating import Facts, Training, damage, names, no_room, writ
 from scenarios.catalogue import alone, folder, rank, scenario
 
 
+class _Texts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 @contextmanager
 def warnings() -> Iterator[list[str]]:
     """What the package warns of meanwhile."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler = _Texts()
     logger = logging.getLogger("lightning_dist")
     logger.addHandler(handler)
     try:
-        yield messages
+        yield handler.texts
     finally:
         logger.removeHandler(handler)
 
