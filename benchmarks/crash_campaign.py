@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import crash_boundaries, crash_damage, crash_kills, crash_stock
+from benchmarks import crash_boundaries, crash_damage, crash_faults, crash_stock
 from benchmarks.crash_boundaries import ERRORS, KILLS
 from benchmarks.crash_oracle import PROBLEMS, Verdict
 from benchmarks.crash_trainer import reference
@@ -99,8 +99,8 @@ class Campaign:
 
     def _run(self, verdict: Verdict, task: Task, chance: random.Random, place: Path) -> None:
         shared: dict[str, Any] = {"foreign": self.foreign}
-        if task.kind in crash_kills.KINDS:
-            crash_kills.run_trial(verdict, chance, place, reference=self.reference, **shared)
+        if task.kind in crash_faults.KINDS:
+            crash_faults.run_trial(verdict, chance, place, reference=self.reference, **shared)
         elif task.kind in crash_stock.KINDS:
             crash_stock.run_trial(verdict, chance, place, reference=self.reference, **shared)
         elif task.kind == "damaged on disk":

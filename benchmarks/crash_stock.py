@@ -15,10 +15,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from benchmarks.crash_disk import SlowGate
-from benchmarks.crash_kills import Trial, any_moment
 from benchmarks.crash_oracle import Ledger, Verdict
 from benchmarks.crash_process import Child, Report
 from benchmarks.crash_trainer import EVERY, STEPS, TOTAL, Gate, Run, Training
+from benchmarks.crash_trial import Trial, any_moment
 
 KINDS = ("stock: kill the trainer", "stock: slow disk")
 
