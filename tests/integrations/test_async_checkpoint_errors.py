@@ -58,7 +58,12 @@ class Faults:
 
     def stop_writer(self) -> None:
         self.callback.wait()
-        os.kill(writer_pid(self.callback), signal.SIGSTOP)
+        self._stopped = writer_pid(self.callback)
+        os.kill(self._stopped, signal.SIGSTOP)
+
+    def let_writer_go_on(self) -> None:
+        """The stopped one, which the training may have left."""
+        os.kill(self._stopped, signal.SIGCONT)
 
     def kill_writer(self) -> None:
         os.kill(writer_pid(self.callback), signal.SIGKILL)
