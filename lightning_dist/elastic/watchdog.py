@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
+from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.notice import Deadline
 
 EXIT_STUCK = 76
@@ -70,8 +74,26 @@ class Watchdog:
                 return
 
 
+def kill_stopped_siblings() -> list[int]:
+    """Kill the processes of the same parent that are stopped; returns their ids.
+
+    A launcher that ends its ranks waits (torchrun: 30 s) for one that cannot hear its signal.
+    """
+    parent, stopped = os.getppid(), []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with suppress(OSError, ValueError, IndexError):
+            pid = int(name)
+            state, its_parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(its_parent) == parent:
+                os.kill(pid, signal.SIGKILL)
+                stopped.append(pid)
+    return stopped
+
+
 def _end(why: str) -> NoReturn:
     """Say where every thread is, and be gone: no handler and no destructor may hang now."""
+    if Launch.from_env().is_elastic:
+        kill_stopped_siblings()
     print(f"lightning_dist: this process ends itself: {why}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     os._exit(EXIT_STUCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +28,8 @@ class ElasticData:
         policy: see :func:`~lightning_dist.elastic.layout.layout_for`.
         exact: raise for a loader whose position cannot be kept; otherwise warn.
         resumed: what a checkpoint said; None for a fresh start.
+        begun: the layout of a start that left no checkpoint; its global batch is kept too, if the
+            script still asks for the same batches.
         seed: of the order.
         on_first: called before the first batch is drawn in this process.
     """
@@ -38,6 +41,7 @@ class ElasticData:
         policy: BatchPolicy,
         exact: bool,
         resumed: ElasticState | None,
+        begun: Layout | None,
         seed: int,
         on_first: Callable[[], None],
     ) -> None:
@@ -45,6 +49,7 @@ class ElasticData:
         self._policy = policy
         self._exact = exact
         self._resumed = resumed
+        self._begun = begun
         self._seed = seed
         self._on_first = on_first
         self._accumulate: int = trainer.accumulate_grad_batches
@@ -123,11 +128,17 @@ class ElasticData:
         assert self.facts is not None
         if self._resumed is not None:
             return self._resumed.first
-        return Layout.of_script(
+        now = Layout.of_script(
             world_size=self._trainer.world_size,
             micro_batch=self.facts.batch_size,
             accumulate=self._accumulate,
         )
+        begun = self._begun
+        if begun is None or replace(now, world_size=0, global_batch=0) != replace(
+            begun, world_size=0, global_batch=0
+        ):
+            return now
+        return begun
 
     def layouts(self) -> tuple[Layout, Layout]:
         """Of the run's first start, and now. Samples are counted as batches where nobody knows."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,6 +60,8 @@ class RunLife:
         self._to_catch_up: int | None = None
         self.run_id = ""
         self.seed = 0
+        self.first: Layout | None = None
+        """The layout that the run began with, if it began before this process."""
 
     @property
     def is_told(self) -> bool:
@@ -75,13 +78,14 @@ class RunLife:
     def open(self, trainer: pl.Trainer, folder: str, *, seed: int | None) -> None:
         """Agree on who this is. Collective."""
         self._open_journal(trainer, folder)
-        said = (self.run_id, 0)
+        said: tuple[str, int, dict[str, Any] | None] = (self.run_id, 0, None)
         if trainer.is_global_zero:
             start = self._last_start()
             self._before = self._journal.last_progress()
             run_id = self.run_id or start.get("run_id") or secrets.token_hex(6)
-            said = run_id, _seed(seed, start.get("seed"))
-        self.run_id, self.seed = trainer.strategy.broadcast(said)
+            said = run_id, _seed(seed, start.get("seed")), start.get("first")
+        self.run_id, self.seed, first = trainer.strategy.broadcast(said)
+        self.first = None if first is None else Layout(**first)
 
     def _open_journal(self, trainer: pl.Trainer, folder: str) -> None:
         storage, inside = storage_of(folder)
@@ -132,6 +136,7 @@ class RunLife:
             "start",
             run_id=self.run_id,
             seed=self.seed,
+            first=asdict(data.layouts()[0]),
             world_size=trainer.world_size,
             samples=samples,
             redone=redone,

@@ -12,7 +12,11 @@ from lightning_dist.elastic.seeds import derive_seed
 from lightning_dist.elastic.state import KEY, ElasticState, require_same_data
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.elastic_data import ElasticData
-from lightning_dist.integrations.elastic_resume import place_at_epoch_begin, place_within_epoch
+from lightning_dist.integrations.elastic_resume import (
+    is_validation_due,
+    place_at_epoch_begin,
+    place_within_epoch,
+)
 
 
 class ElasticPosition:
@@ -50,6 +54,7 @@ class ElasticPosition:
         self._passes_done = 0
         self._epoch: int | None = None
         self._validated_step = -1
+        self._rng_of_step: dict[str, Any] | None = None
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
         self.this_pass: Pass | None = None
@@ -80,10 +85,14 @@ class ElasticPosition:
     def end_pass(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""
         self._passes_done = self._loop.epoch_loop.batch_progress.current.processed
+        # A validation that is cut short begins anew, so it has to draw the same again.
+        due = is_validation_due(self._trainer)
+        self._rng_of_step = rng.capture(self._trainer.strategy.root_device) if due else None
 
     def end_validation(self) -> None:
         """What was due at this step is over."""
         self._validated_step = self._trainer.global_step
+        self._rng_of_step = None
 
     @property
     def position(self) -> Position:
@@ -160,7 +169,7 @@ class ElasticPosition:
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Put all of this into a checkpoint. Collective."""
         trainer, data = self._trainer, self._data
-        own = rng.capture(trainer.strategy.root_device) if self._rng is None else self._rng
+        own = self._rng or self._rng_of_step or rng.capture(trainer.strategy.root_device)
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         gathered = self._vote.gather((own, loaders if data.is_stateful else None))
         states, of_loaders = ([each[index] for each in gathered] for index in range(2))

@@ -178,6 +178,7 @@ class ElasticRestart(AsyncCheckpoint):
             policy=self._policy,
             exact=self._exact,
             resumed=self._state,
+            begun=self._life.first,
             seed=self._life.seed,
             on_first=self._restore_rng,
         )
@@ -258,6 +259,9 @@ class ElasticRestart(AsyncCheckpoint):
         self._epoch_is_due = self._is_due(trainer)
         if self._session is not None:
             self._session.deliver()
+
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
+        """That there are checkpoints is what a restart is for."""
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
         each = self._every_n_train_steps

@@ -117,13 +117,14 @@ def place_within_epoch(
     _set(validation.total, done)
     if not validated:  # "in the middle of it": Lightning then runs it, from its first batch
         validation.total.ready = validation.total.started = done + 1
-    due = _is_validation_due(trainer)
+    due = is_validation_due(trainer)
     # Where a validation is due the loop passes the end of that batch again, which counts it.
     loop.epoch_loop._batches_that_stepped = steps - due
     return due and not validated
 
 
-def _is_validation_due(trainer: pl.Trainer) -> bool:
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether Lightning validates before it takes the next batch."""
     loop = trainer.fit_loop
     assert loop._data_fetcher is not None
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))

@@ -47,6 +47,7 @@ class Job:
     Args:
         worlds: ranks of each start.
         max_restarts: by the agent, within a start.
+        codec: of compressed_ddp; None: Lightning's ddp.
         fit: arguments of :func:`elastic_runs.fit`.
         limit: seconds for all of it.
     """
@@ -56,7 +57,7 @@ class Job:
     worlds: Sequence[int] = (2,)
     faults: Sequence[Fault] = ()
     max_restarts: int = 2
-    strategy: str = "compressed_ddp"
+    codec: str | None = "int8"
     module: Mapping[str, Any] = field(default_factory=dict)
     loader: Mapping[str, Any] = field(default_factory=dict)
     dataset: Mapping[str, Any] = field(default_factory=dict)
@@ -106,20 +107,27 @@ def rank_main(job: Job, start: int) -> str:
             once()
         else:
             callbacks.append(FailAt(fault.hook, fault.step, once))
-    arguments = dict(job.fit)
     module = Net(**job.module)
     trainer, module = fit(
         folder,
         *callbacks,
         loader=lambda: make_loader(Numbered(**job.dataset), **job.loader),
         module=module,
-        strategy=job.strategy,
-        devices="auto",
-        **arguments,
+        **_strategy_of(job.codec),
+        **job.fit,
     )
     result = {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
     (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
     return result["hash"]
+
+
+def _strategy_of(codec: str | None) -> dict[str, Any]:
+    from lightning_dist import CompressedDDPStrategy, ElasticEnvironment
+
+    if codec is None:
+        world = int(os.environ["WORLD_SIZE"])
+        return {"strategy": "ddp", "devices": world, "plugins": [ElasticEnvironment()]}
+    return {"strategy": CompressedDDPStrategy(codec, min_compress_numel=0), "devices": "auto"}
 
 
 def _once(marker: Path, kind: str) -> Callable[[], None]:

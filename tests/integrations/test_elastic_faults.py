@@ -1,0 +1,191 @@
+"""Ranks that die, hang or are told to go; the training ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_jobs import Fault, Job, run_jobs
+from elastic_runs import SIZE, Step, committed
+
+EXACT = {"codec": "none", "module": {"noisy": False}, "dataset": {"noisy": False}}
+"""Nothing draws at random and nothing is rounded by codecs: other world sizes give the same sums."""
+
+ACCUMULATED = {"fit": {"accumulate_grad_batches": 3}}
+VALIDATED = {"fit": {"val_check_interval": 2}}
+
+AGENT_RESTARTS: Mapping[str, tuple[Fault, ...]] = {
+    "rank 0 killed at its start": (Fault("kill", "at_start", ranks=(0,)),),
+    "rank 1 killed between steps": (Fault("kill"),),
+    "rank 0 killed in backward": (Fault("kill", "on_after_backward", 5, (0,)),),
+    "rank 0 killed before the optimizer": (Fault("kill", "on_before_optimizer_step", 5, (0,)),),
+    "both killed after a step": (Fault("kill", "on_train_batch_end", 7, (0, 1)),),
+    "rank 0 killed in validation": (Fault("kill", "on_validation_batch_end", 6, (0,)),),
+    "rank 1 killed at the end of an epoch": (Fault("kill", "on_train_epoch_end", 12),),
+    "rank 0 killed at the end": (Fault("kill", "on_train_end", 18, (0,)),),
+    "rank 0 aborts": (Fault("abort", "on_after_backward", 4, (0,)),),
+    "rank 1 exits": (Fault("exit", "on_after_backward", 4),),
+    "rank 1 has a mistake": (Fault("raise", "on_train_batch_end", 4),),
+    "rank 1 told to end": (Fault("terminate", "on_after_backward", 7),),
+    "rank 1 told to end in validation": (Fault("terminate", "on_validation_batch_end", 6),),
+    "rank 1 told to end at the last batch": (Fault("terminate", "on_train_batch_end", 6),),
+    "rank 1 killed while rank 0 starts again": (
+        Fault("kill", "on_after_backward", 4, (0,)),
+        Fault("kill", "on_train_start", 4, (1,)),
+    ),
+}
+
+
+def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
+    path = folder / name.replace(" ", "-")
+    return Job(path.name, str(path), faults=faults, **settings)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("faults")
+    in_backward, later = Fault("kill", "on_after_backward", 3, (0,)), "on_after_backward"
+    jobs = {
+        "reference": job("reference", folder),
+        **{name: job(name, folder, *faults) for name, faults in AGENT_RESTARTS.items()},
+        "a rank stops": job(
+            "a rank stops",
+            folder,
+            Fault("stop", later, 4, (0,)),
+            fit={"elastic": {"hang_timeout": 4}},
+        ),
+        "all told to end": job(
+            "all told", folder, Fault("terminate", later, 5, (0, 1)), worlds=(2, 2)
+        ),
+        "accumulated": job("accumulated", folder, **ACCUMULATED),
+        "killed while accumulating": job(
+            "killed while accumulating", folder, Fault("kill", later, 3, (0,)), **ACCUMULATED
+        ),
+        "told while accumulating": job(
+            "told while accumulating", folder, Fault("terminate", later, 3, (0,)), **ACCUMULATED
+        ),
+        "validated": job("validated", folder, **VALIDATED),
+        "killed in a validation within an epoch": job(
+            "killed within", folder, Fault("kill", "on_validation_batch_end", 4), **VALIDATED
+        ),
+        "exact": job("exact", folder, **EXACT),
+        "2, then 4, then 1 ranks": job(
+            "2 4 1",
+            folder,
+            in_backward,
+            Fault("terminate", later, 7, (0, 1, 2, 3), 1),
+            worlds=(2, 4, 1),
+            max_restarts=0,
+            **EXACT,
+        ),
+        "2, then 3, then 2 ranks": job(
+            "2 3 2",
+            folder,
+            in_backward,
+            Fault("terminate", later, 7, (2,), 1),
+            worlds=(2, 3, 2),
+            max_restarts=0,
+            **EXACT,
+        ),
+        "stock ddp": job(
+            "stock ddp", folder, in_backward, worlds=(2, 2), max_restarts=0, codec=None
+        ),
+        "stock ddp without a fault": job("stock reference", folder, codec=None),
+    }
+    results = run_jobs(list(jobs.values()), folder)
+    return {name: (each, results[each.name]) for name, each in jobs.items()}
+
+
+def account(outcome: tuple[Job, dict[str, Any]]) -> dict[int, Step]:
+    return committed(Path(outcome[0].folder) / "account")
+
+
+def hashes(outcome: tuple[Job, dict[str, Any]]) -> set[str]:
+    """Of the weights at the end of the last start."""
+    given, _ = outcome
+    ends = Path(given.folder).glob(f"end-{len(given.worlds) - 1}-*.json")
+    return {json.loads(end.read_text())["hash"] for end in ends}
+
+
+def require_exact(
+    outcome: tuple[Job, dict[str, Any]], reference: tuple[Job, dict[str, Any]]
+) -> None:
+    """The last start ended well, and what counts is what it would have been without faults."""
+    given, result = outcome
+    log = Path(given.folder) / "output.txt"
+    assert not result["hung"], log.read_text()[-3000:]
+    assert result["codes"][-1] == "ok", result["codes"]
+    fired = list(Path(given.folder).glob("fired-*"))
+    assert len(fired) == sum(len(fault.ranks) for fault in given.faults)
+    found, expected = account(outcome), account(reference)
+    assert [step.ids for step in found.values()] == [step.ids for step in expected.values()]
+    assert all(len(step.hashes) == 1 for step in found.values())
+
+
+def test_an_epoch_has_every_sample_once(outcomes: Any) -> None:
+    steps = account(outcomes["reference"])
+    for epoch in range(3):
+        ids = [id for step in steps.values() if step.epoch == epoch for id in step.ids]
+        assert sorted(ids) == list(range(SIZE))
+    orders = [[s.ids for s in steps.values() if s.epoch == epoch] for epoch in range(3)]
+    assert all(one != other for one, other in pairwise(orders))
+
+
+@pytest.mark.parametrize("name", AGENT_RESTARTS)
+def test_the_agent_starts_the_ranks_again(name: str, outcomes: Any) -> None:
+    require_exact(outcomes[name], outcomes["reference"])
+    assert hashes(outcomes[name]) == hashes(outcomes["reference"])
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("a rank stops", "reference"),
+        ("all told to end", "reference"),
+        ("killed while accumulating", "accumulated"),
+        ("told while accumulating", "accumulated"),
+        ("killed in a validation within an epoch", "validated"),
+        ("stock ddp", "stock ddp without a fault"),
+    ],
+)
+def test_the_weights_are_those_of_a_run_without_fault(
+    name: str, reference: str, outcomes: Any
+) -> None:
+    require_exact(outcomes[name], outcomes[reference])
+    assert hashes(outcomes[name]) == hashes(outcomes[reference])
+
+
+@pytest.mark.parametrize("name", ["2, then 4, then 1 ranks", "2, then 3, then 2 ranks"])
+def test_another_number_of_ranks_takes_the_same_global_batches(name: str, outcomes: Any) -> None:
+    require_exact(outcomes[name], outcomes["exact"])
+    worlds = [step.world for step in account(outcomes[name]).values()]
+    second, third = outcomes[name][0].worlds[1:]
+    assert second in worlds
+    assert worlds[-1] == third
+
+
+def test_a_rank_that_hangs_is_not_waited_for(outcomes: Any) -> None:
+    _, result = outcomes["a rank stops"]
+    assert result["seconds"] < 25, "hang_timeout is 4 s, and the agent kills after 30 s"
+
+
+def test_who_is_told_ends_well_and_who_is_not_asks_for_a_restart(outcomes: Any) -> None:
+    _, all_told = outcomes["all told to end"]
+    assert all_told["codes"] == ["ok", "ok"]
+    given, result = outcomes["2, then 3, then 2 ranks"]
+    assert "exitcode  : 75" in result["codes"][1]
+    ends = Path(given.folder, "ckpt", "elastic").glob("rank-*.jsonl")
+    reasons = {
+        path.stem: [
+            line["reason"]
+            for line in map(json.loads, path.read_text().splitlines())
+            if line["event"] == "end"
+        ]
+        for path in ends
+    }
+    assert reasons["rank-2"] == ["SIGTERM"]
+    assert "told by others" in reasons["rank-1"]
