@@ -72,13 +72,15 @@ class Account(L.Callback):
         self.folder = folder
         self.ids: list[int] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.before = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         restart = next(c for c in trainer.callbacks if isinstance(c, ElasticRestart))
         if restart.this_pass is None or restart.this_pass.weight:
             self.ids += batch[0].tolist()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step == self.before:
             return
         line = {

@@ -13,7 +13,7 @@ from elastic_jobs import Fault, Job, run_jobs
 from elastic_runs import SIZE, Step, committed
 
 EXACT = {"codec": "none", "module": {"noisy": False}, "dataset": {"noisy": False}}
-"""Nothing draws at random and nothing is rounded by codecs: other world sizes give the same sums."""
+"""Nothing draws at random and no codec rounds: other world sizes give the same sums."""
 
 ACCUMULATED = {"fit": {"accumulate_grad_batches": 3}}
 VALIDATED = {"fit": {"val_check_interval": 2}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,11 @@ HOOKS = [
 @pytest.fixture(scope="module", params=SETTINGS)
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[dict[str, Any], dict[int, Step], str]]:
+) -> tuple[dict[str, Any], dict[int, Step], str]:
     settings = SETTINGS[request.param]
     folder = tmp_path_factory.mktemp("reference")
     _, module = fit(folder, **settings)
-    yield settings, committed(folder / "account"), hash_of(module)
+    return settings, committed(folder / "account"), hash_of(module)
 
 
 @pytest.mark.parametrize(("hook", "step"), HOOKS)
