@@ -1,0 +1,85 @@
+"""Layouts, plans and epochs to draw, and what a step means computed the slow way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from lightning_dist.elastic.layout import Layout, layout_for
+from lightning_dist.elastic.plan import EpochPlan, Pass, Position
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """What a script says, or what ``constant_global`` makes of it on other ranks."""
+    sizes = {
+        "world_size": st.integers(1, 5),
+        "micro_batch": st.integers(1, 4),
+        "accumulate": st.integers(1, 3),
+    }
+    first = Layout.of_script(**{name: draw(each) for name, each in sizes.items()})
+    if draw(st.booleans()):
+        return first
+    return relaid(draw, first)
+
+
+def relaid(draw: st.DrawFn, first: Layout) -> Layout:
+    """The same global batch, on other ranks with another micro batch."""
+    return layout_for(
+        "constant_global",
+        first,
+        world_size=draw(st.integers(1, min(7, first.global_batch))),
+        micro_batch=draw(st.integers(1, 5)),
+    )
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch as all of its ranks see it."""
+
+    layout: Layout
+    begin: Position
+    size: int
+    drop_last: bool
+
+    def plan(self, rank: int) -> EpochPlan:
+        return EpochPlan(self.layout, rank, self.begin, self.size, self.drop_last)
+
+    @property
+    def plans(self) -> list[EpochPlan]:
+        return [self.plan(rank) for rank in range(self.layout.world_size)]
+
+    def steps_of_samples(self) -> list[list[int]]:
+        """The twin: a list of the samples that are left, cut by hand."""
+        left = list(range(self.begin.samples, self.size))
+        steps = []
+        while left:
+            steps.append(left[: self.layout.global_batch])
+            left = left[self.layout.global_batch :]
+        if self.drop_last and steps and len(steps[-1]) < self.layout.global_batch:
+            steps.pop()
+        return steps
+
+
+def steps_of(plan: EpochPlan) -> list[list[Pass]]:
+    """The passes of a rank that are left, step by step."""
+    steps: list[list[Pass]] = [[]]
+    for index in range(plan.first_pass, len(plan)):
+        steps[-1].append(plan.pass_at(index))
+        if steps[-1][-1].ends_step:
+            steps.append([])
+    assert not steps[-1], "an epoch ends with the end of a step"
+    return steps[:-1]
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> Epoch:
+    layout = draw(layouts())
+    steps = draw(st.integers(0, 3))
+    return Epoch(
+        layout,
+        Position(draw(st.integers(0, 3)), steps * layout.global_batch, steps),
+        draw(st.integers(1, 5 * layout.global_batch + 3)),
+        draw(st.booleans()),
+    )

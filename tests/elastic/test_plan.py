@@ -1,0 +1,167 @@
+"""Laws of plans: whatever ranks there are, and wherever an epoch is resumed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import Epoch, epochs, relaid, steps_of
+
+from lightning_dist.elastic.layout import Layout, layout_for
+from lightning_dist.elastic.plan import EpochPlan, Position, full_size
+
+
+@given(epochs())
+def test_a_step_is_its_samples_each_once(epoch: Epoch) -> None:
+    of_ranks = [steps_of(plan) for plan in epoch.plans]
+    taken = [
+        sorted(s for passes in step for each in passes for s in each.samples)
+        for step in zip(*of_ranks, strict=True)
+    ]
+    assert taken == epoch.steps_of_samples()
+
+
+@given(epochs())
+def test_all_ranks_take_equally_many_passes(epoch: Epoch) -> None:
+    shapes = [[len(step) for step in steps_of(plan)] for plan in epoch.plans]
+    assert all(shape == shapes[0] for shape in shapes)
+    assert all(size <= epoch.layout.accumulate for size in shapes[0])
+    assert all(size == epoch.layout.accumulate for size in shapes[0][:-1])
+    assert {len(plan) for plan in epoch.plans} == {epoch.plan(0).first_pass + sum(shapes[0])}
+
+
+@given(epochs())
+def test_no_pass_is_larger_than_a_micro_batch(epoch: Epoch) -> None:
+    for plan in epoch.plans:
+        for step in steps_of(plan):
+            sizes = [len(each.samples) for each in step]
+            assert max(sizes) <= epoch.layout.micro_batch
+            assert max(sizes) - min(sizes) <= 1
+
+
+@given(epochs(), st.integers(0))
+def test_the_mean_over_ranks_and_passes_is_that_over_the_samples(epoch: Epoch, seed: int) -> None:
+    draw = random.Random(seed)
+    values = [draw.uniform(-1, 1) for _ in range(epoch.size)]
+    of_ranks = [steps_of(plan) for plan in epoch.plans]
+    layout = epoch.layout
+    for step, samples in zip(zip(*of_ranks, strict=True), epoch.steps_of_samples(), strict=True):
+        got = 0.0
+        for each in (each for passes in step for each in passes):
+            if each.samples:
+                mean = sum(values[s] for s in each.samples) / len(each.samples)
+                got += each.weight * mean / (layout.accumulate * layout.world_size)
+            else:
+                assert each.weight == 0
+        assert got == pytest.approx(sum(values[s] for s in samples) / len(samples), abs=1e-13)
+
+
+@given(epochs())
+def test_full_passes_have_weight_one(epoch: Epoch) -> None:
+    layout = epoch.layout
+    if layout.world_size * layout.micro_batch * layout.accumulate == layout.global_batch:
+        for plan in epoch.plans:
+            for step in steps_of(plan)[:-1]:
+                assert [each.weight for each in step] == [1.0] * len(step)
+
+
+@given(epochs())
+def test_positions_are_those_of_whole_steps(epoch: Epoch) -> None:
+    plan, begin = epoch.plan(0), epoch.begin
+    samples, steps = begin.samples, begin.steps
+    for done in range(plan.first_pass + 1):
+        assert plan.after(done) == begin
+    for index in range(plan.first_pass, len(plan)):
+        if plan.pass_at(index).ends_step:
+            samples += len(epoch.steps_of_samples()[steps - begin.steps])
+            steps += 1
+            assert plan.passes_after(steps) == index + 1
+        assert plan.after(index + 1) == Position(begin.epoch, samples, steps)
+    assert plan.steps == steps
+    assert plan.used == samples
+    assert plan.after(len(plan) + 5) == plan.after(len(plan))
+    assert plan.passes_after(plan.steps + 5) == len(plan)
+
+
+@given(epochs(), st.data())
+def test_another_layout_goes_on_with_the_samples_that_are_left(
+    epoch: Epoch, data: st.DataObject
+) -> None:
+    plan = epoch.plan(0)
+    done = data.draw(st.integers(plan.first_pass, max(plan.first_pass, len(plan))))
+    begin = plan.after(done)
+    layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
+    resumed = Epoch(layout, begin, epoch.size, epoch.drop_last)
+    taken = sorted(
+        s for p in resumed.plans for step in steps_of(p) for each in step for s in each.samples
+    )
+    assert taken == [s for step in epoch.steps_of_samples() for s in step if s >= begin.samples]
+    assert resumed.plan(0).steps == plan.steps
+    assert resumed.plan(0).used == plan.used
+
+
+@given(epochs(), st.data())
+def test_global_batches_do_not_depend_on_the_ranks(epoch: Epoch, data: st.DataObject) -> None:
+    layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
+
+    def batches(of: Epoch) -> list[list[int]]:
+        ranks = [steps_of(plan) for plan in of.plans]
+        return [
+            sorted(s for passes in step for each in passes for s in each.samples)
+            for step in zip(*ranks, strict=True)
+        ]
+
+    assert batches(Epoch(layout, epoch.begin, epoch.size, epoch.drop_last)) == batches(epoch)
+
+
+@given(epochs(), st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_an_epoch_of_many_restarts_has_every_sample_once(
+    epoch: Epoch, lives: list[int], data: st.DataObject
+) -> None:
+    """The way of a job: each life takes some steps with its own layout, then is killed."""
+    seen: list[int] = []
+    now, wanted = epoch, [s for step in epoch.steps_of_samples() for s in step]
+    for passes in [*lives, 10**6]:
+        plan = now.plan(0)
+        end = plan.after(min(plan.first_pass + passes, len(plan)))
+        for each in now.plans:
+            for step in steps_of(each)[: end.steps - now.begin.steps]:
+                seen += [s for piece in step for s in piece.samples]
+        layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
+        now = Epoch(layout, end, epoch.size, epoch.drop_last)
+    assert sorted(seen) == wanted
+
+
+def test_an_example() -> None:
+    """Ten samples left of a global batch of 8 on 3 ranks, two samples a pass."""
+    layout = layout_for("constant_global", Layout(4, 2, 1, 8), world_size=3, micro_batch=2)
+    plans = [EpochPlan(layout, rank, Position(1, 8, 1), 18) for rank in range(3)]
+    got = [
+        [[(list(each.samples), each.weight) for each in step] for step in steps_of(plan)]
+        for plan in plans
+    ]
+    assert got[0] == [[([9, 12], 1.5), ([15], 0.75)], [([], 0.0)]]
+    assert got[1] == [[([10], 0.75), ([13], 0.75)], [([16], 3.0)]]
+    assert got[2] == [[([8, 11], 1.5), ([14], 0.75)], [([17], 3.0)]]
+    assert [len(plan) for plan in plans] == [5, 5, 5]
+    assert plans[0].after(5) == Position(1, 18, 3)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_has_ended_has_no_passes_left(drop_last: bool) -> None:
+    layout = Layout(2, 2, 2, 8)
+    plan = EpochPlan(layout, 0, EpochPlan(layout, 0, Position(), 20, drop_last).after(99), 20)
+    assert EpochPlan(layout, 0, plan.begin, 20, drop_last).first_pass == len(
+        EpochPlan(layout, 0, plan.begin, 20, drop_last)
+    )
+
+
+def test_a_limit_in_passes_is_one_of_whole_steps() -> None:
+    layout = Layout(2, 4, 3, 24)
+    assert full_size(100, limit_passes=None, layout=layout) == 100
+    assert full_size(100, limit_passes=3, layout=layout) == 24
+    assert full_size(100, limit_passes=4, layout=layout) == 48
+    assert full_size(100, limit_passes=99, layout=layout) == 100
+    assert full_size(100, limit_passes=0, layout=layout) == 0
