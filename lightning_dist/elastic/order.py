@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,9 +58,7 @@ class EpochOrder:
             return range(len(self._sampler))
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        if self._generator is not None:
-            self._generator.manual_seed(derive_seed(self._own_seed, "order", epoch))
-        with isolated(derive_seed(self._seed, "order", epoch)):
+        with isolated(derive_seed(self._seed, "order", epoch)), self._own_generator(epoch):
             drawn = iter(self._sampler)
             try:
                 order: Sequence[Any] = array("q", drawn)
@@ -71,6 +70,19 @@ class EpochOrder:
                 f"{type(self._sampler).__name__} gave {len(order)} in epoch {epoch}"
             )
         return order
+
+    @contextmanager
+    def _own_generator(self, epoch: int) -> Iterator[None]:
+        """Seed the sampler's own generator, which the next EpochOrder must find as it was."""
+        if self._generator is None:
+            yield
+            return
+        before = self._generator.get_state()
+        self._generator.manual_seed(derive_seed(self._own_seed, "order", epoch))
+        try:
+            yield
+        finally:
+            self._generator.set_state(before)
 
 
 def _of_one_process(sampler: Sampler[Any] | Iterable[Any]) -> Iterable[Any]:
