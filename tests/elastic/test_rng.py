@@ -1,0 +1,117 @@
+"""States of random number generators, and seeds for a purpose."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dist.elastic import rng
+from lightning_dist.elastic.seeds import derive_seed
+
+
+def draw() -> list[float]:
+    """From every generator of this process, also what they keep for the next call."""
+    numbers = [random.random(), random.gauss(0, 1), random.getrandbits(40)]
+    numbers += [np.random.rand(), np.random.randn(), float(np.random.randint(10**9))]
+    return numbers + torch.rand(3).tolist() + torch.randn(2).tolist()
+
+
+def test_they_go_on_where_they_were() -> None:
+    draw()
+    state = rng.capture()
+    expected = [draw() for _ in range(3)]
+    rng.restore(state)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_half_of_a_pair_is_kept() -> None:
+    """gauss() and randn() draw two numbers and hand out one."""
+    rng.seed_all(3)
+    random.gauss(0, 1)
+    np.random.randn()
+    state = rng.capture()
+    expected = random.gauss(0, 1), np.random.randn()
+    rng.restore(state)
+    assert (random.gauss(0, 1), np.random.randn()) == expected
+
+
+def test_states_are_read_without_running_code() -> None:
+    file = io.BytesIO()
+    torch.save(rng.capture(), file)
+    expected = draw()
+    file.seek(0)
+    rng.restore(torch.load(file, weights_only=True))
+    assert draw() == expected
+
+
+def test_one_seed_for_all_of_them() -> None:
+    rng.seed_all(2**62 + 5)
+    expected = draw()
+    draw()
+    rng.seed_all(2**62 + 5)
+    assert draw() == expected
+    rng.seed_all(2**62 + 6)
+    assert all(a != b for a, b in zip(draw(), expected, strict=True))
+
+
+def test_outside_nothing_has_happened() -> None:
+    state = rng.capture()
+    expected = draw()
+    rng.restore(state)
+    with rng.isolated(1):
+        inside = draw()
+    assert draw() == expected
+    with rng.isolated(1):
+        assert draw() == inside
+
+
+def test_outside_nothing_has_happened_after_an_error() -> None:
+    state = rng.capture()
+    expected = draw()
+    rng.restore(state)
+
+    def fail() -> None:
+        with rng.isolated(1):
+            draw()
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert draw() == expected
+
+
+def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_numpy = rng.capture()
+    monkeypatch.setattr(rng, "np", None)
+    state = rng.capture()
+    assert "numpy" not in state
+    expected = random.random(), torch.rand(1)
+    for each in (state, with_numpy):
+        rng.restore(each)
+        assert (random.random(), torch.rand(1)) == expected
+    rng.seed_all(1)
+
+
+def test_the_state_of_a_machine_with_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setattr(rng, "np", None)
+        state = rng.capture()
+    expected = random.random()
+    rng.restore(state)
+    assert random.random() == expected
+
+
+def test_a_seed_depends_on_what_it_is_for() -> None:
+    purposes = [(0,), (0, "order"), (0, "order", 0), (0, "order", 1), (1, "order", 0)]
+    purposes += [(0, "workers", 0), (0, "workers", 1), (0, "order", 10), (0, "order", 1, 0)]
+    seeds = {derive_seed(*purpose) for purpose in purposes}
+    assert len(seeds) == 9
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_seed_is_the_same_everywhere() -> None:
+    assert derive_seed(0, "order", 0) == 1829853113658518448
