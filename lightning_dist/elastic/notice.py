@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import FrameType
 
 
@@ -78,7 +79,8 @@ class Notices:
                     if number in self._signals:
                         self.give(signal.Signals(number).name)
                     if self._old_fd != -1:
-                        os.write(self._old_fd, bytes([number]))
+                        with suppress(OSError):  # full, or closed: not our loss
+                            os.write(self._old_fd, bytes([number]))
 
     def _poll(self, preempted: Callable[[], bool]) -> None:
         while not self._ended.wait(self._poll_s):
