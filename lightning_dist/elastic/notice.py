@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
+from weakref import WeakSet
+
+_LISTENING: WeakSet[Notices] = WeakSet()
 
 
 class Notices:
@@ -52,6 +55,7 @@ class Notices:
         self._old_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
         for each in self._signals:
             signal.signal(each, _only_wake)
+        _LISTENING.add(self)
         threading.Thread(target=self._listen, args=(here,), daemon=True).start()
         if self._preempted is not None:
             threading.Thread(target=self._poll, args=(self._preempted,), daemon=True).start()
@@ -59,6 +63,7 @@ class Notices:
     def stop(self) -> None:
         """Listen no more. Signal handlers stay; who installed others before puts them back."""
         self._ended.set()
+        _LISTENING.discard(self)
         if self._ends is not None:
             (_, there), self._ends = self._ends, None
             signal.set_wakeup_fd(self._old_fd)
@@ -98,6 +103,19 @@ class Notices:
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
     """A handler has to be there so that the signal does not end the process."""
+
+
+def _after_fork() -> None:
+    """A child ends at its signals as any other process, and its parent does not hear of them."""
+    for each in list(_LISTENING):
+        signal.set_wakeup_fd(-1)
+        for number in each._signals:
+            if signal.getsignal(number) is _only_wake:
+                signal.signal(number, signal.SIG_DFL)
+    _LISTENING.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Deadline:
