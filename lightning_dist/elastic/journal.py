@@ -39,9 +39,11 @@ class Journal:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank-{self._rank}.jsonl"
-            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(handle, (json.dumps(line) + "\n").encode())
+                size = os.fstat(handle).st_size
+                is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+                os.write(handle, ("\n" * is_torn + json.dumps(line) + "\n").encode())
             finally:
                 os.close(handle)
         except OSError:
@@ -74,7 +76,11 @@ class Journal:
         """All lines of all ranks, by time. Lines that a crash has cut short are left out."""
         lines: list[dict[str, Any]] = []
         for path in sorted(self._folder.glob("rank-*.jsonl")) if self._folder is not None else ():
-            for text in path.read_text(errors="replace").splitlines():
+            try:
+                texts = path.read_text(errors="replace").splitlines()
+            except OSError:
+                continue
+            for text in texts:
                 try:
                     line = json.loads(text)
                 except ValueError:
