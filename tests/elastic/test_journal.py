@@ -1,0 +1,225 @@
+"""What happened to a run, as files that survive every process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
+
+
+class Clock:
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def journal(tmp_path: Path, clock: Clock) -> Callable[..., Journal]:
+    return lambda rank=0: Journal(str(tmp_path), rank=rank, clock=clock)
+
+
+Make = Callable[..., Journal]
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / "elastic" / f"rank-{rank}.jsonl"
+
+
+def test_lines_of_all_ranks_by_time(journal: Make, clock: Clock, tmp_path: Path) -> None:
+    journal(1).write("start", world_size=2)
+    clock.now = 50.0
+    journal(0).write("end", reason="ü\nline")
+    expected = [
+        {"event": "end", "time": 50.0, "rank": 0, "reason": "ü\nline"},
+        {"event": "start", "time": 100.0, "rank": 1, "world_size": 2},
+    ]
+    assert journal(0).read() == journal(7).read() == expected
+    assert json.loads(file_of(tmp_path, 1).read_text()) == expected[1]
+
+
+def test_a_line_is_there_at_once(journal: Make, tmp_path: Path) -> None:
+    writer = journal()
+    writer.write("start")
+    assert file_of(tmp_path, 0).read_text().endswith("}\n")
+
+
+@pytest.mark.parametrize("kept", range(0, 40, 3))
+def test_a_line_that_a_crash_has_cut_short_costs_no_other(
+    journal: Make, tmp_path: Path, kept: int
+) -> None:
+    journal().write("start", number=1)
+    file = file_of(tmp_path, 0)
+    first = file.read_text()
+    file.write_text(first + first[:kept])
+    assert [line["number"] for line in journal().read()] == [1]
+    after = journal()
+    after.write("start", number=2)
+    after.write("end", number=3)
+    assert [line["number"] for line in after.read()] == [1, 2, 3]
+
+
+def test_lines_that_are_none_of_ours(journal: Make, tmp_path: Path) -> None:
+    journal().write("start")
+    with file_of(tmp_path, 0).open("ab") as file:
+        file.write(b'\xff\xfe\x00\n[1]\n"text"\n\n{"event": "end"}\nnull\n')
+    assert [line["event"] for line in journal().read()] == ["start"]
+
+
+def test_a_file_that_cannot_be_read_costs_no_other(journal: Make, tmp_path: Path) -> None:
+    journal(1).write("start")
+    file_of(tmp_path, 0).mkdir()
+    assert [line["rank"] for line in journal(1).read()] == [1]
+
+
+def test_nothing_is_kept_without_a_folder() -> None:
+    journal = Journal(None, rank=0)
+    journal.write("start")
+    journal.progress(5)
+    assert journal.read() == []
+    assert journal.last_progress() is None
+    journal.close()
+
+
+def test_a_folder_that_is_not_there_yet(journal: Make) -> None:
+    assert journal().read() == []
+    assert journal().last_progress() is None
+
+
+@pytest.mark.parametrize("first", ["write", "progress"])
+def test_a_folder_that_takes_nothing_is_no_reason_to_stop(tmp_path: Path, first: str) -> None:
+    (tmp_path / "elastic").write_text("a file where the folder should be")
+    journal = Journal(str(tmp_path), rank=0)
+    for _ in range(2):
+        if first == "write":
+            journal.write("start")
+        journal.progress(5)
+        journal.write("end")
+    assert journal.read() == []
+    assert journal.last_progress() is None
+    journal.close()
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=5), st.floats(0, 10**10))
+def test_the_last_progress_counts(
+    tmp_path_factory: pytest.TempPathFactory, samples: list[int], now: float
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    journal = Journal(str(folder), rank=0, clock=Clock(now))
+    for each in samples:
+        journal.progress(each)
+    later = Journal(str(folder), rank=0)
+    assert later.last_progress() == Progress(samples[-1], now)
+    journal.close()
+    assert len((folder / "elastic" / "progress").read_bytes()) <= 80
+
+
+@pytest.mark.parametrize("torn", ["", '{"samples": 3, "ti', "[3]", '{"samples": 3}', "\0" * 64])
+def test_progress_that_is_torn_is_none(journal: Make, tmp_path: Path, torn: str) -> None:
+    journal().progress(3)
+    (tmp_path / "elastic" / "progress").write_text(torn)
+    assert journal().last_progress() is None
+
+
+def test_a_journal_that_was_closed_goes_on(journal: Make) -> None:
+    one = journal()
+    one.progress(3)
+    one.close()
+    one.close()
+    one.progress(4)
+    assert one.last_progress() == Progress(4, 100.0)
+    one.close()
+
+
+def line(event: str, time: float, rank: int = 0, **facts: Any) -> dict[str, Any]:
+    return {"event": event, "time": time, "rank": rank, **facts}
+
+
+def start(time: float, redone: int | None = 0, *, ranks: int = 2, run: str = "a") -> dict[str, Any]:
+    return line("start", time, run_id=run, world_size=ranks, redone=redone)
+
+
+def test_a_run_that_nothing_happened_to() -> None:
+    assert summarize([], run_id="a") == Summary()
+    quiet = [start(0, None), line("end", 9, reason="finished")]
+    assert summarize(quiet, run_id="a") == Summary()
+
+
+def test_what_restarts_have_cost() -> None:
+    lines = [
+        start(0, None),
+        line("end", 5, 1, reason="RuntimeError: Connection closed by peer", kind="echo"),
+        line("end", 6, 0, reason="ValueError: bad sample", kind="own"),
+        start(10, 16, ranks=3),
+        line("caught_up", 12, run_id="a", seconds=7.5),
+        line("end", 20, 0, reason="told by others", kind="echo"),
+        line("end", 21, 2, reason="SIGTERM", kind=""),
+        line("end", 22, 1, reason="told by others", kind="echo"),
+        start(30, 0),
+        line("caught_up", 33, run_id="a", seconds=2.0),
+        line("end", 40, 0, reason="finished"),
+    ]
+    assert summarize(lines, run_id="a") == Summary(
+        restarts=2,
+        causes=["rank 0: ValueError: bad sample", "rank 2: SIGTERM"],
+        seconds_lost=9.5,
+        samples_redone=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("echoes", "cause"),
+    [
+        ([0, 2], "rank 1 ended without a word (killed)"),
+        ([1], "ranks 0, 2 ended without a word (killed)"),
+        ([0, 1, 2], "rank unknown ended without a word (killed)"),
+        ([], "ranks 0, 1, 2 ended without a word (killed)"),
+    ],
+)
+def test_who_was_killed_has_not_written(echoes: list[int], cause: str) -> None:
+    ends = [line("end", 5, rank, reason="Connection reset", kind="echo") for rank in echoes]
+    assert summarize([start(0, ranks=3), *ends, start(9)], run_id="a").causes == [cause]
+
+
+def test_other_runs_in_the_folder_do_not_count() -> None:
+    lines = [
+        start(0, run="old"),
+        start(2, 50, run="old"),
+        line("caught_up", 3, run_id="old", seconds=99.0),
+        line("end", 4, reason="OldError: of another run", kind="own"),
+        start(5, None),
+        start(7, 4),
+        line("caught_up", 8, run_id="a", seconds=1.0),
+    ]
+    assert summarize(lines, run_id="a") == Summary(
+        1, ["ranks 0, 1 ended without a word (killed)"], 1.0, 4
+    )
+
+
+def test_a_start_that_knows_of_no_progress_has_redone_nothing() -> None:
+    assert summarize([start(0, None), start(1, None), start(2, 3)], run_id="a").samples_redone == 3
+
+
+def test_the_account_of_a_journal_is_read_back(journal: Make, clock: Clock) -> None:
+    facts = {"run_id": "a", "world_size": 1}
+    for clock.now, event, more in (
+        (1.0, "start", {**facts, "redone": None}),
+        (2.0, "end", {"reason": "KeyError: 'x'", "kind": "own"}),
+        (3.0, "start", {**facts, "redone": 8}),
+        (4.0, "caught_up", {"run_id": "a", "seconds": 2.5}),
+    ):
+        journal().write(event, **more)
+    assert summarize(journal().read(), run_id="a") == Summary(1, ["rank 0: KeyError: 'x'"], 2.5, 8)
