@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ EXIT_STUCK = 76
 """Exit code of a process that ended itself because it hung, or its grace period was over."""
 
 _PERIOD = 0.1
+_PATIENCE = 5.0
+"""Seconds for a word before the end."""
 
 
 class Watchdog:
@@ -28,6 +31,7 @@ class Watchdog:
         hang_timeout: seconds without a :meth:`beat` after which the process ends; None: never.
         last_words: called before that with the reason.
         end: how the process ends.
+        clock: in seconds.
     """
 
     def __init__(
@@ -36,12 +40,13 @@ class Watchdog:
         *,
         last_words: Callable[[str], None] = lambda reason: None,
         end: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hang_timeout = hang_timeout
         self._last_words = last_words
         self._end = end or _end
         self._stopped = threading.Event()
-        self._progress, self._limit = Deadline(), Deadline()
+        self._progress, self._limit = Deadline(clock), Deadline(clock)
 
     def start(self) -> None:
         """Begin to watch; :meth:`beat` has to be called from now on."""
@@ -69,7 +74,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(_PERIOD):
             if why := self._limit.expired() or self._progress.expired():
-                self._last_words(why)
+                _attempt(self._last_words, why)
                 self._end(why)
                 return
 
@@ -94,6 +99,17 @@ def _end(why: str) -> NoReturn:
     """Say where every thread is, and be gone: no handler and no destructor may hang now."""
     if Launch.from_env().is_elastic:
         kill_stopped_siblings()
+    _attempt(_say, why)
+    os._exit(EXIT_STUCK)
+
+
+def _say(why: str) -> None:
     print(f"lightning_dist: this process ends itself: {why}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-    os._exit(EXIT_STUCK)
+
+
+def _attempt(call: Callable[[str], None], why: str) -> None:
+    """Call it, but neither its failure nor a disk or a pipe that hangs keeps the process."""
+    thread = threading.Thread(target=call, args=(why,), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
