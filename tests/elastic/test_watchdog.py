@@ -1,0 +1,153 @@
+"""A process that hangs ends itself, and one that does not is left alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from processes import Finished, run
+
+from lightning_dist.elastic import watchdog
+from lightning_dist.elastic.watchdog import EXIT_STUCK, Watchdog
+
+LIMIT = 20.0
+HANGING = Path(__file__).with_name("hanging.py")
+
+
+class Clock:
+    """Stands still until it is moved; knows when it was looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._looks = 0
+        self._looked = threading.Condition()
+
+    def __call__(self) -> float:
+        with self._looked:
+            self._looks += 1
+            self._looked.notify_all()
+            return self.now
+
+    def wait_until_looked_at(self, times: int = 4) -> None:
+        with self._looked:
+            seen = self._looks
+            assert self._looked.wait_for(lambda: self._looks >= seen + times, LIMIT)
+
+
+class Watched:
+    """A watchdog whose process does not really end."""
+
+    def __init__(self, hang_timeout: float | None) -> None:
+        self.said: list[str] = []
+        self.ended = threading.Event()
+        self.clock = Clock()
+        self.dog = Watchdog(
+            hang_timeout,
+            last_words=lambda why: self.said.append(f"words: {why}"),
+            end=self._end,
+            clock=self.clock,
+        )
+
+    def _end(self, why: str) -> None:
+        self.said.append(why)
+        self.ended.set()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_PERIOD", 0.001)
+
+
+def test_no_progress_ends_it() -> None:
+    watched = Watched(30)
+    watched.dog.start()
+    for watched.clock.now in (10.0, 29.9):
+        watched.clock.wait_until_looked_at()
+    assert watched.said == []
+    watched.clock.now = 30.0
+    assert watched.ended.wait(LIMIT)
+    assert watched.said == ["words: no progress for 30 s", "no progress for 30 s"]
+
+
+def test_progress_puts_it_off() -> None:
+    watched = Watched(30)
+    watched.dog.start()
+    for watched.clock.now in (29.0, 58.0, 87.0):
+        watched.clock.wait_until_looked_at()
+        watched.dog.beat()
+    assert watched.said == []
+    watched.dog.stop()
+
+
+def test_at_rest_no_progress_is_expected() -> None:
+    watched = Watched(30)
+    watched.dog.start()
+    watched.dog.rest()
+    watched.dog.end_within(1000, "enough")
+    watched.clock.now = 999.0
+    watched.clock.wait_until_looked_at()
+    assert watched.said == []
+    watched.clock.now = 1000.0
+    assert watched.ended.wait(LIMIT)
+    assert watched.said[-1] == "enough"
+
+
+def test_progress_does_not_put_off_the_end() -> None:
+    watched = Watched(30)
+    watched.dog.start()
+    watched.dog.end_within(20, "the grace period is over")
+    watched.clock.now = 19.0
+    watched.dog.beat()
+    watched.clock.now = 20.0
+    assert watched.ended.wait(LIMIT)
+    assert watched.said[-1] == "the grace period is over"
+
+
+def test_without_a_timeout_only_the_end_counts() -> None:
+    watched = Watched(None)
+    watched.dog.start()
+    watched.dog.beat()
+    watched.clock.now = 10.0**9
+    watched.dog.end_within(5, "enough")
+    watched.clock.wait_until_looked_at()
+    assert watched.said == []
+    watched.clock.now += 5
+    assert watched.ended.wait(LIMIT)
+
+
+def test_it_ends_a_process_once() -> None:
+    watched = Watched(1)
+    watched.dog.start()
+    watched.clock.now = 5.0
+    assert watched.ended.wait(LIMIT)
+    watched.dog.stop()
+    assert len(watched.said) == 2
+
+
+def hang(way: str) -> Finished:
+    return run([sys.executable, HANGING, way], limit=40)
+
+
+def test_a_process_in_a_call_that_does_not_return() -> None:
+    finished = hang("step")
+    assert finished.returncode == EXIT_STUCK == 76
+    _, _, after = finished.output.partition("hangs\n")
+    assert after.startswith("last words: no progress for 0.2 s\n")
+    assert "lightning_dist: this process ends itself: no progress for 0.2 s\n" in after
+    assert "in train_a_step" in after, "where its threads are"
+    assert "in _watch" in after
+
+
+def test_a_process_whose_grace_period_is_over() -> None:
+    finished = hang("told")
+    assert finished.returncode == EXIT_STUCK
+    assert "ends itself: SIGTERM, and the grace period is over\n" in finished.output
+
+
+@pytest.mark.parametrize("way", ["words fail", "words hang", "nobody reads", "stderr closed"])
+def test_whatever_it_cannot_say_it_ends(way: str) -> None:
+    finished = hang(way)
+    assert finished.returncode == EXIT_STUCK
+    assert "last words: no progress for 0.2 s\n" in finished.output
