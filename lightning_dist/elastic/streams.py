@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,6 +20,9 @@ class Shardable(Protocol):
         class Lines(IterableDataset):
             def __len__(self):
                 return 1_000_000
+
+            def __iter__(self):
+                return self.iter_shard(epoch=0, start=0, step=1)
 
             def iter_shard(self, *, epoch, start, step):
                 return itertools.islice(open(f"epoch-{epoch}.txt"), start, None, step)
@@ -49,6 +53,10 @@ class ShardedStream(IterableDataset[list[Any]]):
         """Passes of the whole epoch."""
         return len(self._plan())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is started afresh: the plan, not the trainer that is asked for it."""
+        return {**self.__dict__, "_plan": partial(_given, self._plan())}
+
     def __iter__(self) -> Iterator[list[Any]]:
         worker, plan = get_worker_info(), self._plan()
         own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -65,6 +73,10 @@ class ShardedStream(IterableDataset[list[Any]]):
                 ]
             if number % workers == own:
                 yield samples or list(spare or [])
+
+
+def _given(plan: EpochPlan) -> EpochPlan:
+    return plan
 
 
 def _next(drawn: Iterator[Any], dataset: Shardable) -> Any:
