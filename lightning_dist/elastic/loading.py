@@ -80,9 +80,10 @@ def shard(
 ) -> DataLoader[Any]:
     """A copy of ``loader`` that yields one rank's share, from ``cursor`` on.
 
-    Everything else of it stays: its class, dataset, workers, collate function. The copy draws the
-    seeds of its workers from a generator of its own, so that beginning an epoch changes none that
-    the training uses.
+    Everything else of it stays: its class, dataset, workers, collate function. (Workers of an
+    iterable dataset are started anew for every epoch: they have to learn where it begins.) The copy
+    draws the seeds of its workers from a generator of its own, so that beginning an epoch changes
+    none that the training uses.
     """
     assert cursor.begin.epoch == plan().begin.epoch
     made = copy.copy(loader)
@@ -98,6 +99,7 @@ def shard(
     if isinstance(loader.dataset, IterableDataset):
         changed["dataset"] = ShardedStream(loader.dataset, plan)  # type: ignore[arg-type]
         changed["batch_sampler"] = None
+        changed["persistent_workers"] = False  # they would keep the plan of their first epoch
     else:
         order = EpochOrder(loader.sampler, seed=seed)
         changed["sampler"] = setter
