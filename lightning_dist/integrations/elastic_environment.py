@@ -56,17 +56,11 @@ class FollowsLauncher:
     """Mixin before a ``DDPStrategy`` of Lightning or Fabric. No torchrun, no change."""
 
     cluster_environment: ClusterEnvironment | None
-    parallel_devices: list[torch.device] | None
-    num_nodes: int
 
     def _configure_launcher(self) -> None:
         # Called when the trainer is built: devices, nodes and environment are there, unused yet.
-        launch = launch_of(self.cluster_environment)
-        if launch is not None:
-            given = self.parallel_devices or []
-            self.parallel_devices = local_devices(given, launch)
-            _report(given, self.num_nodes, launch)
-            self.num_nodes = launch.nodes
+        if launch_of(self.cluster_environment) is not None:
+            follow_launcher(self)
             if type(self.cluster_environment) is TorchElasticEnvironment:
                 self.cluster_environment = FollowedEnvironment()
         super()._configure_launcher()  # type: ignore[misc]
@@ -78,6 +72,23 @@ class FollowsLauncher:
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return kwargs
         return {"num_replicas": launch.world_size, "rank": launch.rank}
+
+
+def follow_launcher(strategy: Any) -> None:
+    """Give a ``DDPStrategy`` the launcher's devices and nodes; no change without torchrun.
+
+    For a strategy without :class:`FollowsLauncher`, after it was built: its sampler then counts the
+    ranks right where all nodes have equally many.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks on this node.
+    """
+    launch = launch_of(strategy.cluster_environment)
+    if launch is not None:
+        given = strategy.parallel_devices or []
+        strategy.parallel_devices = local_devices(given, launch)
+        _report(given, strategy.num_nodes, launch)
+        strategy.num_nodes = launch.nodes
 
 
 def local_devices(given: list[torch.device], launch: Launch) -> list[torch.device]:
