@@ -1,0 +1,32 @@
+"""A node joins a running job and is lost again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from processes import port, run_together
+
+SCRIPT = Path(__file__).with_name("scenarios") / "elastic_nodes.py"
+PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
+LIMIT = 110.0
+
+
+@pytest.mark.timeout(LIMIT + 20)
+def test_a_node_comes_and_goes(tmp_path: Path) -> None:
+    pipe = tmp_path / "alone"
+    os.mkfifo(pipe)
+    command = [
+        *(*PROGRAM, "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port()}"),
+        *("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        *(str(SCRIPT), str(tmp_path)),
+    ]
+    second = ["sh", "-c", f"cat {shlex.quote(str(pipe))} && exec {shlex.join(command)}"]
+    stayed, lost = run_together([command, second], [{}, {"SECOND_NODE": "1"}], limit=LIMIT)
+    stayed.require_success()
+    assert lost.returncode == -9
+    assert (tmp_path / "starts").read_text().split() == ["1", "2", "1"]
+    assert (tmp_path / "ended").exists()
