@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,4 +180,6 @@ def test_a_signal_leaves_no_ranks(script: Path, sent: signal.Signals) -> None:
         finally:
             job.kill()
             for rank in ranks:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank, signal.SIGKILL)
                 os.close(rank)
