@@ -13,7 +13,7 @@ import typer
 
 from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt
-from lightning_dist.cli.launch import PASS_ON, launch
+from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 app = typer.Typer(
     name="lightning-dist",
@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(ckpt.app, name="ckpt")
-app.command("launch", context_settings=PASS_ON)(launch)
+app.command("launch", context_settings=PASS_ON, options_metavar=USAGE)(launch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,6 +11,7 @@ import typer
 from lightning_dist.cli.errors import reported
 from lightning_dist.cli.launch_plan import plan
 
+USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,

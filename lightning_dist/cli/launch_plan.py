@@ -58,7 +58,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
         if ours.keys() - theirs.keys():
             add(f"--rdzv-conf={settings}", "do not wait long for nodes that may not come")
-    if SHARING not in environ and backend in ("c10d", "standalone"):
+    if SHARING not in environ and backend != "static":
         made.environment[SHARING] = "1"
         made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")
     elif fewest < most and environ.get(SHARING) != "1":
