@@ -60,7 +60,7 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
             )
         return LoaderFacts(len(loader.dataset), loader.batch_size, loader.drop_last)
     batches = loader.batch_sampler
-    if type(batches) is not BatchSampler:
+    if not isinstance(batches, BatchSampler) or type(batches).__name__ != "BatchSampler":
         what = "no batches" if batches is None else f"batches of {type(batches).__name__}"
         raise NotExactError(
             f"the samples of a loader with {what} cannot be dealt anew when the number of ranks "

@@ -21,15 +21,16 @@ class EpochOrder:
     Args:
         sampler: of the user's loader. A ``DistributedSampler`` stands for its whole dataset,
             shuffled or not.
-        seed: the same on all ranks and after every restart.
+        seed: the same on all ranks and after every restart. A generator that the sampler has is
+            seeded with it too: some samplers seed their own at random when they are made.
     """
 
     def __init__(self, sampler: Sampler[Any] | Iterable[Any], *, seed: int) -> None:
         self._sampler: Iterable[Any] = _of_one_process(sampler)
-        self._seed = seed
+        own = sampler.seed if isinstance(sampler, DistributedSampler) else 0
+        self._seed = derive_seed(seed, "sampler", own)
         generator = getattr(self._sampler, "generator", None)
         self._generator = generator if isinstance(generator, torch.Generator) else None
-        self._own_seed = 0 if self._generator is None else self._generator.initial_seed()
         self._cached: tuple[int, Sequence[Any]] | None = None
 
     @property
@@ -78,7 +79,7 @@ class EpochOrder:
             yield
             return
         before = self._generator.get_state()
-        self._generator.manual_seed(derive_seed(self._own_seed, "order", epoch))
+        self._generator.manual_seed(derive_seed(self._seed, "own", epoch))
         try:
             yield
         finally:
@@ -93,10 +94,5 @@ def _of_one_process(sampler: Sampler[Any] | Iterable[Any]) -> Iterable[Any]:
             f"{type(sampler).__name__} deals samples to ranks itself; elastic restart does that, "
             "for any number of ranks: give the loader a sampler for a single process"
         )
-    generator = torch.Generator().manual_seed(sampler.seed)
     dataset: Any = sampler.dataset
-    return (
-        RandomSampler(dataset, generator=generator)
-        if sampler.shuffle
-        else SequentialSampler(dataset)
-    )
+    return RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)

@@ -17,6 +17,7 @@ from lightning_dist.elastic.loading import LoaderFacts, NotExactError, facts_of,
 from lightning_dist.elastic.plan import EpochPlan, Position, full_size
 from lightning_dist.elastic.sampling import Cursor
 from lightning_dist.elastic.state import ElasticState
+from lightning_dist.elastic.stateful import Remembered, StatefulLoader
 
 
 class ElasticData:
@@ -56,8 +57,8 @@ class ElasticData:
         self._limit: Any = trainer.limit_train_batches
         self._interval: Any = trainer.val_check_interval
         self.cursor = Cursor()
-        self.is_stateful = False
-        """Whether the loader keeps the position itself, for each rank."""
+        self.remembered: Remembered | None = None
+        """The loader, if it keeps its position itself."""
         self.facts: LoaderFacts | None = None
         self.first: Layout | None = None
         self.layout: Layout | None = None
@@ -98,11 +99,12 @@ class ElasticData:
         )
 
     def _leave(self, loader: Any, reason: NotExactError) -> Any:
-        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if stateful:
-            self.is_stateful = True
-            self._require_same_ranks()
-            return loader
+        """Take a loader as it is."""
+        if isinstance(loader, StatefulLoader):
+            self.remembered = Remembered(loader, back=self._accumulate + 2)
+            if (own := self._own_state()) is not None:
+                loader.load_state_dict(own)
+            return self.remembered
         if self._exact:
             raise ValueError(
                 f"{reason}; or set exact_data=False: then a restart begins the epoch anew"
@@ -113,16 +115,24 @@ class ElasticData:
         )
         return loader
 
-    def _require_same_ranks(self) -> None:
-        if self._resumed is None or not self._resumed.loaders:
-            return
-        before, now = len(self._resumed.loaders), self._trainer.world_size
-        if before != now and self._exact:
+    @property
+    def goes_on_by_itself(self) -> bool:
+        """Whether the loader was given its own position."""
+        return self.remembered is not None and self._own_state() is not None
+
+    def _own_state(self) -> Any:
+        """Of this rank's loader, if there were as many."""
+        states = [] if self._resumed is None else self._resumed.loaders
+        before, now = len(states), self._trainer.world_size
+        if before == now:
+            return states[self._trainer.global_rank]
+        if before and self._exact:
             raise ValueError(
-                "this loader keeps its position itself, for each rank, and that of "
-                f"{before} ranks does not serve {now}; start {before} ranks, use a map-style "
-                "dataset, or set exact_data=False: then the epoch begins anew"
+                f"this loader keeps its position itself, on each rank, and that of {before} ranks "
+                f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
+                "exact_data=False: then the epoch begins anew"
             )
+        return None
 
     def _first_layout(self) -> Layout:
         assert self.facts is not None

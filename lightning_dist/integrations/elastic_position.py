@@ -52,6 +52,7 @@ class ElasticPosition:
         self._seed = seed
         self._rng = None if resumed is None else self._rng_in(resumed)
         self._passes_done = 0
+        self._taken = self._taken_by_steps = 0  # batches of this iteration of the loader
         self._epoch: int | None = None
         self._validated_step = -1
         self._rng_of_step: dict[str, Any] | None = None
@@ -74,7 +75,7 @@ class ElasticPosition:
         self._data.cursor.set_epoch(self._trainer.current_epoch)
         self._data.refresh()
         self.restore_rng()
-        self._passes_done = 0
+        self._passes_done = self._taken = self._taken_by_steps = 0
 
     def begin_pass(self, index: int) -> None:
         """Batch ``index`` of the epoch is there."""
@@ -85,6 +86,9 @@ class ElasticPosition:
     def end_pass(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""
         self._passes_done = self._loop.epoch_loop.batch_progress.current.processed
+        self._taken += 1
+        if not self._loop._should_accumulate():
+            self._taken_by_steps = self._taken
         # A validation that is cut short begins anew, so it has to draw the same again.
         due = is_validation_due(self._trainer)
         self._rng_of_step = rng.capture(self._trainer.strategy.root_device) if due else None
@@ -135,14 +139,10 @@ class ElasticPosition:
         state, data, loop = self._resumed, self._data, self._loop
         if state is None:
             return
-        same_ranks = len(state.loaders) == self._trainer.world_size
-        own = state.loaders[self._trainer.global_rank] if same_ranks else []
-        loop._combined_loader_states_to_load = own
+        loop._combined_loader_states_to_load = []  # those of rank 0, if any
         loop.setup_data()
-        if data.is_stateful and same_ranks:
-            loop._load_combined_loader_states()  # where the loader was asked for before
-            iter(loop._data_fetcher)
-            return
+        if data.goes_on_by_itself:
+            return  # within an epoch, as Lightning counts it
         if not data.is_dealt:
             steps = state.total_steps
             place_at_epoch_begin(self._trainer, state.position.epoch, steps=steps, passes=0)
@@ -166,12 +166,19 @@ class ElasticPosition:
             validated=state.validated,
         )
 
+    def _loader_state(self) -> Any:
+        """Of a loader that keeps its position itself; None between epochs."""
+        loader, begun = self._data.remembered, self._epoch
+        if loader is None or begun is None or self._loop.epoch_progress.current.processed > begun:
+            return None
+        return loader.state_after(self._taken_by_steps)
+
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Put all of this into a checkpoint. Collective."""
         trainer, data = self._trainer, self._data
         own = self._rng or self._rng_of_step or rng.capture(trainer.strategy.root_device)
-        loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        gathered = self._vote.gather((own, loaders if data.is_stateful else None))
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        gathered = self._vote.gather((own, self._loader_state()))
         states, of_loaders = ([each[index] for each in gathered] for index in range(2))
         first, layout = data.layouts()
         position = self.position
@@ -187,5 +194,5 @@ class ElasticPosition:
             size=data.size,
             validated=validated,
             rng=[] if any("seed" in each for each in states) else states,
-            loaders=of_loaders if data.is_stateful else [],
+            loaders=[] if any(each is None for each in of_loaders) else of_loaders,
         ).as_dict()

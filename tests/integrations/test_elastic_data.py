@@ -1,0 +1,96 @@
+"""A restart sees every sample once, whatever kind of loader there is; or it says why not."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from elastic_data import LOADERS, SilentStream, Stream
+from elastic_runs import SIZE, FailAt, Fault, Numbered, committed, fit, hash_of, make_loader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
+    loader = LOADERS[kind]
+    _, module = fit(tmp_path / "reference", loader=loader, max_epochs=2)
+    expected = committed(tmp_path / "reference" / "account")
+    for epoch in range(2):
+        ids = [id for step in expected.values() if step.epoch == epoch for id in step.ids]
+        assert sorted(ids) == list(range(SIZE))
+    for hook, step in (("on_after_backward", 7), ("on_validation_end", 12)):
+        folder = tmp_path / hook
+        with pytest.raises(Fault):
+            fit(folder, FailAt(hook, step), loader=loader, max_epochs=2)
+        _, again = fit(folder, loader=loader, max_epochs=2)
+        found = committed(folder / "account")
+        assert [each.ids for each in found.values()] == [each.ids for each in expected.values()]
+        assert hash_of(again) == hash_of(module)
+
+
+def test_a_stream_that_does_not_say_how_it_is_dealt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"SilentStream .* __len__ and iter_shard.*exact_data=Fal"):
+        fit(tmp_path, loader=lambda: DataLoader(SilentStream(), batch_size=4))
+
+
+def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
+    settings = {"elastic": {"exact_data": False}, "max_epochs": 2}
+
+    def loader() -> DataLoader:
+        return DataLoader(SilentStream(), batch_size=4)
+
+    with pytest.warns(UserWarning, match="not exact"), suppress(Fault):
+        fit(tmp_path, FailAt("on_after_backward", 17), loader=loader, **settings)
+    with pytest.warns(UserWarning, match="begin of its epoch"):
+        trainer, _ = fit(tmp_path, loader=loader, **settings)
+    assert trainer.current_epoch == 2
+    assert trainer.global_step == 12 + 4 + 12, "resumed at step 16, and the second epoch anew"
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: [make_loader(), make_loader()], "list.*give one DataLoader"),
+        (lambda: DataLoader(Numbered(), batch_size=None), "no batches"),
+        (lambda: DataLoader(Stream(), batch_size=None), "makes its batches itself"),
+        (
+            lambda: DataLoader(Numbered(), batch_sampler=OwnBatches(SequentialSampler(Numbered()))),
+            "batches of OwnBatches",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused(loader, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, loader=loader)
+
+
+class OwnBatches(BatchSampler):
+    def __init__(self, sampler: SequentialSampler) -> None:
+        super().__init__(sampler, 4, False)
+
+
+def test_a_distributed_sampler_stands_for_its_dataset(tmp_path: Path) -> None:
+    def loader() -> DataLoader:
+        sampler = DistributedSampler(Numbered(), num_replicas=2, rank=0, seed=3)
+        return make_loader(sampler=sampler, shuffle=False)
+
+    fit(tmp_path, loader=loader, max_epochs=1)
+    ids = [id for step in committed(tmp_path / "account").values() for id in step.ids]
+    assert sorted(ids) == list(range(SIZE))
+    assert ids != sorted(ids)
+
+
+def test_weighted_sampling_goes_on_with_what_was_drawn(tmp_path: Path) -> None:
+    def loader() -> DataLoader:
+        sampler = torch.utils.data.WeightedRandomSampler(range(1, SIZE + 1), SIZE)
+        return make_loader(sampler=sampler, shuffle=False)
+
+    fit(tmp_path / "reference", loader=loader)
+    with pytest.raises(Fault):
+        fit(tmp_path / "again", FailAt("on_after_backward", 17), loader=loader)
+    fit(tmp_path / "again", loader=loader)
+    expected = [step.ids for step in committed(tmp_path / "reference" / "account").values()]
+    assert [step.ids for step in committed(tmp_path / "again" / "account").values()] == expected
