@@ -189,9 +189,9 @@ class RunLife:
         summary = self.summary
         if summary.restarts:
             self._log(trainer)
-            causes = "; ".join(summary.causes)
+            restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
             rank_zero_info(
-                f"elastic: {summary.restarts} restarts, {summary.seconds_lost:.1f} s lost, "
+                f"elastic: {restarts}, {summary.seconds_lost:.1f} s lost, "
                 f"{summary.samples_redone} samples redone ({causes})"
             )
 
@@ -272,8 +272,11 @@ def _line(trainer: pl.Trainer, state: ElasticState | None, data: ElasticData) ->
     if now is None:
         return start
     rest = now.global_batch % (now.world_size * now.accumulate)
-    uneven = f", {rest} passes with one more sample" if rest else ""
-    return (
-        f"{start}; global batch {now.global_batch}: {now.accumulate} passes on {now.world_size} "
-        f"ranks{uneven}"
-    )
+    uneven = ", not all of them equal" if rest else ""
+    passes, ranks = _counted(now.accumulate, "pass"), _counted(now.world_size, "rank")
+    return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number} {what}{plural}"

@@ -93,6 +93,11 @@ class ElasticRestart(AsyncCheckpoint):
                 raise ValueError(f"{name} has to be positive; got {value}")
         if hang_timeout is not None and hang_timeout <= 0:
             raise ValueError(f"hang_timeout is positive, or None for never; got {hang_timeout}")
+        if not every_n_train_steps and every_n_epochs == 0:
+            raise ValueError(
+                "checkpoints are taken neither after steps nor after epochs; set "
+                "every_n_train_steps= or every_n_epochs="
+            )
         # ModelCheckpoint takes one trigger. That at the end of an epoch is ours.
         if every_n_train_steps:
             kwargs["every_n_train_steps"] = every_n_train_steps

@@ -166,6 +166,7 @@ def fit(
     module: L.LightningModule | None = None,
     validate: bool = True,
     elastic: Mapping[str, Any] | None = None,
+    ckpt_path: str | None = None,
     **arguments: Any,
 ) -> tuple[L.Trainer, L.LightningModule]:
     settings = {"every_n_train_steps": 2, "seed": 5, "writer": "thread", **(elastic or {})}
@@ -188,5 +189,6 @@ def fit(
     )
     module = module or Net()
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
-    trainer.fit(module, loader(), make_loader(shuffle=False) if validate else None)
+    validation = make_loader(shuffle=False) if validate else None
+    trainer.fit(module, loader(), validation, ckpt_path=ckpt_path)
     return trainer, module

@@ -1,0 +1,120 @@
+"""What ElasticRestart cannot keep over a restart it refuses, by name and with a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_runs import FailAt, Fault, Net, Numbered, fit, make_loader
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_dist import AsyncCheckpoint, ElasticRestart
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_policy": "constant"}, "batch_policy is one of 'constant_global'.* got 'constant'"),
+        ({"keep": 0}, "keep has to be positive; got 0"),
+        ({"grace_period": -1.0}, "grace_period has to be positive"),
+        ({"hang_timeout": 0}, "hang_timeout is positive, or None"),
+        ({"every_n_epochs": 0}, "neither after steps nor after epochs"),
+        ({"monitor": "score"}, "monitor could not take effect; use an AsyncCheckpoint beside it"),
+        ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k could not take effect"),
+        ({"format": "both"}, "format is one of"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        ElasticRestart(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overfit_batches": 2}, "overfit_batches could not take effect"),
+        (
+            {"accumulate_grad_batches": 2, "val_check_interval": 3, "elastic": {"seed": 1}},
+            None,
+        ),
+    ],
+)
+def test_settings_of_the_trainer(
+    settings: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    if message is None:
+        fit(tmp_path, max_epochs=1, **settings)
+        return
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, **settings)
+
+
+def test_a_schedule_of_accumulation(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler could not take effect"):
+        fit(tmp_path, GradientAccumulationScheduler({0: 2}))
+
+
+def broken_off(folder: Path, **settings: Any) -> None:
+    with pytest.raises(Fault):
+        fit(folder, FailAt("on_after_backward", 7), **settings)
+
+
+def test_a_folder_of_another_dataset(tmp_path: Path) -> None:
+    broken_off(tmp_path)
+    with pytest.raises(ValueError, match=r"of another run: its epochs have 48 samples.* has 40"):
+        fit(tmp_path, loader=lambda: make_loader(Numbered(40)))
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    broken_off(tmp_path)
+    other = Net()
+    other.extra = other.net[0]
+    with pytest.raises(ValueError, match="is a checkpoint of another model"):
+        fit(tmp_path, module=other)
+
+
+def test_a_folder_of_another_callback(tmp_path: Path) -> None:
+    import lightning as L
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[AsyncCheckpoint(tmp_path / "ckpt", every_n_train_steps=2)],
+    )
+    trainer.fit(Net(), make_loader())
+    with pytest.raises(ValueError, match=r"was not saved under ElasticRestart.*folder of its own"):
+        fit(tmp_path)
+
+
+def test_no_whole_checkpoint_is_left(tmp_path: Path) -> None:
+    broken_off(tmp_path)
+    for path in (tmp_path / "ckpt").glob("*.ckpt"):
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="whole"):
+        fit(tmp_path)
+
+
+def test_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broken_off(tmp_path)
+    newest = max((tmp_path / "ckpt").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes()[:-100])
+    trainer, _ = fit(tmp_path)
+    assert f"passing over a checkpoint: {newest}" in caplog.text
+    assert trainer.global_step == 36
+
+
+def test_an_explicit_checkpoint_begins_a_run_and_does_not_take_it_back(tmp_path: Path) -> None:
+    broken_off(tmp_path / "first")
+    begin = str(next((tmp_path / "first" / "ckpt").glob("*step=4.ckpt")))
+    with pytest.raises(Fault):
+        fit(tmp_path / "second", FailAt("on_after_backward", 11), ckpt_path=begin)
+    trainer, _ = fit(tmp_path / "second", ckpt_path=begin)
+    assert trainer.global_step == 36
+    steps = (tmp_path / "second" / "account" / "rank-0.jsonl").read_text().splitlines()
+    assert len(steps) == (11 - 4) + (36 - 10), "the second start went on at step 10, not 4"
