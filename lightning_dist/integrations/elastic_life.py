@@ -207,12 +207,16 @@ class RunLife:
             f"elastic: stopped at step {trainer.global_step} ({told or 'another rank was told'}), "
             "everything is saved"
         )
-        self._be_gone_soon("after the last checkpoint")
+        if launch.is_elastic:
+            self._be_gone_soon("after the last checkpoint")
+        elif self._watchdog is not None:
+            self._watchdog.stop()
         return Preempted(code)
 
     def fail(self, exception: BaseException) -> None:
         """The training ends with an exception; others may have had it first."""
         if isinstance(exception, SIGTERMException):
+            self._end_listening()
             return
         text = str(exception).strip().split("\n")[0][:200]
         is_echo = _is_of_a_peer(exception)
@@ -226,17 +230,20 @@ class RunLife:
 
     def _be_gone_soon(self, why: str) -> None:
         """Leaving a group whose ranks are gone may hang, and the launcher waits for the exit."""
-        if self._watchdog is not None and Launch.from_env().is_elastic:
+        if self._watchdog is not None:
             self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
 
     def _last_words(self, why: str) -> None:
         self._journal.write("end", reason=why, kind="own")
 
-    def close(self) -> None:
-        """The fit is over."""
+    def _end_listening(self) -> None:
         if self._notices is not None:
             self._notices.stop()
             self._notices = None
+
+    def close(self) -> None:
+        """The fit is over."""
+        self._end_listening()
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None

@@ -1,0 +1,95 @@
+"""Signals and notices: one checkpoint, a clean end, and the next start goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from elastic_runs import FailAt, committed, fit, hash_of
+from processes import run
+
+from lightning_dist.elastic.watchdog import EXIT_STUCK
+from lightning_dist.integrations.elastic_signals import Preempted
+
+MAIN = """
+import signal, sys, os
+from pathlib import Path
+from elastic_runs import FailAt, fit
+what, folder = sys.argv[1], Path(sys.argv[2])
+def go(name, step=7):
+    return FailAt("on_after_backward", step, lambda: os.kill(os.getpid(), getattr(signal, name)))
+def stick():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.read(os.pipe()[0], 1)
+if what == "stuck":
+    fit(folder, FailAt("on_after_backward", 7, stick), elastic={"grace_period": 2.0})
+elif what == "hang":
+    fit(folder, FailAt("on_after_backward", 7, lambda: os.read(os.pipe()[0], 1)),
+        elastic={"hang_timeout": 3.0})
+else:
+    fit(folder, go(what))
+"""
+
+
+def start(what: str, folder: Path, **environment: str):
+    here = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {here!r})\n{MAIN}"
+    return run([sys.executable, "-c", code, what, folder], limit=90, **environment)
+
+
+def test_a_signal_ends_a_process_well(tmp_path: Path) -> None:
+    done = start("SIGTERM", tmp_path / "run").require_success()
+    assert "elastic: stopped at step 9 (SIGTERM), everything is saved" in done.output
+    assert max(committed(tmp_path / "run" / "account")) == 9
+
+
+def test_slurm_is_asked_for_another_start(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {asked}\n')
+    scontrol.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    slurm |= {"SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
+    path = f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}"
+    start("SIGUSR1", tmp_path / "run", PATH=path, **slurm).require_success()
+    assert asked.read_text() == "requeue 17\n"
+    assert max(committed(tmp_path / "run" / "account")) == 9
+
+
+@pytest.mark.parametrize(
+    ("what", "why"), [("stuck", "SIGTERM, and the grace period is over"), ("hang", "no progress")]
+)
+def test_a_process_that_cannot_stop_is_ended(what: str, why: str, tmp_path: Path) -> None:
+    done = start(what, tmp_path / "run")
+    assert done.returncode == EXIT_STUCK
+    assert f"this process ends itself: {why}" in done.output
+    assert "in fail" in done.output, "where it hung"
+
+
+def test_a_notice_of_the_cloud(tmp_path: Path) -> None:
+    _, reference = fit(tmp_path / "reference", max_epochs=1)
+    noticed = threading.Event()
+
+    def preempted() -> bool:
+        noticed.set()
+        return True
+
+    settings = {"preempted": preempted, "poll_s": 0.01}
+    waits = FailAt("on_train_batch_start", 3, lambda: noticed.wait(30) and None)
+    with pytest.raises(Preempted) as ended:
+        fit(tmp_path / "run", waits, max_epochs=1, elastic=settings)
+    assert ended.value.code == 0
+    _, module = fit(tmp_path / "run", max_epochs=1)
+    assert hash_of(module) == hash_of(reference)
+
+
+def test_handlers_and_wakeups_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    fit(tmp_path, max_epochs=1)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
