@@ -1,0 +1,233 @@
+"""A user's loader, made elastic: the same but for whose samples it yields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from streaming import Numbers, Rank, Squares, as_list
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dist.elastic.layout import Layout
+from lightning_dist.elastic.loading import LoaderFacts, NotExactError, facts_of
+
+LAYOUT = Layout(world_size=2, micro_batch=3, accumulate=2, global_batch=10)
+SIZE = 27  # two steps and a tail of 7: passes of 3, 2 | 3, 2 | 2, 2 (or 2, 1) samples
+
+
+class Tagged(DataLoader[Any]):
+    """A class of the user's, with something of its own."""
+
+    tag = "mine"
+
+
+def squares(**options: Any) -> DataLoader[Any]:
+    return Tagged(Squares(SIZE), batch_size=3, collate_fn=as_list, **options)
+
+
+def numbers(**options: Any) -> DataLoader[Any]:
+    return Tagged(Numbers(SIZE), batch_size=3, collate_fn=as_list, **options)
+
+
+def squares_of(rank: Rank) -> list[list[int]]:
+    return [[p * p for p in positions] for positions in rank.expected()]
+
+
+def numbers_of(rank: Rank) -> list[list[int]]:
+    first = 1000 * rank.cursor.begin.epoch
+    return [[first + p for p in positions] for positions in rank.expected()]
+
+
+KINDS = pytest.mark.parametrize(
+    ("make", "expected"), [(squares, squares_of), (numbers, numbers_of)], ids=["map", "stream"]
+)
+Make = Callable[..., DataLoader[Any]]
+Expected = Callable[[Rank], list[list[int]]]
+
+
+def contents(loader: DataLoader[Any]) -> dict[str, Any]:
+    return dict(loader.__dict__)
+
+
+@KINDS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_gets_its_share(make: Make, expected: Expected, rank: int) -> None:
+    one = Rank(LAYOUT, rank, SIZE)
+    loader = one.shard(make())
+    for epoch in range(2):
+        one.go_to(epoch)
+        assert list(loader) == expected(one)
+        assert len(loader) == 6
+    one.resume(samples=20, steps=2)
+    assert list(loader) == expected(one)
+    assert len(expected(one)) == 2
+
+
+@KINDS
+def test_the_users_loader_is_as_it_was(make: Make, expected: Expected) -> None:
+    loader = make()
+    samples = len(list(loader))
+    before = contents(loader)
+    copied = Rank(LAYOUT, 0, SIZE).shard(loader)
+    list(copied)
+    assert contents(loader) == before
+    assert len(list(loader)) == samples
+
+
+@KINDS
+def test_the_rest_of_it_stays(make: Make, expected: Expected) -> None:
+    def init(worker: int) -> None:
+        raise AssertionError("never started")
+
+    loader = make(num_workers=2, prefetch_factor=5, timeout=7, worker_init_fn=init)
+    loader.own = "too"  # type: ignore[attr-defined]
+    copied = Rank(LAYOUT, 0, SIZE).shard(loader)
+    assert type(copied) is Tagged
+    names = ("tag", "own", "num_workers", "prefetch_factor", "timeout", "worker_init_fn")
+    for name in (*names, "collate_fn", "pin_memory", "multiprocessing_context"):
+        assert getattr(copied, name) is getattr(loader, name)
+    inner: Any = copied.dataset
+    assert loader.dataset in (inner, getattr(inner, "dataset", None))
+
+
+@KINDS
+def test_a_loader_in_use_is_not_used_up(make: Make, expected: Expected) -> None:
+    loader = make(num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    one = Rank(LAYOUT, 0, SIZE)
+    assert list(one.shard(loader)) == expected(one)
+
+
+@KINDS
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(make: Make, expected: Expected, workers: int) -> None:
+    one = Rank(LAYOUT, 1, SIZE)
+    one.resume(samples=10, steps=1)
+    loader = one.shard(make(num_workers=workers))
+    assert list(loader) == expected(one)
+    one.go_to(1)
+    assert list(loader) == expected(one)
+
+
+@KINDS
+def test_workers_that_stay_follow_the_epoch(make: Make, expected: Expected) -> None:
+    one = Rank(LAYOUT, 0, SIZE)
+    loader = one.shard(make(num_workers=2, persistent_workers=True))
+    one.resume(samples=10, steps=1)
+    for epoch in range(3):
+        one.go_to(epoch)
+        assert list(loader) == expected(one)
+
+
+@KINDS
+def test_workers_that_are_started_afresh(make: Make, expected: Expected) -> None:
+    one = Rank(LAYOUT, 1, SIZE)
+    loader = one.shard(make(num_workers=1, multiprocessing_context="spawn"))
+    one.go_to(1)
+    one.resume(samples=10, steps=1)
+    assert list(loader) == expected(one)
+
+
+@KINDS
+def test_the_training_draws_the_same_numbers(make: Make, expected: Expected) -> None:
+    loader = Rank(LAYOUT, 0, SIZE).shard(make())
+    before = torch.random.get_rng_state()
+    list(loader)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_shuffled_samples_are_each_seen_once() -> None:
+    ranks = [Rank(LAYOUT, rank, SIZE) for rank in range(2)]
+    loaders = [one.shard(squares(shuffle=True)) for one in ranks]
+    epochs = []
+    for epoch in range(2):
+        for one in ranks:
+            one.go_to(epoch)
+        epochs.append([sample for each in loaders for batch in each for sample in batch])
+        assert sorted(epochs[-1]) == [p * p for p in range(SIZE)]
+    assert epochs[0] != epochs[1]
+
+
+def test_a_trainer_finds_a_sampler_to_tell_the_epoch() -> None:
+    one = Rank(LAYOUT, 0, SIZE)
+    loader = one.shard(squares())
+    assert isinstance(loader.sampler, DistributedSampler)
+    loader.sampler.set_epoch(4)
+    assert one.cursor.begin.epoch == 4
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_a_loader_says(drop_last: bool) -> None:
+    for loader in (squares(drop_last=drop_last), numbers(drop_last=drop_last)):
+        assert facts_of(loader) == LoaderFacts(SIZE, 3, drop_last)
+    spread = DistributedSampler(Squares(SIZE), num_replicas=4, rank=0)
+    assert facts_of(squares(sampler=spread)).size == SIZE
+
+
+class Unsized(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+BATCHES = OwnBatches(SequentialSampler(range(9)), 3, False)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([1, 2], "the position in a list is not known; give one DataLoader"),
+        (
+            DataLoader(Unsized()),
+            "Unsized is an iterable dataset that does not say how it is dealt to ranks; give it "
+            "__len__ and iter_shard(epoch=, start=, step=) "
+            "(lightning_dist.elastic.streams.Shardable), or use a map-style dataset",
+        ),
+        (
+            DataLoader(Numbers(9), batch_size=None),
+            "Numbers makes its batches itself (batch_size=None), so its samples cannot be counted; "
+            "let the DataLoader make them",
+        ),
+        (
+            DataLoader(Squares(9), batch_size=None),
+            "the samples of a loader with no batches cannot be dealt anew when the number of ranks "
+            "changes; give the DataLoader batch_size= and a sampler",
+        ),
+        (
+            DataLoader(Squares(9), batch_sampler=BATCHES),
+            "the samples of a loader with batches of OwnBatches cannot be dealt anew when the "
+            "number of ranks changes; give the DataLoader batch_size= and a sampler",
+        ),
+    ],
+    ids=["list", "iterable", "own batches of a stream", "no batches", "batch sampler"],
+)
+def test_loaders_whose_position_is_not_known(loader: Any, message: str) -> None:
+    with pytest.raises(NotExactError, match=f"^{re.escape(message)}$"):
+        facts_of(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_of_torchdata(workers: int) -> None:
+    """Over a map it keeps the position itself; a stream is dealt as in any loader."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def stateful(dataset: Any) -> DataLoader[Any]:
+        return torchdata.StatefulDataLoader(
+            dataset, batch_size=3, collate_fn=as_list, num_workers=workers
+        )
+
+    one = Rank(LAYOUT, 1, SIZE)
+    loader = one.shard(stateful(Numbers(SIZE)))
+    assert type(loader) is torchdata.StatefulDataLoader
+    for epoch in range(2):
+        one.go_to(epoch)
+        assert list(loader) == numbers_of(one)
+    with pytest.raises(NotExactError, match="with batches of BatchSampler cannot be dealt anew"):
+        facts_of(stateful(Squares(SIZE)))
