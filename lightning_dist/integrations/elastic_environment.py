@@ -61,7 +61,7 @@ class FollowsLauncher:
         # Called when the trainer is built: devices, nodes and environment are there, unused yet.
         if launch_of(self.cluster_environment) is not None:
             follow_launcher(self)
-            if type(self.cluster_environment) is TorchElasticEnvironment:
+            if type(self.cluster_environment) in (TorchElasticEnvironment, ElasticEnvironment):
                 self.cluster_environment = FollowedEnvironment()
         super()._configure_launcher()  # type: ignore[misc]
 
