@@ -83,7 +83,7 @@ def follow_launcher(strategy: Any) -> None:
     Raises:
         ValueError: there are fewer GPUs than ranks on this node.
     """
-    launch = launch_of(strategy.cluster_environment)
+    launch = launch_of(getattr(strategy, "cluster_environment", None))
     if launch is not None:
         given = strategy.parallel_devices or []
         strategy.parallel_devices = local_devices(given, launch)

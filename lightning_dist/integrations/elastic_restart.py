@@ -20,6 +20,7 @@ from lightning_dist.integrations.elastic_data import (
     ElasticSource,
     require_plain_trainer,
 )
+from lightning_dist.integrations.elastic_environment import FollowsLauncher, follow_launcher
 from lightning_dist.integrations.elastic_life import RunLife
 from lightning_dist.integrations.elastic_lr import scale_learning_rates
 from lightning_dist.integrations.elastic_position import ElasticPosition
@@ -142,6 +143,8 @@ class ElasticRestart(AsyncCheckpoint):
             return
         restore_usual(trainer)  # after a fit that ended with an exception
         require_plain_trainer(trainer)
+        if not isinstance(trainer.strategy, FollowsLauncher):
+            follow_launcher(trainer.strategy)  # for the samplers of validation
         found = self._find_last_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
         if trainer.world_size > 1 and self._vote_group is None:

@@ -94,6 +94,7 @@ def rank_main(job: Job, start: int) -> str:
     import lightning as L
     from elastic_runs import FailAt, Net, Numbered, fit, hash_of, make_loader
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's, which a fork inherits
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
     folder, rank = Path(job.folder), int(os.environ["RANK"])
