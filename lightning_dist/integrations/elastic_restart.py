@@ -280,6 +280,8 @@ class ElasticRestart(AsyncCheckpoint):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
+        # What waits for a metric (ReduceLROnPlateau) is not stepped in an epoch that was resumed.
+        trainer.fit_loop._restarting = False
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

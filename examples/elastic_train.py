@@ -1,0 +1,37 @@
+"""A training that survives its ranks; kill one and see.
+
+    lightning-dist launch --nproc-per-node 2 examples/elastic_train.py
+    pkill -KILL -f "bin/python.* examples/elastic_train.py" -o      # in another terminal
+
+Start it again with another --nproc-per-node: it goes on with the same global batches.
+"""
+
+import argparse
+
+import lightning as L
+from byte_gpt.data import StdlibBytes
+from byte_gpt.model import ByteGPT
+
+from lightning_dist import ElasticRestart
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", default="elastic_out")
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    L.seed_everything(7)
+    trainer = L.Trainer(
+        strategy="compressed_ddp",
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=arguments.steps,
+        val_check_interval=50,
+        logger=False,
+        callbacks=[ElasticRestart(arguments.folder, every_n_train_steps=10, hang_timeout=120)],
+    )
+    trainer.fit(ByteGPT(), StdlibBytes())
+
+
+if __name__ == "__main__":
+    main()
