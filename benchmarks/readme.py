@@ -27,12 +27,19 @@ from typing import Any
 if not __package__:  # run as a file: let `benchmarks` be found, as with `python -m`
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks import readme_elastic as elastic
 from benchmarks import readme_tables as tables
 from benchmarks.readme_checkpoints import checkpoint, crash_campaign
 from benchmarks.readme_forms import curve, forms
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/choosing-a-codec.md", "docs/hierarchical.md", "docs/checkpoints.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/choosing-a-codec.md",
+    "docs/hierarchical.md",
+    "docs/checkpoints.md",
+    "docs/elastic.md",
+)
 
 Section = tuple[str, Callable[[Mapping[str, Any]], str | None]]
 
@@ -48,6 +55,10 @@ SECTIONS: dict[str, Section] = {
     "convergence-digits": ("convergence", partial(tables.convergence, task="digits")),
     "checkpoint": ("checkpoint", checkpoint),
     "crash-campaign": ("crash_campaign", crash_campaign),
+    "restart-campaign": ("faults_restart", elastic.campaign),
+    "restart-figures": ("faults_figures", elastic.figures),
+    "restart-rendezvous": ("restart_rendezvous", elastic.rendezvous),
+    "elastic-overhead": ("elastic_overhead", elastic.overhead),
     "time-to-accuracy": ("time_to_accuracy", tables.time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""

@@ -76,7 +76,9 @@ class RunLife:
             identify(trainer, run_id=self.run_id)
 
     def open(self, trainer: pl.Trainer, folder: str, *, seed: int | None) -> None:
-        """Agree on who this is. Collective."""
+        """Agree on who this is, and begin to watch for progress. Collective."""
+        self._watchdog = Watchdog(self._hang_timeout, last_words=self._last_words)
+        self._watchdog.start()
         self._open_journal(trainer, folder)
         said: tuple[str, int, dict[str, Any] | None] = (self.run_id, 0, None)
         if trainer.is_global_zero:
@@ -98,17 +100,19 @@ class RunLife:
 
     def resume(self, trainer: pl.Trainer, state: ElasticState | None) -> None:
         """Be the run that a checkpoint belongs to."""
+        self.beat()
         if state is not None:
             self.run_id, self.seed = state.run_id, state.seed
 
     def listen(self, trainer: pl.Trainer) -> None:
-        """Begin to note signals, and to watch for progress."""
+        """Begin to note signals."""
+        self.beat()
         environment = trainer._accelerator_connector.cluster_environment
         launcher: Any = trainer.strategy.launcher
-        self._watchdog = Watchdog(self._hang_timeout, last_words=self._last_words)
         watchdog = self._watchdog
 
         def on_notice(reason: str) -> None:
+            assert watchdog is not None
             watchdog.end_within(self._grace_period, f"{reason}, and the grace period is over")
             if hasattr(launcher, "procs"):  # Lightning started the other ranks of this host
                 for process in launcher.procs:
@@ -121,10 +125,10 @@ class RunLife:
             on_notice=on_notice,
         )
         self._notices.start()
-        watchdog.start()
 
     def begin(self, trainer: pl.Trainer, state: ElasticState | None, data: ElasticData) -> None:
         """Say where training goes on."""
+        self.beat()
         rank_zero_info(_line(trainer, state, data))
         if not trainer.is_global_zero:
             return

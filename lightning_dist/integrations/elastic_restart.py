@@ -15,6 +15,7 @@ from lightning_dist.elastic.plan import Pass
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.checkpoint_last import folder_of
 from lightning_dist.integrations.elastic_data import (
     ElasticData,
     ElasticSource,
@@ -60,9 +61,9 @@ class ElasticRestart(AsyncCheckpoint):
         poll_s: seconds.
         grace_period: seconds from a signal to the forced end of the process; less than what the
             launcher waits (torchrun: 30).
-        hang_timeout: seconds without a batch after which a process ends itself (exit code 76), so
-            that the launcher starts all anew; the bound for a rank that stops answering. None:
-            never.
+        hang_timeout: seconds without a batch (from the set-up on: without one, or the next stage of
+            the start) after which a process ends itself (exit code 76), so that the launcher starts
+            all anew; the bound for a rank that stops answering. None: never.
         **kwargs: as of :class:`~lightning_dist.AsyncCheckpoint`, without ``monitor``,
             ``save_top_k`` and what goes with them.
 
@@ -145,13 +146,13 @@ class ElasticRestart(AsyncCheckpoint):
         require_plain_trainer(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
+        self._state = self._data = self._at = None
+        self._life.open(trainer, folder_of(self, trainer), seed=self._seed)
         found = self._find_last_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
         if trainer.world_size > 1 and self._vote_group is None:
             self._vote_group = dist.new_group(backend="gloo")
         self._vote = Vote(self._vote_group)
-        self._state = self._data = self._at = None
-        self._life.open(trainer, str(self.dirpath), seed=self._seed)
         inner: Any = trainer
         inner._checkpoint_connector = RestartConnector(
             inner._checkpoint_connector,
@@ -167,7 +168,7 @@ class ElasticRestart(AsyncCheckpoint):
     def before_setup(self, trainer: pl.Trainer) -> None:
         """Called by our strategies when ranks are known and loggers have not begun."""
         if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._life.identify(trainer, str(self.dirpath))
+            self._life.identify(trainer, folder_of(self, trainer))
 
     def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         """Know where to go on, before anything is restored."""
