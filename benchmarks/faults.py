@@ -1,0 +1,71 @@
+"""Faults of every kind, and an account of every sample: whether a training goes on as if unhurt.
+
+``restart``: small trainings under ElasticRestart and torch's elastic agent, with real processes and
+signals. Every trial is drawn from the seed and its number, and judged: the job ends within a bound
+and leaves no process, every epoch's samples are committed once, ranks agree after every step, and
+the weights are those of the run without a fault: to the bit with the same number of ranks, else to
+1e-4 of the largest (codec none, no dropout). benchmarks/faults_oracle.py says what is counted.
+
+    python -m benchmarks.faults --campaign restart --trials N --seed S --json FILE [--kinds ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.faults_oracle import PROBLEMS
+from benchmarks.faults_restart import run_all, summarize
+from benchmarks.faults_trial import KINDS, draw
+from benchmarks.report import collect_meta, print_table, write_json
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--campaign", choices=["restart"], default="restart")
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--number", type=int, help="only the trial of this number")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after that")
+    parser.add_argument("--folder", help="where to write, and to keep what failed")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    hidden = ("json", "folder")
+    meta = collect_meta(
+        seed=arguments.seed,
+        arguments={name: str(value) for name, value in vars(arguments).items()
+                   if name not in hidden},
+    )  # fmt: skip
+    trials = [
+        draw(number, seed=arguments.seed, kinds=arguments.kinds)
+        for number in range(arguments.trials)
+        if arguments.number in (None, number)
+    ]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults") as temporary:
+        root = arguments.folder or temporary
+        verdicts = run_all(trials, root=root, seconds=arguments.seconds, workers=arguments.workers)
+    meta["seconds"] = round(time.monotonic() - began, 1)
+    meta["trials"] = len(verdicts)
+    rows = summarize(verdicts)
+    columns = ["kind", "trials", "struck", "failed", *PROBLEMS, "median_s", "max_s"]
+    columns += ["recovery_median_s", "recovery_max_s"]
+    title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
+    print_table(title, columns=columns, rows=[[row[name] for name in columns] for row in rows])
+    failed = [verdict for verdict in verdicts if verdict.problems]
+    for verdict in failed:
+        print(f"trial {verdict.trial.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
+    if arguments.json:
+        write_json(arguments.json, meta=meta, rows=rows)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
