@@ -24,10 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults_drawing import KINDS, draw
 from benchmarks.faults_figures import run_figures
 from benchmarks.faults_oracle import PROBLEMS
 from benchmarks.faults_restart import run_all, summarize
-from benchmarks.faults_trial import KINDS, Trial, draw
+from benchmarks.faults_trial import Trial
 from benchmarks.report import collect_meta, print_table, write_json
 
 

@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import faults_ranks  # noqa: F401  (puts tests/ on the path)
 from benchmarks.faults_figures_rank import HANG_TIMEOUT_S, SAMPLES, STRUCK
-
-from processes import run  # isort: skip
+from benchmarks.faults_tests import processes
 
 WAYS = {
     "ours": "ElasticRestart, compressed_ddp int8; torchrun restarts",
@@ -39,7 +37,7 @@ def measure(way: str, action: str = "kill") -> dict[str, Any]:
         launches, codes = [], []
         for start in range(2):
             launches.append(time.time())
-            ended = run(
+            ended = processes.run(
                 [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
                  "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
                  f"--max-restarts={restarts}", "-m", "benchmarks.faults_figures_rank",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,10 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.faults_ranks import elastic_jobs as _tests  # noqa: F401  (puts tests/ on the path)
+from benchmarks.faults_tests import elastic_runs
 from benchmarks.faults_trial import EPOCHS, Trial
-
-from elastic_runs import Step, committed  # isort: skip
 
 PROBLEMS = ("hang", "end", "ids", "order", "hash", "weights", "report")
 """hang: beyond the bound, or a process left behind; end: the last start did not finish the training
@@ -24,6 +24,7 @@ weights: not those of the run without a fault; report: the oracle itself failed.
 TOLERANCE = 1e-4
 """Of weights, relative to the largest, where the number of ranks has changed (codec none)."""
 _OUTPUT_LINES = 60
+_REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -42,7 +43,14 @@ class Verdict:
 
     def require(self, holds: bool, problem: str, what: str) -> None:
         if not holds:
-            self.problems.append((problem, what))
+            self.problems.append((problem, without_paths(what)))
+
+
+def without_paths(text: str) -> str:
+    """``text`` without the folders of this machine."""
+    for path in (str(_REPOSITORY), sys.prefix, tempfile.gettempdir(), str(Path.home())):
+        text = text.replace(path, "...")
+    return text
 
 
 def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Path) -> None:
@@ -56,7 +64,7 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     verdict.fired = len(times)
     verdict.recovery_s = _recovery(folder, times)
     try:
-        steps = committed(folder / "account")
+        steps = elastic_runs.committed(folder / "account")
     except AssertionError as error:
         verdict.require(False, "ids", str(error))
         return
@@ -64,10 +72,10 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
         verdict.require(False, "ids", "no step is committed")
         return
     _check_ids(verdict, steps)
-    _check_against(verdict, steps, committed(reference / "account"), folder, reference)
+    _check_against(verdict, steps, elastic_runs.committed(reference / "account"), folder, reference)
     if verdict.problems:
-        text = (folder / "output.txt").read_text(errors="replace").replace(str(folder), "FOLDER")
-        verdict.output = text.splitlines()[:_OUTPUT_LINES]
+        text = (folder / "output.txt").read_text(errors="replace")
+        verdict.output = without_paths(text).splitlines()[:_OUTPUT_LINES]
 
 
 def _check_ends(verdict: Verdict, folder: Path) -> None:
@@ -81,7 +89,7 @@ def _check_ends(verdict: Verdict, folder: Path) -> None:
     verdict.require(done, "end", f"not after epoch {EPOCHS}: {ends}")
 
 
-def _check_ids(verdict: Verdict, steps: dict[int, Step]) -> None:
+def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step]) -> None:
     setup, trial = verdict.trial.setup, verdict.trial
     numbers = list(steps)
     verdict.require(numbers == list(range(1, len(steps) + 1)), "ids", f"steps {numbers}")
@@ -105,7 +113,11 @@ def _check_ids(verdict: Verdict, steps: dict[int, Step]) -> None:
 
 
 def _check_against(
-    verdict: Verdict, steps: dict[int, Step], wanted: dict[int, Step], folder: Path, reference: Path
+    verdict: Verdict,
+    steps: dict[int, elastic_runs.Step],
+    wanted: dict[int, elastic_runs.Step],
+    folder: Path,
+    reference: Path,
 ) -> None:
     trial = verdict.trial
     if steps[1].world != trial.setup.world:

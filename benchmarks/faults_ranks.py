@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
-import resource
-import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +14,10 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.faults_trial import EPOCHS, HANG_TIMEOUT_S, HOOKS, Setup, Strike, Trial
+from benchmarks.faults_actions import Armed, armed_strikes
+from benchmarks.faults_tests import elastic_jobs, elastic_runs
+from benchmarks.faults_trial import EPOCHS, HANG_TIMEOUT_S, Setup, Trial
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
-from lightning_dist.checkpoint.disk.scan import checkpoints
-
-_TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(_TESTS), str(_TESTS / "integrations")]
-
-import elastic_jobs  # noqa: E402
-import elastic_runs  # noqa: E402
-from elastic_runs import Net, Numbered, fit, hash_of, make_loader  # noqa: E402
-
-_LEFT = 48 << 20
 
 
 @dataclass(frozen=True)
@@ -61,68 +47,7 @@ def run_job(trial: Trial, folder: Path) -> dict[str, Any]:
     return elastic_jobs._in_a_child(job, folder / "results.json")
 
 
-def run_out_of_memory() -> None:
-    """Allocate until the allocator raises, with a limit on this process (RLIMIT_AS)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + _LEFT
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    hoard = []
-    while True:
-        hoard.append(torch.ones(1 << 20))
-
-
-def make_mistake() -> None:
-    """What a user's code does."""
-    raise RuntimeError("a mistake of the user's")
-
-
-ACTIONS: dict[str, Callable[[], None]] = {
-    **elastic_jobs.KINDS,
-    "raise": make_mistake,
-    "oom": run_out_of_memory,
-}
-
-
-class Armed:
-    """A strike on this rank, which counts how often its phase is met."""
-
-    def __init__(self, strike: Strike, marker: Path, act: Callable[[], None]) -> None:
-        self.strike, self.marker, self.act = strike, marker, act
-        self.met = 0
-
-    def meet(self, trainer: L.Trainer | None = None) -> None:
-        if trainer is not None and (
-            trainer.sanity_checking or trainer.global_step < self.strike.step
-        ):
-            return
-        self.met += 1
-        if self.met <= self.strike.skip:
-            return
-        try:
-            marker = os.open(self.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except FileExistsError:
-            return
-        os.write(marker, repr(time.time()).encode())
-        os.close(marker)
-        self.act()
-
-    def arm(self, module: Any, callbacks: list[L.Callback]) -> None:
-        """Put it where its phase is."""
-        hook = HOOKS[self.strike.phase]
-        if hook == "at_start":
-            self.meet()
-        elif hook == "fsync":
-            usual = os.fsync
-            os.fsync = lambda file: (self.meet(), usual(file))[1]  # type: ignore[assignment]
-        elif hook == "after_optimizer_step":
-            module.after_step.append(self)
-        else:
-            callback = L.Callback()
-            setattr(callback, hook, lambda trainer, *_, **__: self.meet(trainer))
-            callbacks.append(callback)
-
-
-class Struck(Net):
+class Struck(elastic_runs.Net):
     """With a phase that callbacks have no hook for."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -133,39 +58,6 @@ class Struck(Net):
         super().optimizer_step(*args, **kwargs)
         for armed in self.after_step:
             armed.meet(self.trainer)
-
-
-def damage(folder: Path, chance: random.Random, *, how: str, count: int) -> None:
-    """Damage the newest checkpoints, and leave one whole at least."""
-    whole = [each for each in checkpoints(str(folder)) if each.description is not None]
-    for each in whole[: min(count, len(whole) - 1)]:
-        path = Path(each.path)
-        if path.is_dir():
-            path = chance.choice(sorted(file for file in path.rglob("*") if file.is_file()))
-        content = bytearray(path.read_bytes())
-        at = chance.randrange(len(content))
-        if how == "flip":
-            content[at] ^= 1 << chance.randrange(8)
-        path.write_bytes(content if how == "flip" else content[:at])
-
-
-def armed_strikes(job: Job, rank: int, start: int) -> list[Armed]:
-    """Those that can happen in this process."""
-    folder, armed = Path(job.folder), []
-    for number, strike in enumerate(job.trial.strikes):
-        if rank not in strike.ranks or strike.start != start:
-            continue
-        if strike.after is not None and not list(folder.glob(f"fired-{strike.after}-*")):
-            continue
-        act = ACTIONS.get(strike.action) or partial(
-            damage,
-            folder / "ckpt",
-            random.Random(job.trial.number),
-            how=strike.action,
-            count=strike.count,
-        )
-        armed.append(Armed(strike, folder / f"fired-{number}-{rank}", act))
-    return armed
 
 
 class Counted(elastic_runs.Account):
@@ -204,7 +96,7 @@ def rank_main(job: Job, start: int) -> None:
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     module = Struck(noisy=setup.noisy)
     callbacks: list[L.Callback] = []
-    for armed in armed_strikes(job, rank, start):
+    for armed in armed_strikes(trial, folder, rank=rank, start=start):
         armed.arm(module, callbacks)
     elastic = {
         "every_n_train_steps": trial.every,
@@ -214,11 +106,11 @@ def rank_main(job: Job, start: int) -> None:
     }
     if trial.has_stop:
         elastic["hang_timeout"] = HANG_TIMEOUT_S
-    data = Numbered(setup.size, noisy=setup.noisy)
-    trainer, module = fit(
+    data = elastic_runs.Numbered(setup.size, noisy=setup.noisy)
+    trainer, module = elastic_runs.fit(
         folder,
         *callbacks,
-        loader=lambda: make_loader(data, drop_last=setup.drop_last),
+        loader=lambda: elastic_runs.make_loader(data, drop_last=setup.drop_last),
         module=module,
         elastic=elastic,
         strategy=strategy_of(setup),
@@ -228,5 +120,9 @@ def rank_main(job: Job, start: int) -> None:
     )
     if rank == 0:
         torch.save(module.state_dict(), folder / f"weights-{start}.pt")
-    result = {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
+    result = {
+        "hash": elastic_runs.hash_of(module),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
     (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -37,15 +38,17 @@ class Campaign:
     deadline: float
     """Trials that have not begun by then (time.monotonic) are left out."""
 
-    def _reference(self, setup: Setup) -> Path:
-        return Path(self.root) / f"reference-{'-'.join(map(str, asdict(setup).values()))}"
-
-    def run_reference(self, setup: Setup) -> None:
-        """The training without a fault."""
-        trial = Trial(number=-1, kind="reference", setup=setup, worlds=[setup.world])
-        result = run_job(trial, self._reference(setup))
-        if result["codes"] != ["ok"]:
-            raise RuntimeError(f"{setup} does not run without a fault: {result}")
+    def reference(self, setup: Setup) -> Path:
+        """What the training without a fault leaves; run once, when it is first asked for."""
+        folder = Path(self.root) / f"reference-{'-'.join(map(str, asdict(setup).values()))}"
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                trial = Trial(number=-1, kind="reference", setup=setup, worlds=[setup.world])
+                result = run_job(trial, folder)
+                if result["codes"] != ["ok"]:
+                    raise RuntimeError(f"{setup} does not run without a fault: {result}")
+        return folder
 
     def run(self, trial: Trial) -> Verdict | None:
         """One trial, judged."""
@@ -53,11 +56,12 @@ class Campaign:
             return None
         verdict, folder = Verdict(trial), Path(self.root) / str(trial.number)
         try:
+            reference = self.reference(trial.setup)
             result = run_job(trial, folder)
             verdict.seconds = result["seconds"]
             left = end_children()
             verdict.require(not left, "hang", f"left behind: {left}")
-            judge(verdict, result, folder, self._reference(trial.setup))
+            judge(verdict, result, folder, reference)
         except Exception:
             verdict.require(False, "report", traceback.format_exc()[-2000:])
         if not verdict.problems:
@@ -93,11 +97,11 @@ def _children() -> list[int]:
 
 
 def run_all(trials: Sequence[Trial], *, root: str, seconds: float, workers: int) -> list[Verdict]:
-    """References first, each once; then trials, in forks of this process."""
+    """In forks of this process, which has all imported."""
+    Path(root).mkdir(parents=True, exist_ok=True)
     campaign = Campaign(root, time.monotonic() + seconds)
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=adopt_orphans) as pool:
-        list(pool.map(campaign.run_reference, dict.fromkeys(trial.setup for trial in trials)))
         verdicts = list(pool.map(campaign.run, trials))
     return [verdict for verdict in verdicts if verdict is not None]
 
