@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from benchmarks.faults_actions import Armed, armed_strikes
 from benchmarks.faults_tests import elastic_jobs, elastic_runs
 from benchmarks.faults_trial import EPOCHS, HANG_TIMEOUT_S, Setup, Trial
-from lightning_dist import CompressedDDPStrategy, ElasticRestart
+from lightning_dist import CompressedDDPStrategy
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Job:
 
 def run_job(trial: Trial, folder: Path) -> dict[str, Any]:
     """All starts of a trial; forks, so this process must have no other thread."""
-    elastic_jobs.rank_main, elastic_runs.Account = rank_main, Counted
+    elastic_jobs.rank_main = rank_main
     folder.mkdir(parents=True)
     job = Job(
         name=f"trial-{trial.number}",
@@ -58,21 +58,6 @@ class Struck(elastic_runs.Net):
         super().optimizer_step(*args, **kwargs)
         for armed in self.after_step:
             armed.meet(self.trainer)
-
-
-class Counted(elastic_runs.Account):
-    """Takes the samples of a pass when it is over: before, ``this_pass`` is still the last one."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.before = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *rest: Any
-    ) -> None:
-        restart = next(c for c in trainer.callbacks if isinstance(c, ElasticRestart))
-        if restart.this_pass is None or restart.this_pass.weight:
-            self.ids += batch[0].tolist()
-        super().on_train_batch_end(trainer, module, outputs, batch, *rest)
 
 
 def strategy_of(setup: Setup) -> Any:
