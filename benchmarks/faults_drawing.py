@@ -18,6 +18,8 @@ _DATA = (
 """Samples, drop_last, passes per step."""
 _UNWATCHED = ("before the trainer",)
 """Where a stopped rank is waited for: nobody watches before fit."""
+_BEFORE_STEPS = ("before the trainer", "loading a checkpoint", "train start")
+"""Where a process has not taken a step yet."""
 _OFF_THREAD = ("kill", "stop", "abort", "exit")
 """What ends or stops a process from any thread."""
 
@@ -155,12 +157,18 @@ class _Drawing:
         if after is not None and chance.random() < 0.5:
             step = 0  # as soon as the phase is met
         phases = [each for each in HOOKS if self._can_meet(each, action, ranks)]
+        if after is None:
+            phases.remove("loading a checkpoint")
         if self.kind == "mid-accumulation":
             phases = ["backward", "batch start"]
+        if after is not None and chance.random() < 0.3:
+            phases = list(_BEFORE_STEPS)
         phase = phase or chance.choice(phases)
         skip = 1 if self.kind == "mid-accumulation" and phase == "batch start" else 0
         if phase == "writing a checkpoint":
             skip = chance.randrange(8)
+        if phase in _BEFORE_STEPS:
+            step = 0
         return Strike(action, phase, step, skip, ranks, start, after)
 
     def _can_meet(self, phase: str, action: str, ranks: list[int]) -> bool:

@@ -35,7 +35,7 @@ class Verdict:
     problems: list[tuple[str, str]] = field(default_factory=list)
     seconds: float = 0.0
     recovery_s: float | None = None
-    """From the last strike's first firing to a step that had not been done before."""
+    """From the last strike to a step, in another process, that had not been done before."""
     fired: int = 0
     error: float | None = None
     """Of weights, relative, where worlds differ."""
@@ -165,6 +165,8 @@ def _recovery(folder: Path, times: list[float]) -> float | None:
     ]
     if not times or not lines:
         return None
-    before = max((line["step"] for line in lines if line["time"] <= times[-1]), default=0)
+    early = [line for line in lines if line["time"] <= times[-1]]
+    struck = early[-1]["attempt"] if early else None
+    before = max((x["step"] for x in lines if x in early or x["attempt"] == struck), default=0)
     after = [line["time"] for line in lines if line["step"] > before and line["time"] > times[-1]]
     return min(after) - times[-1] if after else None

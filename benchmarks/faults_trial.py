@@ -14,6 +14,7 @@ HANG_TIMEOUT_S = 4.0
 
 HOOKS = {
     "before the trainer": "at_start",
+    "loading a checkpoint": "on_load_checkpoint",
     "train start": "on_train_start",
     "batch start": "on_train_batch_start",
     "backward": "on_after_backward",
