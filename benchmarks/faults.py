@@ -5,6 +5,8 @@ signals. Every trial is drawn from the seed and its number, and judged: the job 
 and leaves no process, every epoch's samples are committed once, ranks agree after every step, and
 the weights are those of the run without a fault: to the bit with the same number of ranks, else to
 1e-4 of the largest (codec none, no dropout). benchmarks/faults_oracle.py says what is counted.
+struck: trials whose fault was met; within: those that went on within an epoch; new_step_s: from the
+last fault to a step that had not been done before, by another process.
 
     python -m benchmarks.faults --campaign restart --trials N --seed S --json FILE [--kinds ...]
     python -m benchmarks.faults --figures --rounds N --json FILE
@@ -79,8 +81,8 @@ def _run_trials(
     meta["trials"] = len(verdicts)
     meta["trials_per_minute"] = round(len(verdicts) * 60 / meta["seconds"], 1)
     rows = summarize(verdicts)
-    columns = ["kind", "trials", "struck", "failed", *PROBLEMS, "median_s", "max_s"]
-    columns += ["recovery_median_s", "recovery_max_s"]
+    columns = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
+    columns += ["new_step_s", "new_step_max_s"]
     title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
     print_table(title, columns=columns, rows=[[row[name] for name in columns] for row in rows])
     failed = [verdict for verdict in verdicts if verdict.problems]

@@ -153,7 +153,7 @@ class _Drawing:
     ) -> Strike:  # fmt: skip
         chance = self.chance
         if step is None:
-            step = chance.randrange(EPOCHS * self.setup.steps_per_epoch)
+            step = chance.randrange(1, EPOCHS * self.setup.steps_per_epoch)
         if after is not None and chance.random() < 0.5:
             step = 0  # as soon as the phase is met
         phases = [each for each in HOOKS if self._can_meet(each, action, ranks)]

@@ -37,6 +37,8 @@ class Verdict:
     recovery_s: float | None = None
     """From the last strike to a step, in another process, that had not been done before."""
     fired: int = 0
+    resumed_at: list[int] = field(default_factory=list)
+    """Steps within an epoch with which a process has begun."""
     error: float | None = None
     """Of weights, relative, where worlds differ."""
     output: list[str] = field(default_factory=list)
@@ -71,6 +73,7 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     if not steps:
         verdict.require(False, "ids", "no step is committed")
         return
+    verdict.resumed_at = _resumed_within_epochs(folder)
     _check_ids(verdict, steps)
     _check_against(verdict, steps, elastic_runs.committed(reference / "account"), folder, reference)
     if verdict.problems:
@@ -95,7 +98,7 @@ def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step]) -> None:
     verdict.require(numbers == list(range(1, len(steps) + 1)), "ids", f"steps {numbers}")
     for number, step in steps.items():
         verdict.require(len(step.hashes) == 1, "hash", f"step {number}: {sorted(step.hashes)}")
-    largest = 4 * setup.accumulate * max(trial.worlds)
+    largest = setup.batch * setup.accumulate * max(trial.worlds)
     for epoch in range(EPOCHS):
         ids = [each for step in steps.values() if step.epoch == epoch for each in step.ids]
         counts = Counter(ids)
@@ -157,12 +160,25 @@ def _fired(folder: Path) -> list[float]:
     return sorted(float(path.read_text()) for path in folder.glob("fired-*"))
 
 
-def _recovery(folder: Path, times: list[float]) -> float | None:
-    lines = [
-        json.loads(text)
-        for path in (folder / "account").glob("rank-0.jsonl")
-        for text in path.read_text().splitlines()
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    paths = (folder / "account").glob("rank-0.jsonl")
+    return [json.loads(text) for path in paths for text in path.read_text().splitlines()]
+
+
+def _resumed_within_epochs(folder: Path) -> list[int]:
+    first: dict[tuple[str, ...], dict[str, Any]] = {}
+    for line in _lines(folder):
+        first.setdefault(tuple(line["attempt"]), line)
+    ends = {line["step"]: line["epoch"] for line in _lines(folder)}
+    return [
+        line["step"]
+        for line in first.values()
+        if line["step"] > 1 and ends.get(line["step"] - 1) == line["epoch"]
     ]
+
+
+def _recovery(folder: Path, times: list[float]) -> float | None:
+    lines = _lines(folder)
     if not times or not lines:
         return None
     early = [line for line in lines if line["time"] <= times[-1]]

@@ -95,7 +95,9 @@ def rank_main(job: Job, start: int) -> None:
     trainer, module = elastic_runs.fit(
         folder,
         *callbacks,
-        loader=lambda: elastic_runs.make_loader(data, drop_last=setup.drop_last),
+        loader=lambda: elastic_runs.make_loader(
+            data, batch_size=setup.batch, drop_last=setup.drop_last
+        ),
         module=module,
         elastic=elastic,
         strategy=strategy_of(setup),

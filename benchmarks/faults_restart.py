@@ -115,17 +115,21 @@ def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
         recoveries = [each.recovery_s for each in found if each.recovery_s is not None]
         row: dict[str, Any] = {"kind": kind, "trials": len(found)}
         row |= {"struck": sum(each.fired > 0 for each in found)}
+        row |= {"within": sum(bool(each.resumed_at) for each in found)}
         row |= {"failed": sum(bool(each.problems) for each in found)}
         row |= {problem: counts[problem] for problem in PROBLEMS}
         row["median_s"] = round(statistics.median(each.seconds for each in found), 2)
         row["max_s"] = round(max(each.seconds for each in found), 2)
-        row["recovery_median_s"] = round(statistics.median(recoveries), 2) if recoveries else None
-        row["recovery_max_s"] = round(max(recoveries), 2) if recoveries else None
+        row["new_step_s"] = round(statistics.median(recoveries), 2) if recoveries else None
+        row["new_step_max_s"] = round(max(recoveries), 2) if recoveries else None
         row["failures"] = [asdict(each) for each in found if each.problems]
-        row["each"] = [
-            {"number": v.trial.number, "seconds": round(v.seconds, 2), "recovery_s": v.recovery_s,
-             "fired": v.fired, "error": v.error, "problems": len(v.problems)}
-            for v in found
-        ]  # fmt: skip
+        row["each"] = [_told(verdict) for verdict in found]
         rows.append(row)
     return rows
+
+
+def _told(verdict: Verdict) -> dict[str, Any]:
+    names = ("seconds", "recovery_s", "fired", "resumed_at", "error")
+    told = {name: getattr(verdict, name) for name in names}
+    number, problems = verdict.trial.number, len(verdict.problems)
+    return {"number": number, "trial": str(verdict.trial), "problems": problems, **told}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 EPOCHS = 3
 BOUND_S = 90.0
-"""Seconds for a trial; one with a stopped rank has more, as torch's agent waits 30 s to kill it."""
+"""Seconds for every fault of a trial; more for a stopped rank: torch's agent kills it after 30."""
 STOP_EXTRA_S = 45.0
 HANG_TIMEOUT_S = 4.0
 """What a trial with a stopped rank gives ElasticRestart."""
@@ -44,8 +44,13 @@ class Setup:
     """Dropout, and samples that draw random numbers."""
 
     @property
+    def batch(self) -> int:
+        """Of one pass of one rank: less of many, so that an epoch has several steps."""
+        return 4 if self.world * self.accumulate < 4 else 2
+
+    @property
     def global_batch(self) -> int:
-        return 4 * self.world * self.accumulate
+        return self.batch * self.world * self.accumulate
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,4 +104,4 @@ class Trial:
 
     @property
     def bound(self) -> float:
-        return BOUND_S + (STOP_EXTRA_S if self.has_stop else 0.0)
+        return BOUND_S * max(1, len(self.strikes)) + (STOP_EXTRA_S if self.has_stop else 0.0)
