@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ def strategy_of(setup: Setup) -> Any:
 
 def rank_main(job: Job, start: int) -> None:
     """One rank of one start."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has its agent's handler; torchrun's not
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
     trial, setup = job.trial, job.trial.setup
