@@ -72,14 +72,25 @@ class Armed:
         if hook == "at_start":
             self.meet()
         elif hook == "fsync":
-            usual = os.fsync
-            os.fsync = lambda file: (self.meet(), usual(file))[1]  # type: ignore[assignment]
+            callbacks.append(_WhileWriting(self))
         elif hook == "after_optimizer_step":
             module.after_step.append(self)
         else:
             callback = L.Callback()
             setattr(callback, hook, lambda trainer, *_, **__: self.meet(trainer))
             callbacks.append(callback)
+
+
+class _WhileWriting(L.Callback):
+    """Meets a strike in every fsync of this process, once it trains: those are of checkpoints."""
+
+    def __init__(self, armed: Armed) -> None:
+        self.armed = armed
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self.on_train_batch_end = lambda *_, **__: None  # type: ignore[method-assign]
+        usual = os.fsync
+        os.fsync = lambda file: (self.armed.meet(trainer), usual(file))[1]  # type: ignore
 
 
 def damage(folder: Path, chance: random.Random, *, how: str, count: int) -> None:

@@ -16,8 +16,8 @@ _DATA = (
     (47, False, 3),
 )
 """Samples, drop_last, passes per step."""
-_UNWATCHED = ("before the trainer",)
-"""Where a stopped rank is waited for: nobody watches before fit."""
+_UNWATCHED = ("before the trainer", "loading a checkpoint")
+"""Where a stopped rank is waited for: nobody watches before the training begins."""
 _BEFORE_STEPS = ("before the trainer", "loading a checkpoint", "train start")
 """Where a process has not taken a step yet."""
 _OFF_THREAD = ("kill", "stop", "abort", "exit")
@@ -162,11 +162,11 @@ class _Drawing:
         if self.kind == "mid-accumulation":
             phases = ["backward", "batch start"]
         if after is not None and chance.random() < 0.3:
-            phases = list(_BEFORE_STEPS)
+            phases = [each for each in _BEFORE_STEPS if each in phases]
         phase = phase or chance.choice(phases)
         skip = 1 if self.kind == "mid-accumulation" and phase == "batch start" else 0
         if phase == "writing a checkpoint":
-            skip = chance.randrange(8)
+            skip = chance.randrange(4)
         if phase in _BEFORE_STEPS:
             step = 0
         return Strike(action, phase, step, skip, ranks, start, after)

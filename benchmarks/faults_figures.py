@@ -22,9 +22,9 @@ from benchmarks.faults_figures_rank import HANG_TIMEOUT_S, SAMPLES, STRUCK
 from benchmarks.faults_tests import processes
 
 WAYS = {
-    "ours": "ElasticRestart, compressed_ddp int8; torchrun restarts",
-    "lightning": "Lightning ddp, ModelCheckpoint; new torchrun with ckpt_path",
-    "accelerate": "Accelerate, save_state; new torchrun, load_state, skip_first_batches",
+    "ours": "ElasticRestart, compressed_ddp int8",
+    "lightning": "Lightning ddp, ckpt_path by hand",
+    "accelerate": "Accelerate, load_state by hand",
 }
 _LIMIT_S = 150.0
 _REPOSITORY = Path(__file__).resolve().parents[1]

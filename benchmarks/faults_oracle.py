@@ -6,14 +6,14 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.faults_tests import elastic_runs
-from benchmarks.faults_trial import EPOCHS, Trial
+from benchmarks.faults_trial import EPOCHS, Setup, Trial
 
 PROBLEMS = ("hang", "end", "ids", "order", "hash", "weights", "report")
 """hang: beyond the bound, or a process left behind; end: the last start did not finish the training
@@ -74,7 +74,10 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
         verdict.require(False, "ids", "no step is committed")
         return
     verdict.resumed_at = _resumed_within_epochs(folder)
-    _check_ids(verdict, steps)
+    begun = min(_lines(folder), key=lambda line: line["time"])["world"]
+    _check_ids(verdict, steps, replace(trial.setup, world=begun))
+    if begun != trial.setup.world:
+        return  # struck before the first step, and begun with other ranks
     _check_against(verdict, steps, elastic_runs.committed(reference / "account"), folder, reference)
     if verdict.problems:
         text = (folder / "output.txt").read_text(errors="replace")
@@ -92,8 +95,8 @@ def _check_ends(verdict: Verdict, folder: Path) -> None:
     verdict.require(done, "end", f"not after epoch {EPOCHS}: {ends}")
 
 
-def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step]) -> None:
-    setup, trial = verdict.trial.setup, verdict.trial
+def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step], setup: Setup) -> None:
+    trial = verdict.trial
     numbers = list(steps)
     verdict.require(numbers == list(range(1, len(steps) + 1)), "ids", f"steps {numbers}")
     for number, step in steps.items():
