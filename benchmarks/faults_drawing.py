@@ -158,7 +158,7 @@ class _Drawing:
             step = 0  # as soon as the phase is met
         phases = [each for each in HOOKS if self._can_meet(each, action, ranks)]
         if after is None:
-            phases.remove("loading a checkpoint")
+            phases = [each for each in phases if each != "loading a checkpoint"]
         if self.kind == "mid-accumulation":
             phases = ["backward", "batch start"]
         if after is not None and chance.random() < 0.3:
