@@ -1,6 +1,7 @@
 """What ElasticRestart costs a step without any fault: the same fit with and without it.
 
 Two ranks, fits one after the other in the same processes, interleaved; no checkpoint is taken.
+Beside the steps, which a busy machine moves by more than that, the time spent in its hooks.
 
     python -m benchmarks.elastic_overhead --json FILE [--steps N] [--rounds N] [--width N]
 """
@@ -69,6 +70,27 @@ def _rank(arguments: argparse.Namespace) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-4)
 
+    class Timed(ElasticRestart):
+        """Adds up what its hooks take in every step."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.times: list[float] = []
+            for name in ("on_train_batch_start", "on_before_backward", "on_train_batch_end"):
+                setattr(self, name, self._timed(getattr(super(), name), ends=name.endswith("end")))
+            self._so_far = 0.0
+
+        def _timed(self, hook: Any, *, ends: bool) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> None:
+                began = time.perf_counter()
+                hook(*args, **kwargs)
+                self._so_far += time.perf_counter() - began
+                if ends:
+                    self.times.append(self._so_far)
+                    self._so_far = 0.0
+
+            return timed
+
     class Clock(L.Callback):
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -80,10 +102,11 @@ def _rank(arguments: argparse.Namespace) -> None:
     folder = Path(os.environ["ELASTIC_OVERHEAD"])
     data = TensorDataset(torch.randn(2 * 32 * arguments.steps, arguments.width))
     medians: dict[str, list[float]] = {"without": [], "ElasticRestart": []}
+    in_hooks: list[float] = []
     for number in range(arguments.rounds + 1):
         for name, kept in medians.items():
             clock = Clock()
-            restart = ElasticRestart(folder / f"{number}", every_n_epochs=10)
+            restart = Timed(folder / f"{number}", every_n_epochs=10)
             trainer = L.Trainer(
                 strategy="compressed_ddp",
                 max_epochs=1,
@@ -100,11 +123,22 @@ def _rank(arguments: argparse.Namespace) -> None:
             ]
             if number:  # the first one warms up
                 kept.append(1000 * statistics.median(steps))
+                if name != "without":
+                    in_hooks += [1000 * each for each in restart.times[_WARM_UP:]]
     if trainer.is_global_zero:
         rows = [
             {"fit": n, "step_ms": statistics.median(m), "least": min(m), "most": max(m), "all": m}
             for n, m in medians.items()
         ]
+        quantiles = statistics.quantiles(in_hooks, n=20)
+        rows.append(
+            {
+                "fit": "of that in its hooks",
+                "step_ms": statistics.median(in_hooks),
+                "least": quantiles[0],
+                "most": quantiles[-1],
+            }
+        )
         (folder / "rows.json").write_text(json.dumps(rows))
 
 

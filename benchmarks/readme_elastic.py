@@ -91,7 +91,10 @@ def overhead(result: Result) -> str | None:
         [row["fit"], *(f"{number(row[key], 2)} ms" for key in ("step_ms", "least", "most"))]
         for row in rows
     ]
-    text = "2 ranks, medians of fits that take turns; least and most of the rounds."
+    text = (
+        "2 ranks, medians of fits that take turns; least and most of the rounds; in the hooks: "
+        "median, 5th and 95th percentile of all steps, the vote of all ranks included."
+    )
     return "\n\n".join([table(heads, lines), caption(text, result)])
 
 
