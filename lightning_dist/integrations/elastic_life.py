@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
 from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.layout import Layout
 from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import ElasticState
 from lightning_dist.elastic.watchdog import Watchdog
 from lightning_dist.integrations.elastic_data import ElasticData
@@ -37,22 +37,11 @@ class RunLife:
     """What one process knows of the run that it is a part of.
 
     Args:
-        preempted, poll_s, grace_period, hang_timeout: see
-            :class:`~lightning_dist.integrations.elastic_restart.ElasticRestart`.
+        settings: when it ends by itself.
     """
 
-    def __init__(
-        self,
-        *,
-        preempted: Callable[[], bool] | None,
-        poll_s: float,
-        grace_period: float,
-        hang_timeout: float | None,
-    ) -> None:
-        self._preempted = preempted
-        self._poll_s = poll_s
-        self._grace_period = grace_period
-        self._hang_timeout = hang_timeout
+    def __init__(self, settings: EndSettings) -> None:
+        self._settings = settings
         self._journal = Journal(None, rank=0)
         self._notices: Notices | None = None
         self._watchdog: Watchdog | None = None
@@ -77,7 +66,7 @@ class RunLife:
 
     def open(self, trainer: pl.Trainer, folder: str, *, seed: int | None) -> None:
         """Agree on who this is, and begin to watch for progress. Collective."""
-        self._watchdog = Watchdog(self._hang_timeout, last_words=self._last_words)
+        self._watchdog = Watchdog(self._settings.hang_timeout, last_words=self._last_words)
         self._watchdog.start()
         self._open_journal(trainer, folder)
         said: tuple[str, int, dict[str, Any] | None] = (self.run_id, 0, None)
@@ -113,15 +102,17 @@ class RunLife:
 
         def on_notice(reason: str) -> None:
             assert watchdog is not None
-            watchdog.end_within(self._grace_period, f"{reason}, and the grace period is over")
+            watchdog.end_within(
+                self._settings.grace_period, f"{reason}, and the grace period is over"
+            )
             if hasattr(launcher, "procs"):  # Lightning started the other ranks of this host
                 for process in launcher.procs:
                     process.terminate()
 
         self._notices = Notices(
             notice_signals(environment),
-            preempted=self._preempted if trainer.local_rank == 0 else None,
-            poll_s=self._poll_s,
+            preempted=self._settings.preempted if trainer.local_rank == 0 else None,
+            poll_s=self._settings.poll_s,
             on_notice=on_notice,
         )
         self._notices.start()

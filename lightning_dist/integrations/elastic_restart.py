@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
 from lightning_dist.elastic.plan import Pass
+from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
@@ -90,11 +91,11 @@ class ElasticRestart(AsyncCheckpoint):
     ) -> None:
         require_policy(batch_policy)
         _require_keywords(kwargs)
-        for name, value in (("keep", keep), ("poll_s", poll_s), ("grace_period", grace_period)):
-            if value <= 0:
-                raise ValueError(f"{name} has to be positive; got {value}")
-        if hang_timeout is not None and hang_timeout <= 0:
-            raise ValueError(f"hang_timeout is positive, or None for never; got {hang_timeout}")
+        if keep < 1 or (every_n_epochs is not None and every_n_epochs < 0):
+            raise ValueError(
+                "keep has to be positive, and every_n_epochs not negative; got "
+                f"{keep} and {every_n_epochs}"
+            )
         if not every_n_train_steps and every_n_epochs == 0:
             raise ValueError(
                 "checkpoints are taken neither after steps nor after epochs; set "
@@ -119,10 +120,12 @@ class ElasticRestart(AsyncCheckpoint):
         self._exact = exact_data
         self._seed = seed
         self._life = RunLife(
-            preempted=preempted,
-            poll_s=poll_s,
-            grace_period=grace_period,
-            hang_timeout=hang_timeout,
+            EndSettings(
+                preempted=preempted,
+                poll_s=poll_s,
+                grace_period=grace_period,
+                hang_timeout=hang_timeout,
+            )
         )
         self._vote = Vote(None)
         self._vote_group: dist.ProcessGroup | None = None
@@ -311,6 +314,8 @@ class ElasticRestart(AsyncCheckpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._at is not None and self._at.has_begun:
             self._epoch_is_due = False
+            if self._session is not None:
+                self._session.wait()
             self._save_now(trainer)
         self._life.rest()
         super().on_train_end(trainer, pl_module)
@@ -323,15 +328,19 @@ class ElasticRestart(AsyncCheckpoint):
     ) -> None:
         self._life.fail(exception)
         super().on_exception(trainer, pl_module, exception)
+        self._end(trainer)  # Lightning calls no teardown() then
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
+        self._end(trainer)
+        self._life.close()
+        restore_usual(trainer)
+
+    def _end(self, trainer: pl.Trainer) -> None:
         if self._data is not None:
             self._data.restore_settings()
         self._data = self._at = None
-        self._life.close()
-        restore_usual(trainer)
 
     def _save_now(self, trainer: pl.Trainer) -> None:
         if self._session is not None and self._last_global_step_saved != trainer.global_step:
@@ -343,6 +352,8 @@ class ElasticRestart(AsyncCheckpoint):
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
         if not self._vote.cast(self._life.is_told):
             return
+        if self._session is not None:
+            self._session.wait()  # and skip nothing, whatever on_busy says
         self._save_now(trainer)
         if self._session is not None:
             self._session.flush_removals()

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dist.elastic.plan import Position
@@ -39,13 +40,16 @@ class RestartConnector(_CheckpointConnector):
 
     @override
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        if self.trainer.state.fn != TrainerFn.FITTING:  # after a fit that failed
+            super().resume_start(checkpoint_path, weights_only=weights_only)
+            return
         super().resume_start(self._path or checkpoint_path, weights_only=weights_only)
         self._on_loaded(self._loaded_checkpoint)
 
     @override
     def restore_loops(self) -> None:
         super().restore_loops()
-        if self._loaded_checkpoint:
+        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
             self._on_loops()
 
 

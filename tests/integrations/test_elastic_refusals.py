@@ -17,7 +17,8 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
     ("settings", "message"),
     [
         ({"batch_policy": "constant"}, "batch_policy is one of 'constant_global'.* got 'constant'"),
-        ({"keep": 0}, "keep has to be positive; got 0"),
+        ({"keep": 0}, "keep has to be positive.* got 0"),
+        ({"every_n_epochs": -1}, "every_n_epochs not negative.* -1"),
         ({"grace_period": -1.0}, "grace_period has to be positive"),
         ({"hang_timeout": 0}, "hang_timeout is positive, or None"),
         ({"every_n_epochs": 0}, "neither after steps nor after epochs"),
