@@ -11,6 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+FINISHED = "finished"
+"""The reason of an end that needs no restart."""
+
 _FOLDER = "elastic"
 _PROGRESS = "progress"
 _WIDTH = 64
@@ -62,6 +65,28 @@ class Journal:
             os.pwrite(self._progress, record.encode(), 0)
         except OSError:
             self._folder = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a folder for it."""
+        return self._folder is not None
+
+    def leave_token(self) -> str:
+        """A file for others to look for; its name, or nothing if it cannot be written."""
+        assert self._folder is not None
+        name = f"seen-{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for old in self._folder.glob("seen-*"):
+                old.unlink(missing_ok=True)
+            (self._folder / name).touch()
+        except OSError:
+            return ""
+        return name
+
+    def has_token(self, name: str) -> bool:
+        """Whether this process sees the file that another has left."""
+        return self._folder is not None and (self._folder / name).exists()
 
     def last_progress(self) -> Progress | None:
         """How far the processes before this one came."""
@@ -128,6 +153,8 @@ def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
     causes = []
     for before, now in pairwise(starts):
         between = [each for each in ends if before["time"] <= each["time"] < now["time"]]
+        if any(each["rank"] == 0 and each["reason"] == FINISHED for each in between):
+            continue  # it was over, and somebody wants more of it
         causes.append(_cause(between, before=before, now=now))
     caught_up = [each for each in lines if each["event"] == "caught_up"]
     mine = [each for each in caught_up if each.get("run_id") == run_id]

@@ -52,21 +52,20 @@ def require_policy(policy: str) -> None:
         raise ValueError(f"batch_policy is one of {names}; got {policy!r}")
 
 
-def layout_for(policy: BatchPolicy, first: Layout, *, world_size: int, micro_batch: int) -> Layout:
-    """The layout for ``world_size`` ranks of a run that began with the layout ``first``.
+def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
+    """The layout for the ranks of ``script`` in a run that began with the layout ``first``.
 
     Args:
         policy: ``"constant_global"`` keeps the global batch and changes the passes per step; the
-            others keep the passes, and the global batch grows with the ranks.
-        micro_batch: what the script asks for now.
+            others do what the script says, and the global batch grows with the ranks.
+        script: what the script asks for now.
 
     Raises:
         ValueError: more ranks than samples in a global batch.
     """
     if policy != "constant_global":
-        return Layout.of_script(
-            world_size=world_size, micro_batch=micro_batch, accumulate=first.accumulate
-        )
+        return script
+    world_size, micro_batch = script.world_size, script.micro_batch
     if world_size > first.global_batch:
         raise ValueError(
             f"batch_policy='constant_global' deals a global batch of {first.global_batch} samples "

@@ -90,14 +90,20 @@ def shard(
     setter = EpochSetter(
         _Sized(plan().size), cursor, world_size=plan().layout.world_size, rank=plan().rank
     )
+    generator, rank = torch.Generator(), plan().rank
+    cursor.follow(lambda epoch: _seed(generator, derive_seed(seed, "workers", epoch, rank)))
     changed: dict[str, Any] = {
         "batch_size": None,
         "drop_last": False,
-        "generator": torch.Generator().manual_seed(derive_seed(seed, "workers", plan().rank)),
+        "generator": generator,
         "_iterator": None,
     }
     if isinstance(loader.dataset, IterableDataset):
-        changed["dataset"] = ShardedStream(loader.dataset, plan)  # type: ignore[arg-type]
+        changed["dataset"] = ShardedStream(
+            loader.dataset,  # type: ignore[arg-type]
+            plan,
+            on_first=on_first,
+        )
         changed["batch_sampler"] = None
         changed["persistent_workers"] = False  # they would keep the plan of their first epoch
     else:
@@ -107,6 +113,10 @@ def shard(
     made.__dict__.update(changed)  # a loader refuses assignments to these after its __init__
     made.__dict__["epoch_setter"] = setter
     return made
+
+
+def _seed(generator: torch.Generator, seed: int) -> None:
+    generator.manual_seed(seed)
 
 
 class _Sized:

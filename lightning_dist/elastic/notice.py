@@ -48,8 +48,20 @@ class Notices:
         """Of the first notice; empty before it."""
 
     def start(self) -> None:
-        """Install the signal handlers (in the main thread) and begin to listen."""
+        """Begin to listen; to signals in the main thread only, where Python has its handlers."""
         assert self._ends is None
+        if threading.current_thread() is threading.main_thread():
+            self._start_handlers()
+        elif self._preempted is None:
+            warnings.warn(
+                "signals reach the main thread only, and this training runs in another: SIGTERM "
+                "leads to no checkpoint; give preempted=, or train in the main thread",
+                stacklevel=2,
+            )
+        if self._preempted is not None:
+            threading.Thread(target=self._poll, args=(self._preempted,), daemon=True).start()
+
+    def _start_handlers(self) -> None:
         self._ends = here, there = socket.socketpair()
         there.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
@@ -57,8 +69,6 @@ class Notices:
             signal.signal(each, _only_wake)
         _LISTENING.add(self)
         threading.Thread(target=self._listen, args=(here,), daemon=True).start()
-        if self._preempted is not None:
-            threading.Thread(target=self._poll, args=(self._preempted,), daemon=True).start()
 
     def stop(self) -> None:
         """Listen no more. Signal handlers stay; who installed others before puts them back."""
@@ -129,6 +139,11 @@ class Deadline:
     def set(self, seconds: float, why: str) -> None:
         """Be due in ``seconds`` from now."""
         self._due, self._why = self._clock() + seconds, why
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it will be due."""
+        return self._due is not None
 
     def clear(self) -> None:
         """Not be due."""

@@ -17,11 +17,18 @@ class Cursor:
 
     def __init__(self) -> None:
         self.begin = Position()
+        self._on_epoch: Callable[[int], None] = lambda epoch: None
+
+    def follow(self, on_epoch: Callable[[int], None]) -> None:
+        """Call ``on_epoch`` with the present epoch, and whenever it is another one."""
+        self._on_epoch = on_epoch
+        on_epoch(self.begin.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to ``epoch``; a resumed one is not begun again."""
         if epoch != self.begin.epoch:
             self.begin = Position(epoch)
+            self._on_epoch(epoch)
 
 
 class EpochSetter(DistributedSampler[Any]):

@@ -29,6 +29,8 @@ class ElasticState:
         validated: whether the validation that is due at this position is over.
         rng: generator states of every rank.
         loaders: states of the loaders of every rank, where those keep the position themselves.
+        metrics: what every rank had logged, which callbacks and schedulers may wait for.
+        stopped: whether the training was told to stop before its last epoch or step.
     """
 
     run_id: str
@@ -42,6 +44,8 @@ class ElasticState:
     validated: bool = True
     rng: list[dict[str, Any]] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    stopped: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""

@@ -43,11 +43,19 @@ class ShardedStream(IterableDataset[list[Any]]):
     Args:
         dataset: read by every worker, which keeps its part.
         plan: the passes of the present epoch.
+        on_first: called before the first sample is read in the trainer's own process.
     """
 
-    def __init__(self, dataset: Shardable, plan: Callable[[], EpochPlan]) -> None:
+    def __init__(
+        self,
+        dataset: Shardable,
+        plan: Callable[[], EpochPlan],
+        *,
+        on_first: Callable[[], None] | None = None,
+    ) -> None:
         self.dataset = dataset
         self._plan = plan
+        self._on_first = on_first
 
     def __len__(self) -> int:
         """Passes of the whole epoch."""
@@ -55,11 +63,13 @@ class ShardedStream(IterableDataset[list[Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker that is started afresh: the plan, not the trainer that is asked for it."""
-        return {**self.__dict__, "_plan": partial(_given, self._plan())}
+        return {**self.__dict__, "_plan": partial(_given, self._plan()), "_on_first": None}
 
     def __iter__(self) -> Iterator[list[Any]]:
         worker, plan = get_worker_info(), self._plan()
         own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is None and self._on_first is not None:
+            self._on_first()
         start = plan.layout.share(plan.rank, begin=plan.begin.samples, count=1).start
         drawn = self.dataset.iter_shard(
             epoch=plan.begin.epoch, start=start, step=plan.layout.world_size

@@ -23,12 +23,15 @@ class Vote:
         self._sent: tuple[torch.Tensor, Any] | None = None
 
     def cast(self, wish: bool) -> bool:
-        """Send ``wish``; whether any rank wished so at the call before. False at the first."""
+        """Send ``wish``; whether any rank wished so at the call before. False at the first.
+
+        A single rank has nobody to ask, and its wish counts at once.
+        """
+        if self._group is None:
+            return wish
         before = self._take()
         flag = torch.tensor([int(wish)])
-        work = None
-        if self._group is not None:
-            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._sent = (flag, work)
         return before
 
@@ -37,8 +40,7 @@ class Vote:
         if sent is None:
             return False
         flag, work = sent
-        if work is not None:
-            work.wait()
+        work.wait()
         return bool(flag.item())
 
     def are_equal(self, value: int) -> bool:

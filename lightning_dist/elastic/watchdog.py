@@ -68,8 +68,9 @@ class Watchdog:
         self._progress.clear()
 
     def end_within(self, seconds: float, why: str) -> None:
-        """The process has to be gone by then, whatever it does."""
-        self._limit.set(seconds, why)
+        """The process has to be gone by then, whatever it does; the first such bound counts."""
+        if not self._limit.is_set:
+            self._limit.set(seconds, why)
 
     def _watch(self) -> None:
         while not self._stopped.wait(_PERIOD):

@@ -82,12 +82,7 @@ class ElasticData:
         except NotExactError as reason:
             return self._leave(loader, reason)
         first = self._first_layout()
-        self.layout = layout_for(
-            self._policy,
-            first,
-            world_size=self._trainer.world_size,
-            micro_batch=self.facts.batch_size,
-        )
+        self.layout = layout_for(self._policy, first, script=self._script_layout())
         self.first = first
         self._translate(first, self.layout)
         return shard(
@@ -100,6 +95,11 @@ class ElasticData:
 
     def _leave(self, loader: Any, reason: NotExactError) -> Any:
         """Take a loader as it is."""
+        if self._policy not in ("constant_global", "fixed_micro"):
+            raise ValueError(
+                f"batch_policy={self._policy!r} could not take effect: {reason}; or set "
+                "batch_policy='fixed_micro'"
+            )
         if isinstance(loader, StatefulLoader):
             self.remembered = Remembered(loader, back=self._accumulate + 2)
             if (own := self._own_state()) is not None:
@@ -116,9 +116,14 @@ class ElasticData:
         return loader
 
     @property
+    def resumed_loader(self) -> Any:
+        """The position that the loader was given; None if it begins at its begin."""
+        return None if self.remembered is None else self._own_state()
+
+    @property
     def goes_on_by_itself(self) -> bool:
         """Whether the loader was given its own position."""
-        return self.remembered is not None and self._own_state() is not None
+        return self.resumed_loader is not None
 
     def _own_state(self) -> Any:
         """Of this rank's loader, if there were as many."""
@@ -138,11 +143,7 @@ class ElasticData:
         assert self.facts is not None
         if self._resumed is not None:
             return self._resumed.first
-        now = Layout.of_script(
-            world_size=self._trainer.world_size,
-            micro_batch=self.facts.batch_size,
-            accumulate=self._accumulate,
-        )
+        now = self._script_layout()
         begun = self._begun
         if begun is None or replace(now, world_size=0, global_batch=0) != replace(
             begun, world_size=0, global_batch=0
@@ -150,13 +151,18 @@ class ElasticData:
             return now
         return begun
 
+    def _script_layout(self) -> Layout:
+        return Layout.of_script(
+            world_size=self._trainer.world_size,
+            micro_batch=1 if self.facts is None else self.facts.batch_size,
+            accumulate=self._accumulate,
+        )
+
     def layouts(self) -> tuple[Layout, Layout]:
         """Of the run's first start, and now. Samples are counted as batches where nobody knows."""
         if self.first is not None and self.layout is not None:
             return self.first, self.layout
-        now = Layout.of_script(
-            world_size=self._trainer.world_size, micro_batch=1, accumulate=self._accumulate
-        )
+        now = self._script_layout()
         return (now if self._resumed is None else self._resumed.first), now
 
     def plan(self) -> EpochPlan:

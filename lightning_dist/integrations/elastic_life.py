@@ -10,10 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
-from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
+from lightning_dist.elastic.journal import FINISHED, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.layout import Layout
 from lightning_dist.elastic.notice import Notices
@@ -30,7 +30,7 @@ from lightning_dist.integrations.elastic_signals import (
 )
 
 _LAST_SECONDS = 20.0
-"""How long a process that has failed may take to end."""
+"""How long a process may take to end when its peers are gone, or all is saved."""
 
 
 class RunLife:
@@ -47,15 +47,21 @@ class RunLife:
         self._watchdog: Watchdog | None = None
         self._before: Progress | None = None
         self._to_catch_up: int | None = None
+        self._given_seed: int | None = None
         self.run_id = ""
         self.seed = 0
         self.first: Layout | None = None
         """The layout that the run began with, if it began before this process."""
 
     @property
+    def reason(self) -> str:
+        """Why this process has been told to end; empty if it has not."""
+        return "" if self._notices is None else self._notices.reason
+
+    @property
     def is_told(self) -> bool:
         """Whether this process has been told to end."""
-        return self._notices is not None and bool(self._notices.reason)
+        return bool(self.reason)
 
     def identify(self, trainer: pl.Trainer, folder: str) -> None:
         """Let loggers go on where those of the run in ``folder`` were. On rank 0 it reads."""
@@ -77,6 +83,21 @@ class RunLife:
             said = run_id, _seed(seed, start.get("seed")), start.get("first")
         self.run_id, self.seed, first = trainer.strategy.broadcast(said)
         self.first = None if first is None else Layout(**first)
+        self._given_seed = seed
+        self._require_shared(trainer, folder)
+
+    def _require_shared(self, trainer: pl.Trainer, folder: str) -> None:
+        """Find out now, and not when another host has to go on, that it could not."""
+        if not self._journal.is_kept:
+            return
+        strategy: Any = trainer.strategy
+        name = strategy.broadcast(self._journal.leave_token() if trainer.is_global_zero else "")
+        sees = not name or self._journal.has_token(name)
+        if not strategy.reduce_boolean_decision(sees, all=True):
+            raise ValueError(
+                f"some ranks do not see rank 0's {folder}, so they could not go on from its "
+                "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
+            )
 
     def _open_journal(self, trainer: pl.Trainer, folder: str) -> None:
         storage, inside = storage_of(folder)
@@ -87,11 +108,26 @@ class RunLife:
         starts = [each for each in self._journal.read() if each["event"] == "start"]
         return starts[-1] if starts else {}
 
-    def resume(self, trainer: pl.Trainer, state: ElasticState | None) -> None:
-        """Be the run that a checkpoint belongs to."""
+    def resume(self, state: ElasticState | None, *, is_own: bool) -> None:
+        """Be the run that a checkpoint belongs to.
+
+        Args:
+            is_own: it was in the folder of this run; or else another run begins with it.
+
+        Raises:
+            ValueError: the checkpoint's order of samples has another seed than the user wants.
+        """
         self.beat()
-        if state is not None:
-            self.run_id, self.seed = state.run_id, state.seed
+        if state is None:
+            return
+        if self._given_seed not in (None, state.seed):
+            raise ValueError(
+                f"seed={self._given_seed} could not take effect: the epochs of the checkpoint are "
+                f"in the order of seed {state.seed}; give that one, or none"
+            )
+        self.seed = state.seed
+        if is_own:
+            self.run_id = state.run_id
 
     def listen(self, trainer: pl.Trainer) -> None:
         """Begin to note signals."""
@@ -123,6 +159,8 @@ class RunLife:
         rank_zero_info(_line(trainer, state, data))
         if not trainer.is_global_zero:
             return
+        for missing in Launch.from_env().missing_settings():
+            rank_zero_warn(missing)
         samples = 0 if state is None else state.total_samples
         before = self._before
         redone = None if before is None else max(before.samples - samples, 0)
@@ -157,7 +195,8 @@ class RunLife:
             self._to_catch_up = None
             self._journal.write("caught_up", run_id=self.run_id, seconds=seconds)
             self._log(trainer)
-        self._journal.progress(samples)
+        if self._to_catch_up is None:  # or else a second fault would hide what the first one cost
+            self._journal.progress(samples)
 
     @property
     def summary(self) -> Summary:
@@ -178,7 +217,7 @@ class RunLife:
     def finish(self, trainer: pl.Trainer) -> None:
         """The training has ended as it should."""
         self.rest()
-        self._journal.write("end", reason="finished")
+        self._journal.write("end", reason=FINISHED)
         if not trainer.is_global_zero:
             return
         summary = self.summary
@@ -190,17 +229,21 @@ class RunLife:
                 f"{summary.samples_redone} samples redone ({causes})"
             )
 
-    def preempted(self, trainer: pl.Trainer) -> Preempted:
-        """All ranks have saved: how this process ends."""
-        told = self._notices.reason if self._notices is not None else ""
+    def preempted(self, trainer: pl.Trainer, reasons: list[str]) -> Preempted:
+        """All ranks have saved: how this process ends.
+
+        Args:
+            reasons: why each rank was told to end, if it was.
+        """
+        told = self.reason
         self._journal.write("end", reason=told or "told by others", kind="" if told else "echo")
         launch = Launch.from_env()
         code = EXIT_RESTART if launch.is_elastic and not told else 0
         if trainer.is_global_zero:
-            requeue(trainer._accelerator_connector.cluster_environment)
+            requeue(trainer._accelerator_connector.cluster_environment, reasons)
+        why = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
         rank_zero_info(
-            f"elastic: stopped at step {trainer.global_step} ({told or 'another rank was told'}), "
-            "everything is saved"
+            f"elastic: stopped at step {trainer.global_step} ({why}), everything is saved"
         )
         if launch.is_elastic:
             self._be_gone_soon("after the last checkpoint")
@@ -229,7 +272,8 @@ class RunLife:
             self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
 
     def _last_words(self, why: str) -> None:
-        self._journal.write("end", reason=why, kind="own")
+        kind = "own" if why.startswith("no progress") else "echo"
+        self._journal.write("end", reason=why, kind=kind)
 
     def _end_listening(self) -> None:
         if self._notices is not None:
@@ -256,10 +300,10 @@ def _seed(given: int | None, before: int | None) -> int:
 
 
 def _is_of_a_peer(exception: BaseException) -> bool:
-    """Whether an exception says that another rank is gone."""
-    text = f"{type(exception).__name__}: {exception}".lower()
-    signs = ("connection", "gloo", "nccl", "distbackenderror", "broken pipe", "timed out")
-    return any(sign in text for sign in signs)
+    """Whether an exception says that another rank is gone; torch's are all RuntimeErrors."""
+    text = str(exception).lower()
+    signs = ("gloo", "nccl", "processgroup", "connection closed", "connection reset")
+    return isinstance(exception, RuntimeError) and any(sign in text for sign in signs)
 
 
 def _line(trainer: pl.Trainer, state: ElasticState | None, data: ElasticData) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.plan import Pass, Position
@@ -51,10 +53,13 @@ class ElasticPosition:
         self._run_id = run_id
         self._seed = seed
         self._rng = None if resumed is None else self._rng_in(resumed)
-        self._passes_done = 0
-        self._taken = self._taken_by_steps = 0  # batches of this iteration of the loader
         self._epoch: int | None = None
+        self._before_iteration: int | None = None  # batches of this epoch, of other iterations
+        self._before_epoch = self._in_epoch = 0  # samples
         self._validated_step = -1
+        if resumed is not None:
+            self._before_epoch = resumed.total_samples - resumed.position.samples
+            self._validated_step = resumed.total_steps if resumed.validated else -1
         self._rng_of_step: dict[str, Any] | None = None
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
@@ -66,29 +71,36 @@ class ElasticPosition:
         return self._trainer.fit_loop
 
     @property
+    def _processed(self) -> int:
+        """Batches of this epoch whose pass is over; asked when needed: hooks have any order."""
+        return int(self._loop.epoch_loop.batch_progress.current.processed)
+
+    @property
     def has_begun(self) -> bool:
         """Whether a batch was taken in this process."""
         return self._epoch is not None
 
     def begin_epoch(self) -> None:
         """A new epoch; the loader is about to be iterated."""
+        self._before_epoch += self._in_epoch
+        self._in_epoch = 0
+        self._before_iteration = None
         self._data.cursor.set_epoch(self._trainer.current_epoch)
         self._data.refresh()
         self.restore_rng()
-        self._passes_done = self._taken = self._taken_by_steps = 0
 
     def begin_pass(self, index: int) -> None:
         """Batch ``index`` of the epoch is there."""
         self.restore_rng()
         self._epoch = self._trainer.current_epoch
+        if self._before_iteration is None:
+            self._before_iteration = self._processed
         self.this_pass = self._data.plan().pass_at(index) if self._data.is_dealt else None
 
     def end_pass(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""
-        self._passes_done = self._loop.epoch_loop.batch_progress.current.processed
-        self._taken += 1
-        if not self._loop._should_accumulate():
-            self._taken_by_steps = self._taken
+        if self._data.is_dealt:
+            self._in_epoch = self._data.plan().after(self._processed).samples
         # A validation that is cut short begins anew, so it has to draw the same again.
         due = is_validation_due(self._trainer)
         self._rng_of_step = rng.capture(self._trainer.strategy.root_device) if due else None
@@ -106,17 +118,23 @@ class ElasticPosition:
             return Position(ended)
         if self._epoch is None:
             return self._data.cursor.begin
-        if ended > self._epoch:
+        if self._has_ended:
             return Position(ended)
-        return self._data.plan().after(self._passes_done)
+        return self._data.plan().after(self._processed)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the epoch of the last batch is over; one that max_steps has cut short is not."""
+        if self._epoch is None or self._loop.epoch_progress.current.processed <= self._epoch:
+            return False
+        return bool(self._loop.epoch_loop.batch_progress.is_last_batch)
 
     @property
     def total_samples(self) -> int:
         """Samples that optimizer steps have used, of all epochs."""
         if not self._data.is_dealt:
             return 0
-        position = self.position
-        return position.epoch * self._data.plan().used + position.samples
+        return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
 
     def _rng_in(self, state: ElasticState) -> dict[str, Any]:
         """What this rank's generators were, if there were as many ranks; or a seed of its own."""
@@ -139,6 +157,12 @@ class ElasticPosition:
         state, data, loop = self._resumed, self._data, self._loop
         if state is None:
             return
+        if state.stopped:
+            self._trainer.should_stop = True
+            rank_zero_info(
+                f"elastic: the training was stopped at step {state.total_steps} before its last "
+                "epoch; nothing is left to do"
+            )
         loop._combined_loader_states_to_load = []  # those of rank 0, if any
         loop.setup_data()
         if data.goes_on_by_itself:
@@ -156,30 +180,50 @@ class ElasticPosition:
         if position.samples == 0:
             place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
             return
-        self._passes_done = plan.passes_after(position.steps)
+        passes = plan.passes_after(position.steps)
         self.validates_first = place_within_epoch(
             self._trainer,
             position,
             steps=steps,
-            passes=self._passes_done,
-            total_passes=before + self._passes_done,
+            passes=passes,
+            total_passes=before + passes,
             validated=state.validated,
         )
 
     def _loader_state(self) -> Any:
         """Of a loader that keeps its position itself; None between epochs."""
-        loader, begun = self._data.remembered, self._epoch
-        if loader is None or begun is None or self._loop.epoch_progress.current.processed > begun:
+        loader = self._data.remembered
+        if loader is None or self._has_ended:
             return None
-        return loader.state_after(self._taken_by_steps)
+        if self._before_iteration is None:
+            return self._data.resumed_loader
+        done = self._processed
+        beyond = 0 if not self._loop._should_accumulate() else done % self._script_accumulate
+        return loader.state_after(done - beyond - self._before_iteration)
+
+    @property
+    def _script_accumulate(self) -> int:
+        return int(self._trainer.accumulate_grad_batches)
+
+    def restore_metrics(self) -> None:
+        """What had been logged at the checkpoint: schedulers and callbacks may wait for it."""
+        saved = [] if self._resumed is None else self._resumed.metrics
+        if saved:
+            own = saved[self._trainer.global_rank % len(saved)]
+            metrics = {name: torch.tensor(value) for name, value in own.items()}
+            self._trainer._logger_connector._callback_metrics.update(metrics)
+
+    def _logged(self) -> dict[str, float]:
+        metrics = self._trainer.callback_metrics
+        return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Put all of this into a checkpoint. Collective."""
         trainer, data = self._trainer, self._data
         own = self._rng or self._rng_of_step or rng.capture(trainer.strategy.root_device)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        gathered = self._vote.gather((own, self._loader_state()))
-        states, of_loaders = ([each[index] for each in gathered] for index in range(2))
+        gathered = self._vote.gather((own, self._loader_state(), self._logged()))
+        states, of_loaders, metrics = (list(each) for each in zip(*gathered, strict=True))
         first, layout = data.layouts()
         position = self.position
         validated = position.samples == 0 or self._validated_step == trainer.global_step
@@ -195,4 +239,6 @@ class ElasticPosition:
             validated=validated,
             rng=[] if any("seed" in each for each in states) else states,
             loaders=[] if any(each is None for each in of_loaders) else of_loaders,
+            metrics=metrics,
+            stopped=trainer.should_stop and self._loop._can_stop_early,
         ).as_dict()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
@@ -17,6 +19,7 @@ from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
 from lightning_dist.integrations.checkpoint_last import folder_of
+from lightning_dist.integrations.early import EarlyCallback
 from lightning_dist.integrations.elastic_data import (
     ElasticData,
     ElasticSource,
@@ -34,7 +37,7 @@ _PATIENCE = 5.0
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class ElasticRestart(AsyncCheckpoint):
+class ElasticRestart(EarlyCallback, AsyncCheckpoint):
     """Saves, and goes on by itself from the newest whole checkpoint of ``dirpath`` at every start.
 
     Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,
@@ -91,6 +94,8 @@ class ElasticRestart(AsyncCheckpoint):
     ) -> None:
         require_policy(batch_policy)
         _require_keywords(kwargs)
+        if not dirpath:
+            raise ValueError("dirpath is the folder that every start looks into; give one")
         if keep < 1 or (every_n_epochs is not None and every_n_epochs < 0):
             raise ValueError(
                 "keep has to be positive, and every_n_epochs not negative; got "
@@ -142,10 +147,10 @@ class ElasticRestart(AsyncCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        restore_usual(trainer)  # after a fit that ended with an exception
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             super().setup(trainer, pl_module, stage)
             return
-        restore_usual(trainer)  # after a fit that ended with an exception
         require_plain_trainer(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
@@ -168,8 +173,8 @@ class ElasticRestart(AsyncCheckpoint):
         )
         warnings.filterwarnings("ignore", message=_UNRESUMABLE)  # our loaders are
 
+    @override
     def before_setup(self, trainer: pl.Trainer) -> None:
-        """Called by our strategies when ranks are known and loggers have not begun."""
         if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._life.identify(trainer, folder_of(self, trainer))
 
@@ -184,7 +189,7 @@ class ElasticRestart(AsyncCheckpoint):
                 "seen; give ElasticRestart a folder of its own, and fit(ckpt_path=...) to begin "
                 "from this checkpoint"
             )
-        self._life.resume(trainer, self._state)
+        self._life.resume(self._state, is_own=self._last.found is not None)
         data = ElasticData(
             trainer,
             policy=self._policy,
@@ -220,9 +225,12 @@ class ElasticRestart(AsyncCheckpoint):
         super().on_train_start(trainer, pl_module)
         if self._at is None or self._data is None:
             return
-        if self._state is not None and self._data.layout is not None:
-            factor = lr_factor(self._policy, before=self._state.layout, now=self._data.layout)
+        if self._data.layout is not None:
+            first, _ = self._data.layouts()
+            before = first if self._state is None else self._state.layout
+            factor = lr_factor(self._policy, before=before, now=self._data.layout)
             scale_learning_rates(trainer, factor)
+        self._at.restore_metrics()
         self._life.begin(trainer, self._state, self._data)
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_rng()
@@ -265,11 +273,10 @@ class ElasticRestart(AsyncCheckpoint):
         self._life.stepped(trainer, self._at.total_samples)
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             super().on_train_batch_end(trainer, *args, **kwargs)
+            self._life.beat()
             self._stop_if_told(trainer)
-            return
-        # What ends an epoch comes after this hook; a checkpoint waits for it.
-        self._epoch_is_due = self._is_due(trainer)
-        if self._session is not None:
+        elif self._session is not None:
+            # What ends an epoch comes after this hook; a checkpoint waits for it.
             self._session.deliver()
 
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
@@ -284,6 +291,7 @@ class ElasticRestart(AsyncCheckpoint):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
+        self._epoch_is_due = self._at is not None and self._is_due(trainer)
         # What waits for a metric (ReduceLROnPlateau) is not stepped in an epoch that was resumed.
         trainer.fit_loop._restarting = False
 
@@ -312,12 +320,12 @@ class ElasticRestart(AsyncCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._life.rest()
         if self._at is not None and self._at.has_begun:
             self._epoch_is_due = False
             if self._session is not None:
                 self._session.wait()
             self._save_now(trainer)
-        self._life.rest()
         super().on_train_end(trainer, pl_module)
         if self._at is not None:
             self._life.finish(trainer)
@@ -341,6 +349,13 @@ class ElasticRestart(AsyncCheckpoint):
         if self._data is not None:
             self._data.restore_settings()
         self._data = self._at = None
+        self._epoch_is_due = False
+
+    @override
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
+        # What a module logs under these names does not say what is newest.
+        step, epoch = torch.tensor(trainer.global_step), torch.tensor(trainer.current_epoch)
+        return {**super()._monitor_candidates(trainer), "step": step, "epoch": epoch}
 
     def _save_now(self, trainer: pl.Trainer) -> None:
         if self._session is not None and self._last_global_step_saved != trainer.global_step:
@@ -359,7 +374,8 @@ class ElasticRestart(AsyncCheckpoint):
             self._session.flush_removals()
             self._session.drain()
             self._session.agree_on_failures()
-        raise self._life.preempted(trainer)
+        reasons = self._vote.gather(self._life.reason)
+        raise self._life.preempted(trainer, reasons)
 
     @override
     def on_save_checkpoint(

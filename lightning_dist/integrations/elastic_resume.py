@@ -56,12 +56,16 @@ class RestartConnector(_CheckpointConnector):
 def restore_usual(trainer: pl.Trainer) -> None:
     """Give the trainer back what ElasticRestart has stood in for."""
     inner: Any = trainer
-    for owner, name in (
-        (inner, "_checkpoint_connector"),
-        (inner, "_signal_connector"),
-        (inner.fit_loop, "_data_source"),
-    ):
-        setattr(owner, name, getattr(getattr(owner, name), "usual", getattr(owner, name)))
+    connector, signals = inner._checkpoint_connector, inner._signal_connector
+    source = inner.fit_loop._data_source
+    if hasattr(connector, "usual"):
+        inner._checkpoint_connector = connector.usual
+    if hasattr(signals, "usual"):
+        signals.usual._original_handlers = signals._original_handlers
+        inner._signal_connector = signals.usual
+    if hasattr(source, "usual"):
+        source.usual.instance = source.instance
+        inner.fit_loop._data_source = source.usual
 
 
 def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes: int) -> None:
@@ -80,9 +84,9 @@ def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes:
     loop.epoch_loop._batches_that_stepped = steps
     loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
     loop.epoch_loop.scheduler_progress.reset_on_run()
-    # Not as a restart: a restarted loop asks first whether a validation is due at batch 0.
-    loop.restarting = False
-    for each in (loop, loop.epoch_loop):
+    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        # Not as a restart: a restarted loop asks first whether a validation is due at batch 0.
+        each._restarting = False  # the setter does not take it if the trainer counts steps
         each._loaded_from_state_dict = False
         each._resuming_from_checkpoint = True  # the iterator of the loader is fresh
 

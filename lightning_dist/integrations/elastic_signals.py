@@ -52,9 +52,11 @@ def notice_signals(environment: Any) -> tuple[signal.Signals, ...]:
     return tuple(signals)
 
 
-def requeue(environment: Any) -> None:
-    """Ask SLURM to start this job again, where Lightning would."""
+def requeue(environment: Any, reasons: list[str]) -> None:
+    """Ask SLURM to start this job again, unless all that was said is SIGTERM (scancel)."""
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return
+    if not set(reasons) - {"", signal.SIGTERM.name}:
         return
     job = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.checks import require_compressible
 from lightning_dist.integrations.ddp import attach, connect_optimizers
+from lightning_dist.integrations.early import EarlyCallback
 from lightning_dist.integrations.elastic_environment import FollowsLauncher
 from lightning_dist.integrations.into_checkpointer import IntoCheckpointer
 from lightning_dist.integrations.process_group import init_process_group
@@ -55,8 +56,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # Lightning's own first hook comes when the loggers have begun.
-            if hasattr(callback, "before_setup"):
+            if isinstance(callback, EarlyCallback):
                 callback.before_setup(trainer)
 
     @override

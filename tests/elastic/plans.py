@@ -26,12 +26,16 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 def relaid(draw: st.DrawFn, first: Layout) -> Layout:
     """The same global batch, on other ranks with another micro batch."""
-    return layout_for(
-        "constant_global",
-        first,
-        world_size=draw(st.integers(1, min(7, first.global_batch))),
-        micro_batch=draw(st.integers(1, 5)),
+    ranks = draw(st.integers(1, min(7, first.global_batch)))
+    return constant(first, world_size=ranks, micro_batch=draw(st.integers(1, 5)))
+
+
+def constant(first: Layout, *, world_size: int, micro_batch: int) -> Layout:
+    """What ``constant_global`` makes of ``first`` where the script asks for this."""
+    script = Layout.of_script(
+        world_size=world_size, micro_batch=micro_batch, accumulate=first.accumulate
     )
+    return layout_for("constant_global", first, script=script)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import layouts
+from plans import constant, layouts
 
 from lightning_dist.elastic.layout import (
     BatchPolicy,
@@ -53,15 +53,15 @@ def test_no_fewer_passes_would_do(layout: Layout, count: int) -> None:
 def test_a_constant_global_batch_takes_other_passes(
     world_size: int, micro_batch: int, accumulate: int
 ) -> None:
-    layout = layout_for("constant_global", FIRST, world_size=world_size, micro_batch=micro_batch)
+    layout = constant(FIRST, world_size=world_size, micro_batch=micro_batch)
     assert layout == Layout(world_size, micro_batch, accumulate, 64)
     assert layout.passes_for(64) == accumulate
 
 
 @pytest.mark.parametrize("policy", ["scale_lr", "scale_lr:sqrt", "fixed_micro"])
-def test_other_policies_keep_the_passes(policy: BatchPolicy) -> None:
-    assert layout_for(policy, FIRST, world_size=6, micro_batch=8) == Layout(6, 8, 2, 96)
-    assert layout_for(policy, FIRST, world_size=200, micro_batch=1) == Layout(200, 1, 2, 400)
+def test_other_policies_do_what_the_script_says(policy: BatchPolicy) -> None:
+    script = Layout.of_script(world_size=6, micro_batch=8, accumulate=3)
+    assert layout_for(policy, FIRST, script=script) == script == Layout(6, 8, 3, 144)
 
 
 def test_more_ranks_than_samples() -> None:
@@ -70,7 +70,7 @@ def test_more_ranks_than_samples() -> None:
         "ranks; got 65 ranks. Start fewer, or use batch_policy='scale_lr'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        layout_for("constant_global", FIRST, world_size=65, micro_batch=8)
+        constant(FIRST, world_size=65, micro_batch=8)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ def test_more_ranks_than_samples() -> None:
     [("constant_global", 1.0), ("fixed_micro", 1.0), ("scale_lr", 0.25), ("scale_lr:sqrt", 0.5)],
 )
 def test_learning_rates_follow_the_global_batch(policy: BatchPolicy, factor: float) -> None:
-    now = layout_for(policy, FIRST, world_size=1, micro_batch=8)
+    script = Layout.of_script(world_size=1, micro_batch=8, accumulate=FIRST.accumulate)
+    now = layout_for(policy, FIRST, script=script)
     assert lr_factor(policy, before=FIRST, now=now) == factor
     assert lr_factor(policy, before=now, now=FIRST) == 1 / factor
     assert lr_factor(policy, before=FIRST, now=FIRST) == 1.0

@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import Epoch, epochs, relaid, steps_of
+from plans import Epoch, constant, epochs, relaid, steps_of
 
-from lightning_dist.elastic.layout import Layout, layout_for
+from lightning_dist.elastic.layout import Layout
 from lightning_dist.elastic.plan import EpochPlan, Position, full_size
 
 
@@ -136,7 +136,7 @@ def test_an_epoch_of_many_restarts_has_every_sample_once(
 
 def test_an_example() -> None:
     """Ten samples left of a global batch of 8 on 3 ranks, two samples a pass."""
-    layout = layout_for("constant_global", Layout(4, 2, 1, 8), world_size=3, micro_batch=2)
+    layout = constant(Layout(4, 2, 1, 8), world_size=3, micro_batch=2)
     plans = [EpochPlan(layout, rank, Position(1, 8, 1), 18) for rank in range(3)]
     got = [
         [[(list(each.samples), each.weight) for each in step] for step in steps_of(plan)]

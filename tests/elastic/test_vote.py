@@ -31,11 +31,10 @@ def test_all_hear_at_once_what_any_wished_one_call_before(calls: list[tuple[bool
     assert heard == [[False, *map(any, calls)]] * size
 
 
-def test_a_rank_alone_hears_itself_one_call_later() -> None:
+def test_a_rank_alone_has_nobody_to_wait_for() -> None:
     vote = Vote(None)
-    assert [vote.cast(wish) for wish in (True, False, True, True, False)] == [
-        *(False, True, False, True, True)
-    ]
+    wishes = [True, False, True, True, False]
+    assert [vote.cast(wish) for wish in wishes] == wishes
     assert vote.are_equal(3)
     assert vote.gather("x") == ["x"]
 

@@ -43,8 +43,8 @@ def start(what: str, folder: Path, **environment: str):
 
 def test_a_signal_ends_a_process_well(tmp_path: Path) -> None:
     done = start("SIGTERM", tmp_path / "run").require_success()
-    assert "elastic: stopped at step 9 (SIGTERM), everything is saved" in done.output
-    assert max(committed(tmp_path / "run" / "account")) == 9
+    assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
+    assert max(committed(tmp_path / "run" / "account")) == 8
 
 
 def test_slurm_is_asked_for_another_start(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_slurm_is_asked_for_another_start(tmp_path: Path) -> None:
     path = f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}"
     start("SIGUSR1", tmp_path / "run", PATH=path, **slurm).require_success()
     assert asked.read_text() == "requeue 17\n"
-    assert max(committed(tmp_path / "run" / "account")) == 9
+    assert max(committed(tmp_path / "run" / "account")) == 8
 
 
 @pytest.mark.parametrize(
