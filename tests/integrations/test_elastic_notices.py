@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from elastic_runs import FailAt, committed, fit, hash_of
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from processes import run
 
 from lightning_dist.elastic.watchdog import EXIT_STUCK
-from lightning_dist.integrations.elastic_signals import Preempted
+from lightning_dist.integrations.elastic_signals import Preempted, requeue
 
 MAIN = """
 import signal, sys, os
@@ -59,6 +60,21 @@ def test_slurm_is_asked_for_another_start(tmp_path: Path) -> None:
     start("SIGUSR1", tmp_path / "run", PATH=path, **slurm).require_success()
     assert asked.read_text() == "requeue 17\n"
     assert max(committed(tmp_path / "run" / "account")) == 8
+
+
+def test_a_job_that_is_cancelled_is_not_started_again(tmp_path: Path) -> None:
+    asked, reasons = tmp_path / "asked", ["SIGTERM", ""]
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {asked}\n')
+    scontrol.chmod(0o755)
+    environment = {"SLURM_JOB_ID": "17", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        requeue(SLURMEnvironment(), reasons)
+        assert not asked.exists()
+        requeue(SLURMEnvironment(), ["SIGTERM", "preemption notice"])
+    assert asked.read_text() == "requeue 17\n"
 
 
 @pytest.mark.parametrize(
