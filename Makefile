@@ -1,5 +1,6 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
-# make test      the whole test suite         make lint   style        make types   mypy
+# make test      the tests, in under 10 minutes      make test-slow   whole jobs under torchrun
+# make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make clean
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: install test demo lint types bench tables clean
+.PHONY: install test test-slow demo lint types bench tables clean
 
 install: .venv/installed
 
@@ -19,6 +20,9 @@ install: .venv/installed
 
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-slow: install
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 demo: install
 	$(BIN)/python examples/demo.py

@@ -148,6 +148,7 @@ def test_help_has_examples() -> None:
     assert "lightning-dist launch --nproc-per-node 8 train.py" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_failed_rank_is_started_again(script: Path) -> None:
     script.write_text(
         "import os, sys\nprint('start', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
@@ -157,11 +158,13 @@ def test_a_failed_rank_is_started_again(script: Path) -> None:
     assert finished.output.count("start 0") == finished.output.count("start 1") == 1
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_torchrun(script: Path) -> None:
     script.write_text("import sys\nsys.exit(7)\n")
     assert run([*PROGRAM, "--max-restarts=0", script], limit=100).returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_ranks(script: Path, sent: signal.Signals) -> None:
     script.write_text(

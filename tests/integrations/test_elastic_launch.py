@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from processes import Finished, port, run_together
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("scenarios") / "elastic_job.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
 LIMIT = 100.0

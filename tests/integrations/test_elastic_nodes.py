@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import port, run_together
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("scenarios") / "elastic_nodes.py"
 PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
 LIMIT = 110.0
@@ -30,3 +32,13 @@ def test_a_node_comes_and_goes(tmp_path: Path) -> None:
     assert lost.returncode == -9
     assert (tmp_path / "starts").read_text().split() == ["1", "2", "1"]
     assert (tmp_path / "ended").exists()
+
+
+def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "elastic_train.py"
+    arguments = ["--folder", str(tmp_path / "out"), "--steps", "12"]
+    command = [*PROGRAM, "--nproc-per-node", "2", str(example), *arguments]
+    (done,) = run_together([command], [{}], limit=LIMIT)
+    done.require_success()
+    assert "elastic: world 2, fresh start; global batch 16: 1 pass on 2 ranks" in done.output
+    assert list((tmp_path / "out").glob("*step=12.ckpt"))
