@@ -70,6 +70,9 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     except AssertionError as error:
         verdict.require(False, "ids", str(error))
         return
+    last = _last_step(folder)
+    # What a dead start did beyond the last step that counts has been undone with it.
+    steps = {number: step for number, step in steps.items() if last is None or number <= last}
     if not steps:
         verdict.require(False, "ids", "no step is committed")
         return
@@ -82,6 +85,12 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     if verdict.problems:
         text = (folder / "output.txt").read_text(errors="replace")
         verdict.output = without_paths(text).splitlines()[:_OUTPUT_LINES]
+
+
+def _last_step(folder: Path) -> int | None:
+    """Optimizer steps when the training had ended; a larger global batch takes fewer."""
+    ends = [json.loads(path.read_text()) for path in folder.glob("end-*.json")]
+    return max((end["step"] for end in ends), default=None)
 
 
 def _check_ends(verdict: Verdict, folder: Path) -> None:

@@ -80,7 +80,8 @@ class RunLife:
             start = self._last_start()
             self._before = self._journal.last_progress()
             run_id = self.run_id or start.get("run_id") or secrets.token_hex(6)
-            said = run_id, _seed(seed, start.get("seed")), start.get("first")
+            begun = None if self._before is None else start.get("first")  # if it did any step
+            said = run_id, _seed(seed, start.get("seed")), begun
         self.run_id, self.seed, first = trainer.strategy.broadcast(said)
         self.first = None if first is None else Layout(**first)
         self._given_seed = seed
