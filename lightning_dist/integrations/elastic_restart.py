@@ -320,7 +320,7 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._life.rest()
+        self._life.beat()
         if self._at is not None and self._at.has_begun:
             self._epoch_is_due = False
             if self._session is not None:
