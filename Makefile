@@ -55,4 +55,4 @@ tables: install
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out elastic_out

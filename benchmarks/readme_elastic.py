@@ -29,7 +29,9 @@ def campaign(result: Result) -> str | None:
     text = (
         f"Small trainings of 1 to 4 ranks under torch's elastic agent, drawn at random from seed "
         f"{seed}. Broken would be: {_PROBLEM_NAMES}. To a new step: from the last fault to a step "
-        "not done before, by ranks forked from a process that has imported everything; median."
+        "not done before, by ranks forked from a process that has imported everything; median. The "
+        "20 s are of sharded checkpoints written on a thread, which waits for what the dead had to "
+        "write; a writer process, the default, does not keep the survivors."
     )
     return "\n\n".join([table(heads, lines), caption(text, result)])
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ STRATEGIES = ("compressed_ddp", "ddp")
 OUTCOMES = ("finished", "failed", "hung")
 _RANKS = 2
 _STEPS = 8
+_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Trial:
     step: int
     outcome: str = ""
     seconds: float = 0.0
+    said: tuple[str, ...] = ()
+    """The last lines of a job that did not finish."""
 
 
 def planned(
@@ -81,8 +84,16 @@ def run(trial: Trial, *, restarts: int, bound: float) -> Trial:
             _kill(job)
         if not (Path(folder) / "died").exists():
             raise RuntimeError(f"no rank died in {trial}: {(Path(folder) / 'output').read_text()}")
+        output = (Path(folder) / "output").read_text(errors="replace")
+    said = () if outcome == "finished" else _without_paths(output).splitlines()[-_LINES:]
     seconds = round(time.monotonic() - began, 2)
-    return Trial(**{**asdict(trial), "outcome": outcome, "seconds": seconds})
+    return replace(trial, outcome=outcome, seconds=seconds, said=tuple(said))
+
+
+def _without_paths(text: str) -> str:
+    for path in (str(REPOSITORY), sys.prefix, tempfile.gettempdir()):
+        text = text.replace(path, "...")
+    return text
 
 
 def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
