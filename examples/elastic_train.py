@@ -26,7 +26,7 @@ def main() -> None:
         accelerator="cpu",
         max_epochs=1,
         limit_train_batches=arguments.steps,
-        val_check_interval=50,
+        val_check_interval=0.5,
         logger=False,
         callbacks=[ElasticRestart(arguments.folder, every_n_train_steps=10, hang_timeout=120)],
     )
