@@ -35,6 +35,10 @@ class Vote:
         self._sent = (flag, work)
         return before
 
+    def end(self) -> None:
+        """Wait for the last vote: a process must not leave while others still count with it."""
+        self._take()
+
     def _take(self) -> bool:
         sent, self._sent = self._sent, None
         if sent is None:

@@ -327,6 +327,7 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
                 self._session.wait()
             self._save_now(trainer)
         super().on_train_end(trainer, pl_module)
+        self._vote.end()
         if self._at is not None:
             self._life.finish(trainer)
 

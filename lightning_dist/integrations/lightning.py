@@ -113,6 +113,9 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        # A process that exits with messages unread resets its connections, and with them what the
+        # other ranks have not read of its last ones.
+        self.barrier("end of training")
         assert self.lightning_module is not None
         if self.lightning_module.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._log_comm(self.lightning_module.trainer)
