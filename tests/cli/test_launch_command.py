@@ -168,7 +168,7 @@ def test_the_exit_code_of_torchrun(script: Path) -> None:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_ranks(script: Path, sent: signal.Signals) -> None:
     script.write_text(
-        "import os, signal\nprint('rank', os.getpid(), flush=True)\nwhile True: signal.pause()\n"
+        "import os, signal\nos.write(1, b'rank %d\\n' % os.getpid())\nwhile True: signal.pause()\n"
     )
     command = [*PROGRAM, "--nproc-per-node=2", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
