@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_dist.elastic.deadline import Deadline
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.notice import Deadline
 
 EXIT_STUCK = 76
 """Exit code of a process that ended itself because it hung, or its grace period was over."""

@@ -62,6 +62,7 @@ class ElasticData:
         self.facts: LoaderFacts | None = None
         self.first: Layout | None = None
         self.layout: Layout | None = None
+        self._epoch_size: int | None = None
         if resumed is not None:
             self.cursor.begin = resumed.position
 
@@ -84,6 +85,8 @@ class ElasticData:
         first = self._first_layout()
         self.layout = layout_for(self._policy, first, script=self._script_layout())
         self.first = first
+        limit = self._limited(first, self.facts)
+        self._epoch_size = full_size(self.facts.size, limit_passes=limit, layout=first)
         self._translate(first, self.layout)
         return shard(
             loader,
@@ -169,25 +172,22 @@ class ElasticData:
         """The passes of the present epoch on this rank."""
         assert self.facts is not None
         assert self.layout is not None
-        assert self.first is not None
-        size = full_size(self.facts.size, limit_passes=self._limited(), layout=self.first)
+        assert self._epoch_size is not None
         return EpochPlan(
             self.layout,
             self._trainer.global_rank,
             self.cursor.begin,
-            size,
+            self._epoch_size,
             drop_last=self.facts.drop_last,
         )
 
-    def _limited(self) -> int | None:
+    def _limited(self, first: Layout, facts: LoaderFacts) -> int | None:
         """Passes of an epoch that the script wants, in the layout of the first start."""
-        assert self.facts is not None
-        assert self.first is not None
         if isinstance(self._limit, int):
             return self._limit
         if self._limit == 1.0:
             return None
-        whole = EpochPlan(self.first, 0, Position(), self.facts.size, self.facts.drop_last)
+        whole = EpochPlan(first, 0, Position(), facts.size, facts.drop_last)
         return int(len(whole) * self._limit)
 
     def _translate(self, first: Layout, now: Layout) -> None:

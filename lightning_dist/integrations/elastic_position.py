@@ -198,12 +198,9 @@ class ElasticPosition:
         if self._before_iteration is None:
             return self._data.resumed_loader
         done = self._processed
-        beyond = 0 if not self._loop._should_accumulate() else done % self._script_accumulate
+        accumulate = self._trainer.accumulate_grad_batches
+        beyond = done % accumulate if self._loop._should_accumulate() else 0
         return loader.state_after(done - beyond - self._before_iteration)
-
-    @property
-    def _script_accumulate(self) -> int:
-        return int(self._trainer.accumulate_grad_batches)
 
     def restore_metrics(self) -> None:
         """What had been logged at the checkpoint: schedulers and callbacks may wait for it."""

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
@@ -17,9 +15,9 @@ from lightning_dist.elastic.plan import Pass
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
-from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
 from lightning_dist.integrations.checkpoint_last import folder_of
 from lightning_dist.integrations.early import EarlyCallback
+from lightning_dist.integrations.elastic_account import RunAccount
 from lightning_dist.integrations.elastic_data import (
     ElasticData,
     ElasticSource,
@@ -30,14 +28,13 @@ from lightning_dist.integrations.elastic_life import RunLife
 from lightning_dist.integrations.elastic_lr import scale_learning_rates
 from lightning_dist.integrations.elastic_position import ElasticPosition
 from lightning_dist.integrations.elastic_resume import RestartConnector, restore_usual
+from lightning_dist.integrations.elastic_saves import NewestCheckpoint
 from lightning_dist.integrations.elastic_signals import NoticeConnector
 
-_PATIENCE = 5.0
-"""Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class ElasticRestart(EarlyCallback, AsyncCheckpoint):
+class ElasticRestart(EarlyCallback, NewestCheckpoint):
     """Saves, and goes on by itself from the newest whole checkpoint of ``dirpath`` at every start.
 
     Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,
@@ -93,45 +90,25 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
         **kwargs: Any,
     ) -> None:
         require_policy(batch_policy)
-        _require_keywords(kwargs)
-        if not dirpath:
-            raise ValueError("dirpath is the folder that every start looks into; give one")
-        if keep < 1 or (every_n_epochs is not None and every_n_epochs < 0):
-            raise ValueError(
-                "keep has to be positive, and every_n_epochs not negative; got "
-                f"{keep} and {every_n_epochs}"
-            )
-        if not every_n_train_steps and every_n_epochs == 0:
-            raise ValueError(
-                "checkpoints are taken neither after steps nor after epochs; set "
-                "every_n_train_steps= or every_n_epochs="
-            )
-        # ModelCheckpoint takes one trigger. That at the end of an epoch is ours.
-        if every_n_train_steps:
-            kwargs["every_n_train_steps"] = every_n_train_steps
         super().__init__(
             dirpath,
-            monitor="step",
-            mode="max",
-            save_top_k=keep,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            keep=keep,
             format=format,
             **kwargs,
         )
-        self._each_epochs = (
-            (0 if every_n_train_steps else 1) if every_n_epochs is None else every_n_epochs
-        )
-        self._patience = _PATIENCE
         self._policy = batch_policy
         self._exact = exact_data
         self._seed = seed
-        self._life = RunLife(
-            EndSettings(
-                preempted=preempted,
-                poll_s=poll_s,
-                grace_period=grace_period,
-                hang_timeout=hang_timeout,
-            )
+        self._account = RunAccount()
+        ending = EndSettings(
+            preempted=preempted,
+            poll_s=poll_s,
+            grace_period=grace_period,
+            hang_timeout=hang_timeout,
         )
+        self._life = RunLife(ending, self._account)
         self._vote = Vote(None)
         self._vote_group: dist.ProcessGroup | None = None
         self._state: ElasticState | None = None
@@ -155,7 +132,8 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._state = self._data = self._at = None
-        self._life.open(trainer, folder_of(self, trainer), seed=self._seed)
+        self._life.open()
+        self._account.open(trainer, folder_of(self, trainer), seed=self._seed)
         found = self._find_last_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
         if trainer.world_size > 1 and self._vote_group is None:
@@ -176,7 +154,7 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._life.identify(trainer, folder_of(self, trainer))
+            self._account.identify(trainer, folder_of(self, trainer))
 
     def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         """Know where to go on, before anything is restored."""
@@ -189,14 +167,15 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
                 "seen; give ElasticRestart a folder of its own, and fit(ckpt_path=...) to begin "
                 "from this checkpoint"
             )
-        self._life.resume(self._state, is_own=self._last.found is not None)
+        self._life.beat()
+        self._account.resume(self._state, is_own=self._last.found is not None)
         data = ElasticData(
             trainer,
             policy=self._policy,
             exact=self._exact,
             resumed=self._state,
-            begun=self._life.first,
-            seed=self._life.seed,
+            begun=self._account.first,
+            seed=self._account.seed,
             on_first=self._restore_rng,
         )
         self._data = data
@@ -206,8 +185,8 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
             resumed=self._state,
             path=path,
             vote=self._vote,
-            run_id=self._life.run_id,
-            seed=self._life.seed,
+            run_id=self._account.run_id,
+            seed=self._account.seed,
         )
         loop: Any = trainer.fit_loop
         loop._data_source = ElasticSource(loop._data_source, data)
@@ -231,7 +210,8 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
             factor = lr_factor(self._policy, before=before, now=self._data.layout)
             scale_learning_rates(trainer, factor)
         self._at.restore_metrics()
-        self._life.begin(trainer, self._state, self._data)
+        self._account.begin(trainer, self._state, self._data)
+        self._life.begin()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_rng()
 
@@ -270,7 +250,7 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
         self._life.beat()
         if trainer.fit_loop._should_accumulate():
             return
-        self._life.stepped(trainer, self._at.total_samples)
+        self._account.stepped(trainer, self._at.total_samples)
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             super().on_train_batch_end(trainer, *args, **kwargs)
             self._life.beat()
@@ -279,19 +259,10 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
             # What ends an epoch comes after this hook; a checkpoint waits for it.
             self._session.deliver()
 
-    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
-        """That there are checkpoints is what a restart is for."""
-
-    def _is_due(self, trainer: pl.Trainer) -> bool:
-        each = self._every_n_train_steps
-        by_steps = each >= 1 and trainer.global_step % each == 0
-        by_epochs = self._each_epochs and (trainer.current_epoch + 1) % self._each_epochs == 0
-        return bool(by_steps or by_epochs)
-
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
-        self._epoch_is_due = self._at is not None and self._is_due(trainer)
+        self._epoch_is_due = self._at is not None and self._is_due_after_epoch(trainer)
         # What waits for a metric (ReduceLROnPlateau) is not stepped in an epoch that was resumed.
         trainer.fit_loop._restarting = False
 
@@ -323,13 +294,12 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
         self._life.beat()
         if self._at is not None and self._at.has_begun:
             self._epoch_is_due = False
-            if self._session is not None:
-                self._session.wait()
-            self._save_now(trainer)
+            self._save_at_last(trainer)
         super().on_train_end(trainer, pl_module)
         self._vote.end()
         if self._at is not None:
-            self._life.finish(trainer)
+            self._life.finish()
+            self._account.finish(trainer)
 
     @override
     def on_exception(
@@ -352,29 +322,11 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
         self._data = self._at = None
         self._epoch_is_due = False
 
-    @override
-    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
-        # What a module logs under these names does not say what is newest.
-        step, epoch = torch.tensor(trainer.global_step), torch.tensor(trainer.current_epoch)
-        return {**super()._monitor_candidates(trainer), "step": step, "epoch": epoch}
-
-    def _save_now(self, trainer: pl.Trainer) -> None:
-        if self._session is not None and self._last_global_step_saved != trainer.global_step:
-            candidates = self._monitor_candidates(trainer)
-            self._save_topk_checkpoint(trainer, candidates)
-            self._save_last_checkpoint(trainer, candidates)
-
     def _stop_if_told(self, trainer: pl.Trainer) -> None:
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
         if not self._vote.cast(self._life.is_told):
             return
-        if self._session is not None:
-            self._session.wait()  # and skip nothing, whatever on_busy says
-        self._save_now(trainer)
-        if self._session is not None:
-            self._session.flush_removals()
-            self._session.drain()
-            self._session.agree_on_failures()
+        self._save_for_good(trainer)
         reasons = self._vote.gather(self._life.reason)
         raise self._life.preempted(trainer, reasons)
 
@@ -384,13 +336,3 @@ class ElasticRestart(EarlyCallback, AsyncCheckpoint):
     ) -> None:
         if self._at is not None:
             self._at.add_to(checkpoint)
-
-
-def _require_keywords(kwargs: dict[str, Any]) -> None:
-    ours = {"monitor", "mode", "save_top_k", "save_last", "train_time_interval"}
-    ours |= {"save_weights_only", "save_on_train_epoch_end", "save_on_exception"}
-    if taken := sorted(ours & kwargs.keys()):
-        raise ValueError(
-            f"ElasticRestart keeps the newest checkpoints (keep=), so {', '.join(taken)} could not "
-            "take effect; use an AsyncCheckpoint beside it, with a folder of its own, for the best"
-        )

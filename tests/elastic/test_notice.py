@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_dist.elastic.notice import Deadline, Notices
+from lightning_dist.elastic.notice import Notices
 
 LIMIT = 20.0
 
@@ -223,20 +223,3 @@ def test_nobody_asks_after_the_end() -> None:
     asked[0].join(LIMIT)
     assert not asked[0].is_alive()
     assert len(asked) == 1
-
-
-def test_a_deadline() -> None:
-    now = [100.0]
-    deadline = Deadline(lambda: now[0])
-    assert deadline.expired() == ""
-    deadline.set(5, "late")
-    now[0] = 104.9
-    assert deadline.expired() == ""
-    now[0] = 105.0
-    assert deadline.expired() == "late"
-    deadline.set(5, "later")
-    assert deadline.expired() == ""
-    now[0] = 200.0
-    assert deadline.expired() == "later"
-    deadline.clear()
-    assert deadline.expired() == ""

@@ -10,6 +10,7 @@ import pytest
 from processes import Finished, run
 
 from lightning_dist.elastic import watchdog
+from lightning_dist.elastic.deadline import Deadline
 from lightning_dist.elastic.watchdog import EXIT_STUCK, Watchdog
 
 LIMIT = 20.0
@@ -151,3 +152,20 @@ def test_whatever_it_cannot_say_it_ends(way: str) -> None:
     finished = hang(way)
     assert finished.returncode == EXIT_STUCK
     assert "last words: no progress for 0.2 s\n" in finished.output
+
+
+def test_a_deadline() -> None:
+    now = [100.0]
+    deadline = Deadline(lambda: now[0])
+    assert deadline.expired() == ""
+    deadline.set(5, "late")
+    now[0] = 104.9
+    assert deadline.expired() == ""
+    now[0] = 105.0
+    assert deadline.expired() == "late"
+    deadline.set(5, "later")
+    assert deadline.expired() == ""
+    now[0] = 200.0
+    assert deadline.expired() == "later"
+    deadline.clear()
+    assert deadline.expired() == ""

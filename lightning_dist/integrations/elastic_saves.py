@@ -1,0 +1,107 @@
+"""Which checkpoints a run keeps to go on from: the newest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+
+_PATIENCE = 5.0
+"""Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
+
+
+class NewestCheckpoint(AsyncCheckpoint):
+    """Keeps the newest checkpoints of one folder, after steps or after epochs or both.
+
+    Args:
+        dirpath: the folder.
+        every_n_train_steps: optimizer steps between two. None: at the end of epochs only.
+        every_n_epochs: epochs between two. None: 1, unless ``every_n_train_steps`` is given.
+        keep: how many stay.
+        **kwargs: as of :class:`~lightning_dist.AsyncCheckpoint`, but for what says which are kept.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    def __init__(
+        self,
+        dirpath: Any,
+        *,
+        every_n_train_steps: int | None,
+        every_n_epochs: int | None,
+        keep: int,
+        **kwargs: Any,
+    ) -> None:
+        _require_keywords(kwargs)
+        if not dirpath:
+            raise ValueError("dirpath is the folder that every start looks into; give one")
+        if keep < 1 or (every_n_epochs is not None and every_n_epochs < 0):
+            raise ValueError(
+                "keep has to be positive, and every_n_epochs not negative; got "
+                f"{keep} and {every_n_epochs}"
+            )
+        if not every_n_train_steps and every_n_epochs == 0:
+            raise ValueError(
+                "checkpoints are taken neither after steps nor after epochs; set "
+                "every_n_train_steps= or every_n_epochs="
+            )
+        # ModelCheckpoint takes one trigger. That at the end of an epoch is ours.
+        if every_n_train_steps:
+            kwargs["every_n_train_steps"] = every_n_train_steps
+        super().__init__(dirpath, monitor="step", mode="max", save_top_k=keep, **kwargs)
+        self._each_epochs = (
+            (0 if every_n_train_steps else 1) if every_n_epochs is None else every_n_epochs
+        )
+        self._patience = _PATIENCE
+
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
+        """That there are checkpoints is what a restart is for."""
+
+    @override
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
+        # What a module logs under these names does not say what is newest.
+        step, epoch = torch.tensor(trainer.global_step), torch.tensor(trainer.current_epoch)
+        return {**super()._monitor_candidates(trainer), "step": step, "epoch": epoch}
+
+    def _is_due_after_epoch(self, trainer: pl.Trainer) -> bool:
+        each = self._every_n_train_steps
+        by_steps = each >= 1 and trainer.global_step % each == 0
+        by_epochs = self._each_epochs and (trainer.current_epoch + 1) % self._each_epochs == 0
+        return bool(by_steps or by_epochs)
+
+    def _save_now(self, trainer: pl.Trainer) -> None:
+        """Save this step, if it is not saved yet."""
+        if self._session is not None and self._last_global_step_saved != trainer.global_step:
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+    def _save_at_last(self, trainer: pl.Trainer) -> None:
+        """Save this step, and skip nothing, whatever ``on_busy`` says."""
+        if self._session is not None:
+            self._session.wait()
+        self._save_now(trainer)
+
+    def _save_for_good(self, trainer: pl.Trainer) -> None:
+        """Save this step, and return when all is durable."""
+        self._save_at_last(trainer)
+        if self._session is not None:
+            self._session.flush_removals()
+            self._session.drain()
+            self._session.agree_on_failures()
+
+
+def _require_keywords(kwargs: dict[str, Any]) -> None:
+    ours = {"monitor", "mode", "save_top_k", "save_last", "train_time_interval"}
+    ours |= {"save_weights_only", "save_on_train_epoch_end", "save_on_exception"}
+    if taken := sorted(ours & kwargs.keys()):
+        raise ValueError(
+            f"ElasticRestart keeps the newest checkpoints (keep=), so {', '.join(taken)} could not "
+            "take effect; use an AsyncCheckpoint beside it, with a folder of its own, for the best"
+        )
