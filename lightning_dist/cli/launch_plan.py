@@ -13,6 +13,8 @@ RESTARTS = 3
 LAST_CALL = {"last_call_timeout": "5"}
 KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
 """A node that died is dropped after their product, in seconds."""
+JOIN_TIMEOUT = "600"
+"""Seconds for which torchrun waits for the fewest nodes, if nobody says otherwise."""
 
 
 @dataclass
@@ -58,6 +60,12 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
         if ours.keys() - theirs.keys():
             add(f"--rdzv-conf={settings}", "do not wait long for nodes that may not come")
+        if fewest > 1:
+            patience = theirs.get("join_timeout", JOIN_TIMEOUT)
+            made.notes.append(
+                f"a RendezvousTimeoutError will mean that for {patience} s (join_timeout in "
+                f"--rdzv-conf) there were fewer than {fewest} nodes"
+            )
     if SHARING not in environ and backend != "static":
         made.environment[SHARING] = "1"
         made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("scenarios") / "elastic_nodes.py"
 PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
 LIMIT = 110.0
+QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 @pytest.mark.timeout(LIMIT + 20)
@@ -23,7 +24,7 @@ def test_a_node_comes_and_goes(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     command = [
         *(*PROGRAM, "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port()}"),
-        *("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        *("--rdzv-conf", QUICK),
         *(str(SCRIPT), str(tmp_path)),
     ]
     second = ["sh", "-c", f"cat {shlex.quote(str(pipe))} && exec {shlex.join(command)}"]
@@ -32,6 +33,25 @@ def test_a_node_comes_and_goes(tmp_path: Path) -> None:
     assert lost.returncode == -9
     assert (tmp_path / "starts").read_text().split() == ["1", "2", "1"]
     assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.timeout(LIMIT + 20)
+def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{port()}"
+    first, second = (
+        [
+            *(*PROGRAM, "--nnodes", "2:3", "--rdzv-endpoint", endpoint),
+            *("--rdzv-conf", f"{QUICK},join_timeout=15,is_host={is_host}"),
+            *(str(SCRIPT), str(tmp_path)),
+        ]
+        for is_host in ("true", "false")
+    )
+    stayed, lost = run_together([first, second], [{}, {"SECOND_NODE": "1"}], limit=LIMIT)
+    assert lost.returncode == -9
+    assert stayed.returncode == 1
+    assert "RendezvousTimeoutError" in stayed.output
+    assert (tmp_path / "starts").read_text().split() == ["2"]
+    assert not (tmp_path / "ended").exists()
 
 
 def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
