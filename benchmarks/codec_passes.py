@@ -128,7 +128,7 @@ class ChunkPasses(Passes):
         state = ReducerState()
         self.chunks: Sequence[Chunk] = [
             make(
-                codec,  # type: ignore[arg-type]
+                codec,
                 slots=slots,
                 bucket=self.bucket,
                 network=network,

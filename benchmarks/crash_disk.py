@@ -48,7 +48,7 @@ class Boundaries:
         if exchange:
             storage._exchange = self._counted("exchange", storage._exchange)
         else:
-            storage.ctypes.CDLL = lambda *_, **__: None  # type: ignore[misc,assignment]
+            storage.ctypes.CDLL = lambda *_, **__: None
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*arguments: Any, **options: Any) -> Any:

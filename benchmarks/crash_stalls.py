@@ -25,7 +25,7 @@ def slow_disk(trial: Trial, chance: random.Random) -> None:
 
     def train(report: Report) -> None:
         storage = SlowStorage()
-        writers.Writer = functools.partial(Writer, find_storage=storage.find)  # type: ignore
+        writers.Writer = functools.partial(Writer, find_storage=storage.find)
         Trainer(trial.kept, report, gate=storage.gate).run(STEPS)
 
     child = Child(train)

@@ -130,8 +130,8 @@ class Trainer:
         self._superseded: list[str] = []
         self._checkpointer = Checkpointer(
             CheckpointSettings(
-                snapshot=run.snapshot,  # type: ignore[arg-type]
-                writer=run.writer,  # type: ignore[arg-type]
+                snapshot=run.snapshot,
+                writer=run.writer,
                 max_in_flight=run.max_in_flight,
                 on_error="warn",
             )

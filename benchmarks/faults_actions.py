@@ -88,9 +88,9 @@ class _WhileWriting(L.Callback):
         self.armed = armed
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        self.on_train_batch_end = lambda *_, **__: None  # type: ignore[method-assign]
+        self.on_train_batch_end = lambda *_, **__: None
         usual = os.fsync
-        os.fsync = lambda file: (self.armed.meet(trainer), usual(file))[1]  # type: ignore
+        os.fsync = lambda file: (self.armed.meet(trainer), usual(file))[1]
 
 
 def damage(folder: Path, chance: random.Random, *, how: str, count: int) -> None:

@@ -147,7 +147,7 @@ def test_a_codec_is_a_value(codec: BlockCodec) -> None:
     """Equal hyperparameters are one key of a dictionary, and nothing can change them."""
     assert {codec: 1} == {type(codec)(**vars(codec)): 1}
     with pytest.raises(AttributeError):
-        codec.name = "other"  # type: ignore[misc]
+        codec.name = "other"
 
 
 def test_the_table_is_by_name() -> None:

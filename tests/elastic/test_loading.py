@@ -84,7 +84,7 @@ def test_the_rest_of_it_stays(make: Make, expected: Expected) -> None:
         raise AssertionError("never started")
 
     loader = make(num_workers=2, prefetch_factor=5, timeout=7, worker_init_fn=init)
-    loader.own = "too"  # type: ignore[attr-defined]
+    loader.own = "too"
     copied = Rank(LAYOUT, 0, SIZE).shard(loader)
     assert type(copied) is Tagged
     names = ("tag", "own", "num_workers", "prefetch_factor", "timeout", "worker_init_fn")

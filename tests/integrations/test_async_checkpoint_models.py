@@ -25,7 +25,7 @@ class Shrinks(Net):
 
 
 class Overrides(Net):
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         state = {name.replace("old", "net.0.bias"): value for name, value in state_dict.items()}
         return super().load_state_dict(state, *args, **kwargs)
 

@@ -182,14 +182,14 @@ def test_a_fit_raises_for_all_that_failed(tmp_path: Path) -> None:
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 1:
                 assert callback._session is not None
-                callback._session.deliver = lambda: None  # type: ignore[method-assign]
-                callback._session._outcomes.agree = lambda last: None  # type: ignore[method-assign]
+                callback._session.deliver = lambda: None
+                callback._session._outcomes.agree = lambda last: None
                 faults.short_of_space()
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
                 callback.wait()
-                del callback._session._outcomes.agree  # type: ignore[union-attr]
+                del callback._session._outcomes.agree
 
     with pytest.raises(CheckpointError) as error:
         fit(Late(), callback, max_steps=3)

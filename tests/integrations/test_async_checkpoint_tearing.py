@@ -87,7 +87,7 @@ class Manual(Net):
         self.automatic_optimization = False
         self.other = nn.Linear(4, 4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()
         for optimizer in (first, second, first):
             optimizer.zero_grad()
@@ -117,7 +117,7 @@ class Tied(Net):
 class Skipping(Net):
     """Every second loss is None: no step is made."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return None if batch_idx % 2 else self.loss()
 
 
@@ -204,7 +204,7 @@ class Before(Net):
         self.layer = self.net
         self.saved_models: dict[int, Any] = {}
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         self.saved_models[self.global_step] = copy.deepcopy(self.layer.state_dict())
         optimizer = self.optimizers()
         optimizer.zero_grad()

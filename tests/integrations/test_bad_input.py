@@ -65,7 +65,7 @@ def test_a_callback_of_pytorch_lightning() -> None:
         callbacks = (Callback(), of_pytorch_lightning("EarlyStopping"))
 
     with pytest.raises(ValueError, match=r"callback \(EarlyStopping\) comes from"):
-        CompressedDDPStrategy().setup(Trainer())  # type: ignore[arg-type]
+        CompressedDDPStrategy().setup(Trainer())
 
 
 @pytest.mark.parametrize("strategy", [CompressedDDPStrategy, FabricStrategy])

@@ -113,7 +113,7 @@ def test_the_reducer_of_a_module_is_the_last_that_was_attached() -> None:
 def _refusal(prepare: Callable[[Rank], nn.Module]) -> str:
     def attempt(rank: Rank) -> str:
         with pytest.raises(ValueError) as refused:  # noqa: PT011  (the caller looks at the text)
-            compress_ddp(prepare(rank))  # type: ignore[arg-type]
+            compress_ddp(prepare(rank))
         return str(refused.value)
 
     one, other = run_threads(attempt, 2)

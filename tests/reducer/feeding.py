@@ -118,7 +118,7 @@ def residuals(reducer: Reducer) -> Tensors:
 
 
 def mean(of_ranks: Sequence[Tensors]) -> Tensors:
-    return {name: sum(t[name] for t in of_ranks) / len(of_ranks) for name in of_ranks[0]}  # type: ignore[misc]
+    return {name: sum(t[name] for t in of_ranks) / len(of_ranks) for name in of_ranks[0]}
 
 
 def digest(tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:

@@ -30,7 +30,7 @@ def scaled_run(rank: Rank, *, told: bool = True) -> tuple[Tensors, Tensors, Tens
 
 def lost(ranks: list[tuple[Tensors, Tensors, Tensors]]) -> float:
     return max(
-        float((sum(o[n] + r[n].view_as(o[n]) - i[n] for i, o, r in ranks)).abs().max())  # type: ignore[union-attr]
+        float((sum(o[n] + r[n].view_as(o[n]) - i[n] for i, o, r in ranks)).abs().max())
         for n in ranks[0][0]
     )
 
@@ -55,7 +55,7 @@ def test_powers_of_two_change_no_bits() -> None:
             for step in range(3):
                 model.zero_grad()
                 scaler.scale(model(feed(rank.rank, step))).backward()
-                digests.append(digest(p.grad / scale for p in model.parameters()))  # type: ignore[operator]
+                digests.append(digest(p.grad / scale for p in model.parameters()))
         return digests
 
     scaled, alone = (run_threads(lambda rank, s=s: body(rank, s), 2) for s in (4096.0, 1.0))

@@ -17,12 +17,12 @@ class _Failing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails  # type: ignore[attr-defined]
+        ctx.fails = fails
         return x.clone()
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:  # type: ignore[attr-defined]
+        if ctx.fails:
             raise MemoryError("out of memory in the middle of the backward pass")
         return grad, None
 
