@@ -22,7 +22,7 @@ import torch
 from ray.train.lightning import RayLightningEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy
+from lightning_dist import CompressedDDPStrategy, ElasticRestart
 
 
 class RayCompressedDDPStrategy(CompressedDDPStrategy):
@@ -75,7 +75,7 @@ class DiesOnce(L.Callback):
 def train(config: dict[str, Any]) -> None:
     """What every worker runs, at every start."""
     folder = Path(config["folder"])
-    checkpoints = AsyncCheckpoint(folder, every_n_train_steps=8)
+    checkpoints = ElasticRestart(folder, every_n_train_steps=8)
     trainer = L.Trainer(
         strategy=RayCompressedDDPStrategy("int8"),
         plugins=[RayLightningEnvironment()],
@@ -88,7 +88,7 @@ def train(config: dict[str, Any]) -> None:
     module = Regression()
     started_at: list[int] = []
     module.on_train_start = lambda: started_at.append(trainer.global_step)
-    trainer.fit(module, ckpt_path="last")
+    trainer.fit(module)
     if trainer.is_global_zero:
         loss, sent = trainer.callback_metrics["loss"], trainer.strategy.comm_stats()["ratio"]
         print(
