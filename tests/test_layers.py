@@ -23,6 +23,9 @@ FORBIDDEN = {
     "settings.py": ("lightning_dist.exchange",),
     "onebit_adam.py": (),
     "checkpoint": tuple(f"lightning_dist.{x}" for x in ("codecs", "settings", "topology")),
+    "profiling": tuple(
+        f"lightning_dist.{x}" for x in ("checkpoint", "codecs", "elastic", "settings", "topology")
+    ),
     "elastic": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings", "topology")),
 }
 """What a layer must not import, beside the frameworks and the layers above it."""

@@ -1,0 +1,184 @@
+"""The folder of one profiled run: ``rank<r>.jsonl`` of every rank, and what is made of them.
+
+The lines are the truth; everything else in the folder can be made again from them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dist.profiling.records import (
+    SCHEMA,
+    ClockRecord,
+    EndRecord,
+    ErrorRecord,
+    LinkRecord,
+    RankRecord,
+    Record,
+    StepRecord,
+    from_line,
+    to_line,
+)
+
+_NAME = re.compile(r"rank(\d+)\.jsonl")
+
+
+class RankFile:
+    """Appends the records of one rank. Whole lines reach the file when they are written.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int) -> None:
+        self.path = Path(folder) / f"rank{rank}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._handle: int | None = os.open(self.path, flags, 0o644)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Append them, in one call of the operating system."""
+        assert self._handle is not None
+        if records:
+            os.write(self._handle, "".join(f"{to_line(each)}\n" for each in records).encode())
+
+    def close(self) -> None:
+        """Make what was written durable."""
+        if self._handle is not None:
+            os.fsync(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank has recorded, in the order of its lines."""
+
+    about: RankRecord
+    steps: Mapping[int, StepRecord]
+    clocks: Sequence[ClockRecord] = ()
+    errors: Sequence[ErrorRecord] = ()
+    links: Sequence[LinkRecord] = ()
+    end: EndRecord | None = None
+
+    def offset(self, at: int) -> int:
+        """Nanoseconds to add to this rank's clock at ``at`` to have rank 0's.
+
+        Between two readings of the clocks it drifts evenly; outside of them it stays.
+        """
+        if not self.clocks:
+            return 0
+        after = bisect_right(self.clocks, at, key=lambda reading: reading.at)
+        if after in (0, len(self.clocks)):
+            return self.clocks[max(after - 1, 0)].offset
+        left, right = self.clocks[after - 1], self.clocks[after]
+        part = (at - left.at) / max(right.at - left.at, 1)
+        return round(left.offset + part * (right.offset - left.offset))
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks that have left something, and what is missing of the rest.
+
+    Args:
+        ranks: by rank.
+        notes: what could not be read, and why; for the user to see.
+    """
+
+    ranks: Mapping[int, RankRun]
+    notes: Sequence[str] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, whether or not they have left something."""
+        return max((each.about.world_size for each in self.ranks.values()), default=0)
+
+    @property
+    def common_steps(self) -> list[int]:
+        """Steps that all ranks which have left something have recorded."""
+        of_ranks = [set(each.steps) for each in self.ranks.values()]
+        return sorted(set.intersection(*of_ranks)) if of_ranks else []
+
+
+def read_run(folder: str | Path) -> Run:
+    """Everything that can be read of a profiled run.
+
+    Lines that are cut short or foreign are left out, and ``notes`` say so.
+
+    Raises:
+        ValueError: it is no folder, or no rank has left anything in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give one that CommProfiler has written")
+    notes: list[str] = []
+    ranks: dict[int, RankRun] = {}
+    for path in sorted(folder.glob("rank*.jsonl")):
+        if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
+            ranks[of_rank.about.rank] = of_rank
+    if not ranks:
+        because = f" ({'; '.join(notes)})" if notes else ""
+        raise ValueError(f"{folder} has no rank*.jsonl of a communication profile{because}")
+    run = Run(dict(sorted(ranks.items())), notes)
+    if missing := sorted(set(range(run.world_size)) - set(ranks)):
+        notes.append(f"nothing of rank {', '.join(map(str, missing))}")
+    last = {rank: max(each.steps, default=None) for rank, each in run.ranks.items()}
+    newest = max((step for step in last.values() if step is not None), default=None)
+    for rank, step in last.items():
+        if step is None:
+            notes.append(f"rank {rank} has recorded no step")
+        elif newest is not None and step < newest:
+            notes.append(f"rank {rank} is missing from step {step + 1} on")
+    return run
+
+
+def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
+    records, bad = _read_lines(path, notes)
+    if bad:
+        lines = "line" if len(bad) == 1 else "lines"
+        notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
+    abouts = [each for each in records if isinstance(each, RankRecord)]
+    if not abouts:
+        notes.append(f"{path.name} does not say whose it is")
+        return None
+    if abouts[0].schema > SCHEMA:
+        notes.append(
+            f"{path.name} is of schema {abouts[0].schema}, and this version knows {SCHEMA}; "
+            "install a newer lightning_dist"
+        )
+        return None
+    ends = [each for each in records if isinstance(each, EndRecord)]
+    return RankRun(
+        abouts[0],
+        steps={each.step: each for each in records if isinstance(each, StepRecord)},
+        clocks=sorted(
+            (each for each in records if isinstance(each, ClockRecord)), key=lambda each: each.at
+        ),
+        errors=[each for each in records if isinstance(each, ErrorRecord)],
+        links=[each for each in records if isinstance(each, LinkRecord)],
+        end=ends[-1] if ends else None,
+    )
+
+
+def _read_lines(path: Path, notes: list[str]) -> tuple[list[Record], list[int]]:
+    records: list[Record] = []
+    bad: list[int] = []
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
+        return records, bad
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = from_line(line)
+        except ValueError:
+            bad.append(number)
+            continue
+        if record is not None:
+            records.append(record)
+    return records, bad

@@ -1,0 +1,225 @@
+"""What a profile says: the parts of a step, and a summary of all steps. Types only.
+
+Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank; a
+figure that could not be measured is None, and ``reasons`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+PARTS = (
+    "data",
+    "forward",
+    "backward",
+    "wait",
+    "transfer",
+    "codec",
+    "unattributed",
+    "optimizer",
+    "other",
+)
+"""They add up to the step. ``wait``, ``transfer``, ``codec`` and ``unattributed`` are exposed:
+between the last gradient of the backward pass and the mean of all gradients. What is hidden under
+the backward pass is in ``backward``."""
+
+EXPOSED = ("wait", "transfer", "codec", "unattributed")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """One step on one rank, in nanoseconds.
+
+    Args:
+        begin: on rank 0's clock.
+        parts: by name, all of :data:`PARTS`; their sum is ``duration``.
+        union: how long any exchange was under way on this rank.
+        hidden: how much of that was before the last gradient was there.
+        waited_for: nanoseconds of ``wait`` and of hidden waiting by the rank that came last.
+    """
+
+    step: int
+    rank: int
+    begin: int
+    duration: int
+    parts: Mapping[str, int]
+    union: int
+    hidden: int
+    waited_for: Mapping[int, int]
+
+    @property
+    def exposed(self) -> int:
+        """What compute did not hide."""
+        return sum(self.parts[name] for name in EXPOSED)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A span on the time line of a step that all ranks share, in nanoseconds.
+
+    It counts from the begin of the step on the first rank that began it. ``arrival``: of an
+    exchange, when the last member had come to it.
+    """
+
+    phase: str
+    bucket: int
+    begin: int
+    end: int
+    arrival: int | None = None
+    op: str = ""
+    group: str = ""
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step on all ranks.
+
+    Args:
+        label: why this step, such as ``"median step"``.
+        phases: by rank: ``(name, begin, end)``.
+        buckets: by rank: ``(index, ready, done)``.
+        spans: by rank, in the order in which they began.
+    """
+
+    step: int
+    label: str
+    phases: Mapping[int, Sequence[tuple[str, int, int]]]
+    buckets: Mapping[int, Sequence[tuple[int, int, int]]]
+    spans: Mapping[int, Sequence[Placed]]
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank.
+
+    Args:
+        wait_ms: it waited for others, per step, hidden or not.
+        caused_ms: others waited for it, per step, added up over them.
+        clock_uncertainty_ms: of its clock against rank 0's; None: never compared.
+        intra_gbps, inter_gbps: what it sent over the time something was under way.
+    """
+
+    rank: int
+    host: str
+    step_ms: float
+    exposed_ms: float
+    wait_ms: float
+    caused_ms: float
+    clock_uncertainty_ms: float | None = None
+    intra_gbps: float | None = None
+    inter_gbps: float | None = None
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """One bucket. ``exposed_ms``: from the last gradient of the step to the end of its exchange."""
+
+    index: int
+    codec: str
+    raw_mb: float
+    wire_mb: float
+    ready_ms: float
+    encode_ms: float
+    wait_ms: float
+    transfer_ms: float
+    decode_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per step and rank, and rates in Gbit/s over the union of exchanges without waiting.
+
+    ``wire_gbps`` is comparable with the link (bus bandwidth of nccl-tests for what travelled),
+    ``effective_gbps`` with what uncompressed DDP would have needed for the same time.
+    """
+
+    raw_bytes: float
+    wire_bytes: float
+    intra_bytes: float
+    inter_bytes: float
+    wire_gbps: float | None = None
+    effective_gbps: float | None = None
+    peak_gbps: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than uncompressed DDP."""
+        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    @property
+    def link_utilization(self) -> float | None:
+        """Of the calibrated peak; 1.0 is all of it."""
+        if self.wire_gbps is None or not self.peak_gbps:
+            return None
+        return self.wire_gbps / self.peak_gbps
+
+
+@dataclass(frozen=True)
+class Series:
+    """One value per step that all ranks have recorded, for pictures over time.
+
+    Args:
+        parts_ms: by part, the mean over ranks.
+        wait_ms: by rank, hidden or not.
+        slowest: the rank that most waiting was for; None: there was none.
+    """
+
+    steps: Sequence[int]
+    step_ms: Sequence[float]
+    parts_ms: Mapping[str, Sequence[float]]
+    wait_ms: Mapping[int, Sequence[float]]
+    slowest: Sequence[int | None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A profile in numbers; ``summary.json`` is this.
+
+    Args:
+        headline: the most important in one or two sentences.
+        run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
+        skipped: first steps that were left out: buckets are not built yet.
+        overlap: hidden share of the time in which an exchange was under way, 0 to 1.
+        straggler: the rank that others wait for, if most of the waiting is for one.
+        overhead: share of the time that the profiler took.
+        errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
+            "residual_ratio"}``.
+        links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
+        reasons: by field, why it is None.
+        notes: what is missing or odd.
+    """
+
+    headline: str
+    run: Mapping[str, Any]
+    steps: int
+    skipped: int
+    step_ms: Mapping[str, float]  # "mean", "median", "p95"
+    parts_ms: Mapping[str, float]
+    exposed_ms: float
+    hidden_ms: float
+    overlap: float | None
+    traffic: Traffic | None
+    ranks: Sequence[RankSummary]
+    buckets: Sequence[BucketSummary]
+    straggler: int | None
+    overhead: float
+    series: Series
+    errors: Sequence[Mapping[str, Any]] = ()
+    links: Sequence[Mapping[str, Any]] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def exposed(self) -> float:
+        """Exposed share of the step, 0 to 1."""
+        return self.exposed_ms / self.step_ms["mean"] if self.step_ms["mean"] else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"schema": SCHEMA, **asdict(self)}

@@ -1,0 +1,243 @@
+"""What one rank writes down: lines of JSON, one record each.
+
+Times are nanoseconds of the rank's own monotonic clock; inside a step they count from its begin.
+Readers skip kinds and fields that they do not know, so that old and new folders keep loading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+SCHEMA = 1
+"""Raised when a field changes its meaning; a new field or kind does not raise it."""
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""What a step spends its time on, besides what no phase covers."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Who writes this file. The first line.
+
+    Args:
+        groups: ranks of each process group that exchanges gradients, by name: ``"flat"``, or
+            ``"intra"`` and ``"inter"``; with more levels ``"inter2"`` and so on.
+        clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
+        codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
+    """
+
+    kind: ClassVar[str] = "rank"
+    rank: int
+    world_size: int
+    host: str
+    groups: Mapping[str, Sequence[int]]
+    clock: int
+    unix: float
+    codec: str = ""
+    backend: str = ""
+    device: str = ""
+    pid: int = 0
+    schema: int = SCHEMA
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClockRecord:
+    """At ``at``, rank 0's clock was ``at + offset``, give or take ``uncertainty``."""
+
+    kind: ClassVar[str] = "clock"
+    at: int
+    offset: int
+    uncertainty: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of :data:`PHASES`; the backward pass ends when the mean of the gradients is there."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket of gradients in one step.
+
+    Args:
+        ready: its last gradient was there, and the hook was called.
+        done: the mean over ranks was there.
+        raw: bytes that uncompressed DDP would have sent from this rank.
+        intra: bytes sent to ranks of the same host.
+        inter: bytes sent to other hosts.
+        codec: of its parameters, ``"int8"``; several as ``"int8+none"``.
+    """
+
+    index: int
+    ready: int
+    done: int
+    raw: int
+    intra: int
+    inter: int
+    codec: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that was done for a bucket.
+
+    Args:
+        phase: ``"encode"``; ``"decode"``; or ``"exchange"``: one collective from its launch on this
+            rank to its completion here.
+        bucket: index of the bucket.
+        op: of an exchange: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"``, ``"broadcast"``.
+        group: of an exchange: a name in :attr:`RankRecord.groups`.
+        sent: of an exchange: bytes that this rank sends.
+        order: of an exchange: its number among those of this step on this group; the same
+            collective has the same number on every member.
+    """
+
+    phase: str
+    bucket: int
+    begin: int
+    end: int
+    op: str = ""
+    group: str = ""
+    sent: int = 0
+    order: int = -1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. It begins where the one before it has ended.
+
+    Args:
+        step: number of the step, equal on all ranks.
+        begin: on this rank's clock.
+        duration: to the end of the step.
+        phases: in order, without overlap; what they leave out is nobody's.
+        buckets: in the order in which they were ready.
+        spans: in the order in which they began. Empty with ``detailed=False``.
+        detailed: whether buckets and spans were recorded.
+        overhead: nanoseconds of this step that the profiler itself took.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    begin: int
+    duration: int
+    phases: Sequence[Phase] = ()
+    buckets: Sequence[BucketTimes] = ()
+    spans: Sequence[Span] = ()
+    detailed: bool = True
+    overhead: int = 0
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """What compression lost of one bucket, on this rank; of a sample of its elements.
+
+    Args:
+        relative_l2: ``|g - g'| / |g|``, with ``g'`` what the codec makes of ``g``.
+        cosine: of ``g`` and ``g'``.
+        residual_ratio: norm of the residual over that of the gradient; None without residual.
+    """
+
+    kind: ClassVar[str] = "error"
+    step: int
+    bucket: int
+    relative_l2: float
+    cosine: float
+    residual_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class LinkRecord:
+    """A measured transfer with nothing else on the link.
+
+    Args:
+        group: a name in :attr:`RankRecord.groups`.
+        peer: the rank at the other end; None: a collective of the group.
+        sent: bytes that this rank sent.
+        seconds: it took.
+    """
+
+    kind: ClassVar[str] = "link"
+    group: str
+    sent: int
+    seconds: float
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """The last line, if the process could write one."""
+
+    kind: ClassVar[str] = "end"
+    reason: str
+
+
+Record = RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | EndRecord
+
+_KINDS: Mapping[str, type[Record]] = {
+    each.kind: each
+    for each in (RankRecord, ClockRecord, StepRecord, ErrorRecord, LinkRecord, EndRecord)
+}
+_ROWS: Mapping[str, type[Phase | BucketTimes | Span]] = {
+    "phases": Phase,
+    "buckets": BucketTimes,
+    "spans": Span,
+}
+"""Fields of a step that hold many of a kind: rows of values in the order of their fields."""
+
+_NUMBERS: Mapping[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+
+T = TypeVar("T")
+
+
+def to_line(record: Record) -> str:
+    """One line of JSON, without its end."""
+    content = asdict(record)
+    for name in _ROWS.keys() & content.keys():
+        content[name] = [list(row.values()) for row in content[name]]
+    return json.dumps({"kind": record.kind, **content}, separators=(",", ":"))
+
+
+def from_line(line: str) -> Record | None:
+    """What :func:`to_line` made a line of; None for a kind of a later version.
+
+    Raises:
+        ValueError: it is not such a line.
+    """
+    content = json.loads(line)
+    if not isinstance(content, dict) or "kind" not in content:
+        raise ValueError(f"not a record of a communication profile: {line[:80]!r}")
+    kind = _KINDS.get(content.pop("kind"))
+    if kind is None:
+        return None
+    known = {each.name for each in fields(kind)}
+    values = {name: value for name, value in content.items() if name in known}
+    try:
+        for name in _ROWS.keys() & values.keys():
+            values[name] = tuple(_row(_ROWS[name], row) for row in values[name])
+        return _of_numbers(kind(**values))
+    except TypeError as error:  # a field is missing, or of another type
+        raise ValueError(f"not a whole {kind.kind} record: {error}") from None
+
+
+def _row(kind: type[T], values: Any) -> T:
+    if not isinstance(values, list):
+        raise TypeError(f"a row is a list, and this is {values!r:.80}")
+    return _of_numbers(kind(*values[: len(fields(kind))]))  # type: ignore[arg-type]
+
+
+def _of_numbers(record: T) -> T:
+    """``record``, if what should be a number is one: arithmetic comes later, far from here."""
+    for each in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, each.name)
+        if each.type in _NUMBERS and not isinstance(value, _NUMBERS[each.type]):
+            raise TypeError(f"{each.name} is a number, and this is {value!r:.80}")
+    return record

@@ -1,0 +1,170 @@
+"""Runs whose times are planted: what a profile of them has to say is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.records import (
+    BucketTimes,
+    ClockRecord,
+    EndRecord,
+    Phase,
+    RankRecord,
+    Span,
+    StepRecord,
+)
+
+MS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A run in which every bucket is encoded, exchanged in one collective, and decoded at the end.
+
+    Times are milliseconds. A rank has one worker: buckets are encoded one after the other; the
+    link carries one collective at a time, which moves when all members have come to it.
+
+    Args:
+        late: extra forward time by rank.
+        shift: by how much a rank's clock is ahead of rank 0's.
+        slow_steps: factor on ``transfer`` by step.
+    """
+
+    world_size: int = 2
+    hosts: Sequence[str] = ("host-a", "host-b")
+    steps: int = 6
+    data: float = 2
+    forward: float = 20
+    backward: float = 40
+    buckets: int = 4
+    encode: float = 1
+    transfer: float = 15
+    decode: float = 2
+    optimizer: float = 5
+    late: Mapping[int, float] = field(default_factory=dict)
+    shift: Mapping[int, float] = field(default_factory=dict)
+    slow_steps: Mapping[int, float] = field(default_factory=dict)
+    raw: int = 4_000_000
+    sent: int = 1_000_000
+
+    def run(self) -> Run:
+        """As if read from its folder."""
+        records: dict[int, list[StepRecord]] = {rank: [] for rank in range(self.world_size)}
+        begins = dict.fromkeys(records, 0.0)
+        for step in range(self.steps):
+            begins = self._step(step, begins, records)
+        return Run({rank: self._rank(rank, steps) for rank, steps in records.items()})
+
+    def _rank(self, rank: int, steps: Sequence[StepRecord]) -> RankRun:
+        shift = round(self.shift.get(rank, 0) * MS)
+        return RankRun(
+            RankRecord(
+                rank=rank,
+                world_size=self.world_size,
+                host=self.hosts[rank % len(self.hosts)],
+                groups={"flat": list(range(self.world_size))},
+                clock=shift,
+                unix=1.8e9,
+                codec="int8",
+                backend="gloo",
+                device="cpu",
+                versions={"torch": "2.13.0"},
+            ),
+            {each.step: each for each in steps},
+            clocks=[ClockRecord(at=shift, offset=-shift, uncertainty=20_000)] if rank else [],
+            end=EndRecord("finished"),
+        )
+
+    def _step(
+        self, step: int, begins: Mapping[int, float], records: dict[int, list[StepRecord]]
+    ) -> dict[int, float]:
+        ranks = range(self.world_size)
+        forward = {rank: self.forward + self.late.get(rank, 0) for rank in ranks}
+        backward = {rank: begins[rank] + self.data + forward[rank] for rank in ranks}
+        free = dict(backward)  # when the worker of a rank has nothing to do
+        ready: dict[int, list[float]] = {rank: [] for rank in ranks}
+        arrived: dict[int, list[float]] = {rank: [] for rank in ranks}
+        ended: list[float] = []
+        for index in range(self.buckets):
+            for rank in ranks:
+                ready[rank].append(backward[rank] + self.backward * (index + 1) / self.buckets)
+                free[rank] = max(free[rank], ready[rank][-1]) + self.encode
+                arrived[rank].append(free[rank])
+            last = max(arrived[rank][-1] for rank in ranks)
+            before = ended[-1] if ended else 0.0
+            ended.append(max(last, before) + self.transfer * self.slow_steps.get(step, 1))
+        ends = {}
+        for rank in ranks:
+            spans = []
+            for index in range(self.buckets):
+                begin = arrived[rank][index]
+                spans.append(self._span(rank, begins, "encode", index, begin - self.encode, begin))
+                spans.append(self._span(rank, begins, "exchange", index, begin, ended[index]))
+            now = free[rank]
+            done = []
+            for index in range(self.buckets):
+                now = max(now, ended[index])
+                spans.append(self._span(rank, begins, "decode", index, now, now + self.decode))
+                now += self.decode
+                done.append(now)
+            ends[rank] = now + self.optimizer
+            records[rank].append(
+                self._record(step, rank, begins[rank], backward[rank], now, ready[rank], spans)
+            )
+        return ends
+
+    def _span(
+        self,
+        rank: int,
+        begins: Mapping[int, float],
+        phase: str,
+        bucket: int,
+        begin: float,
+        end: float,
+    ) -> Span:
+        times = round((begin - begins[rank]) * MS), round((end - begins[rank]) * MS)
+        if phase != "exchange":
+            return Span(phase, bucket, *times)
+        return Span(phase, bucket, *times, "all_gather", "flat", self.sent, order=bucket)
+
+    def _record(
+        self,
+        step: int,
+        rank: int,
+        begin: float,
+        backward: float,
+        done: float,
+        ready: Sequence[float],
+        spans: Sequence[Span],
+    ) -> StepRecord:
+        def since(time: float) -> int:
+            return round((time - begin) * MS)
+
+        inter = len(set(self.hosts[: self.world_size])) > 1
+        return StepRecord(
+            step,
+            begin=round((begin + self.shift.get(rank, 0)) * MS),
+            duration=since(done + self.optimizer),
+            phases=(
+                Phase("data", 0, since(begin + self.data)),
+                Phase("forward", since(begin + self.data), since(backward)),
+                Phase("backward", since(backward), since(done)),
+                Phase("optimizer", since(done), since(done + self.optimizer)),
+            ),
+            buckets=tuple(
+                BucketTimes(
+                    index,
+                    since(time),
+                    since(done),
+                    self.raw,
+                    0 if inter else self.sent,
+                    self.sent if inter else 0,
+                    "int8",
+                )
+                for index, time in enumerate(ready)
+            ),
+            spans=tuple(sorted(spans, key=lambda span: span.begin)),
+            overhead=50_000,
+        )

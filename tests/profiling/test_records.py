@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from planted import MS, Planted
+
+from lightning_dist.profiling.folder import RankFile, RankRun, read_run
+from lightning_dist.profiling.records import (
+    SCHEMA,
+    ClockRecord,
+    EndRecord,
+    ErrorRecord,
+    LinkRecord,
+    RankRecord,
+    Record,
+    from_line,
+    to_line,
+)
+
+
+def records_of(run: RankRun) -> list[Record]:
+    end = [] if run.end is None else [run.end]
+    return [run.about, *run.clocks, *run.steps.values(), *run.errors, *run.links, *end]
+
+
+def write(folder: Path, runs: Iterable[RankRun]) -> None:
+    for each in runs:
+        file = RankFile(folder, rank=each.about.rank)
+        file.write(records_of(each))
+        file.close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *records_of(Planted(steps=1, shift={1: 3}).run().ranks[1]),
+        ErrorRecord(step=3, bucket=1, relative_l2=0.01, cosine=0.99),
+        LinkRecord("inter", sent=1 << 20, seconds=0.01, peer=1),
+        EndRecord("SIGTERM"),
+    ],
+    ids=lambda record: record.kind,
+)
+def test_a_line_is_the_record(record: Record) -> None:
+    line = to_line(record)
+    assert "\n" not in line
+    again = from_line(line)
+    assert to_line(again) == line
+    assert type(again) is type(record)
+
+
+def test_a_folder_is_the_run(tmp_path: Path) -> None:
+    planted = Planted(shift={1: 3}).run()
+    write(tmp_path, planted.ranks.values())
+    run = read_run(tmp_path)
+    assert run.notes == []
+    assert run.common_steps == list(range(6))
+    assert run.world_size == 2
+    assert run.ranks[1].steps == planted.ranks[1].steps
+    assert run.ranks[1].end == EndRecord("finished")
+
+
+def test_what_a_later_version_adds_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path, Planted(world_size=1, steps=2).run().ranks.values())
+    path = tmp_path / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["more"] = 1
+        line.get("spans", [[]])[0].append("more")
+    lines.insert(1, {"kind": "weather", "sunny": True})
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = read_run(tmp_path)
+    assert run.notes == []
+    assert run.ranks[0].steps == Planted(world_size=1, steps=2).run().ranks[0].steps
+
+
+def test_what_an_older_version_left_out_has_its_default() -> None:
+    line = '{"kind":"step","step":4,"begin":5,"duration":6,"spans":[["encode",0,1,2]]}'
+    record = from_line(line)
+    assert record.spans[0].op == ""
+    assert record.buckets == ()
+    assert record.overhead == 0
+
+
+def test_lines_that_a_crash_cut_short_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, Planted().run().ranks.values())
+    path = tmp_path / "rank1.jsonl"
+    whole = path.read_bytes()
+    steps_end = whole.index(b'{"kind":"end"')
+    path.write_bytes(whole[: steps_end - 40])
+    run = read_run(tmp_path)
+    assert run.common_steps == list(range(5))
+    assert run.notes == [
+        "rank1.jsonl: 1 line cut short or foreign, first line 8",
+        "rank 1 is missing from step 5 on",
+    ]
+    assert run.ranks[1].end is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[1]", b"7", b'{"a":1}', b"\xff\xfe", b'{"kind":"step"}', b'{"kind":"end","reason":'],
+)
+def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
+    write(tmp_path, Planted().run().ranks.values())
+    with (tmp_path / "rank0.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    run = read_run(tmp_path)
+    assert run.common_steps == list(range(6))
+    assert run.notes == ["rank0.jsonl: 1 line cut short or foreign, first line 9"]
+
+
+@pytest.mark.parametrize("row", ["{}", "[1]", '"text"', "7", "null", '["encode",0,1,"a"]'])
+def test_rows_that_are_none(row: str) -> None:
+    with pytest.raises(ValueError, match="not a"):
+        from_line(f'{{"kind":"step","step":4,"begin":5,"duration":6,"spans":[{row}]}}')
+
+
+def test_ranks_that_are_missing(tmp_path: Path) -> None:
+    ranks = Planted(world_size=3).run().ranks
+    write(tmp_path, [ranks[0], ranks[2]])
+    run = read_run(tmp_path)
+    assert list(run.ranks) == [0, 2]
+    assert run.notes == ["nothing of rank 1"]
+    assert run.world_size == 3
+
+
+def test_a_rank_without_a_step(tmp_path: Path) -> None:
+    write(tmp_path, Planted(steps=0).run().ranks.values())
+    run = read_run(tmp_path)
+    assert run.common_steps == []
+    assert run.notes == ["rank 0 has recorded no step", "rank 1 has recorded no step"]
+
+
+def test_a_later_schema_is_refused(tmp_path: Path) -> None:
+    about = Planted(steps=0).run().ranks[0].about
+    line = to_line(about).replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}')
+    (tmp_path / "rank0.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=f"schema {SCHEMA + 1}, and this version knows {SCHEMA}"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: None])
+def test_what_is_no_folder_of_a_run(tmp_path: Path, make: object) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(ValueError, match=r"CommProfiler|no rank"):
+        read_run(tmp_path / "x")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    write(tmp_path, Planted().run().ranks.values())
+    (tmp_path / "rank1.jsonl").unlink()
+    (tmp_path / "rank1.jsonl").mkdir()
+    assert read_run(tmp_path).notes[0] == "rank1.jsonl cannot be read: Is a directory"
+
+
+def test_the_clock_between_two_readings_drifts_evenly() -> None:
+    about = RankRecord(rank=1, world_size=2, host="b", groups={}, clock=0, unix=0.0)
+    readings = [ClockRecord(10 * MS, 100, 5), ClockRecord(20 * MS, 300, 5)]
+    run = RankRun(about, {}, clocks=readings)
+    assert [run.offset(at * MS) for at in (0, 10, 15, 20, 99)] == [100, 100, 200, 300, 300]
+    assert RankRun(about, {}).offset(7) == 0
