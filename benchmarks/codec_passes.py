@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dist.codecs import BlockCodec, Codec, PowerSGD
 from lightning_dist.codecs.noise import block_keys
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
 from lightning_dist.reducer.chunk import Chunk
@@ -122,7 +123,7 @@ class ChunkPasses(Passes):
         slots = [Slot(f"{i}", i * rows * _WIDTH, (rows, _WIDTH)) for i in range(5)]
         group = dist.group.WORLD
         assert group is not None, "initialise a group of one rank first"
-        network = Network(group, group, Topology(("host",), 0), device)
+        network = Network(Channel(group), group, Topology(("host",), 0), device)
         make: type[LowRankChunk] | type[SparseChunk]
         make = LowRankChunk if isinstance(codec, PowerSGD) else SparseChunk
         state = ReducerState()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import route, tree_of
@@ -74,7 +75,7 @@ class Rank:
 
     def network(self, tree: Sequence[Any] | None = None, *, leader: bool = False) -> Network:
         data, control, *levels = self.groups(tree, leader=leader)
-        flat = Network(data, control, self.topology(), torch.device("cpu"))
+        flat = Network(Channel(data), control, self.topology(), torch.device("cpu"))
         if tree is None:
             return flat
         ready = iter(levels)

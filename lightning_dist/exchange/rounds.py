@@ -17,11 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange import traffic
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.topology import Topology
@@ -56,7 +56,7 @@ class AllReduce(Exchange):
         planes: Sequence[Plane],
         blocks: int,
         *,
-        group: dist.ProcessGroup,
+        channel: Channel,
         topology: Topology,
         device: torch.device,
         keep_own: bool,
@@ -72,12 +72,12 @@ class AllReduce(Exchange):
         self.payloads = ((self._summed,),)
         self.sent = traffic.ring_allreduce(self._summed.nbytes, topology)
         self.nbytes = self._summed.nbytes * (keep_own + (in_place is None))
-        self._group = group
+        self._channel = channel
 
     def issue(self) -> None:
         if self.own[0] is not self._summed:
             self._summed.copy_(self.own[0])
-        self._work = dist.all_reduce(self._summed, group=self._group, async_op=True)
+        self._work = self._channel.all_reduce(self._summed)
 
     def wait(self) -> None:
         self._work.wait()
@@ -95,7 +95,7 @@ class Gather(Exchange):
         planes: Sequence[Plane],
         blocks: int,
         *,
-        group: dist.ProcessGroup,
+        channel: Channel,
         topology: Topology,
         device: torch.device,
     ) -> None:
@@ -106,12 +106,10 @@ class Gather(Exchange):
         self.own = self.payloads[topology.rank]
         self.sent = traffic.ring_all_gather(size, topology)
         self.nbytes = self._received.nbytes
-        self._group = group
+        self._channel = channel
 
     def issue(self) -> None:
-        self._work = dist.all_gather_single(
-            self._received.view(-1), self._send, group=self._group, async_op=True
-        )
+        self._work = self._channel.all_gather(self._received.view(-1), self._send)
 
     def wait(self) -> None:
         self._work.wait()
@@ -129,7 +127,7 @@ class TwoShot(Exchange):
         blocks: int,
         *,
         reduce: ReducePayload,
-        group: dist.ProcessGroup,
+        channel: Channel,
         topology: Topology,
         device: torch.device,
     ) -> None:
@@ -150,19 +148,15 @@ class TwoShot(Exchange):
             size, topology
         )
         self.nbytes = 3 * self._send.nbytes
-        self._reduce, self._group = reduce, group
+        self._reduce, self._channel = reduce, channel
 
     def issue(self) -> None:
-        self._work = dist.all_to_all_single(
-            self._shards.view(-1), self._send.view(-1), group=self._group, async_op=True
-        )
+        self._work = self._channel.all_to_all(self._shards.view(-1), self._send.view(-1))
 
     def advance(self) -> None:
         self._work.wait()
         self._reduce(self.shards, self.mean)
-        self._work = dist.all_gather_single(
-            self._result.view(-1), self._mean.view(-1), group=self._group, async_op=True
-        )
+        self._work = self._channel.all_gather(self._result.view(-1), self._mean.view(-1))
 
     def wait(self) -> None:
         self._work.wait()

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange import traffic
+from lightning_dist.exchange.channel import Channel, Pending
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.topology import Topology
 
@@ -39,7 +39,7 @@ class Shares:
         planes: Sequence[Plane],
         blocks: Sequence[int],
         *,
-        group: dist.ProcessGroup,
+        channel: Channel,
         topology: Topology,
         send: Tensor,
         receive: Tensor,
@@ -56,8 +56,8 @@ class Shares:
         self.mine = self.own[topology.rank]
         """Where the result of this rank's share is encoded."""
         self._send, self._parts, self._received = send, parts, received
-        self._group, self._rank = group, topology.rank
-        self._work: list[dist.Work] = []
+        self._channel, self._rank = channel, topology.rank
+        self._work: list[Pending] = []
         self.sent = traffic.scatter(self._bytes, topology) + traffic.spread(self._bytes, topology)
 
     @staticmethod
@@ -74,13 +74,11 @@ class Shares:
     def issue(self) -> None:
         """Send everyone its share, asynchronous."""
         self._work = [
-            dist.all_to_all_single(
+            self._channel.all_to_all(
                 self._received.view(-1),
                 self._send,
                 [self._bytes[self._rank]] * len(self._bytes),
                 self._bytes,
-                group=self._group,
-                async_op=True,
             )
         ]
 
@@ -88,10 +86,10 @@ class Shares:
         """Send everyone the result of this rank's share, asynchronous."""
         if len(set(self._bytes)) == 1:
             own = self._parts[self._rank].view(-1)  # gathered in place
-            self._work = [dist.all_gather_single(self._send, own, group=self._group, async_op=True)]
+            self._work = [self._channel.all_gather(self._send, own)]
             return
         self._work = [
-            dist.broadcast(part.view(-1), group_src=owner, group=self._group, async_op=True)
+            self._channel.broadcast(part.view(-1), owner=owner)
             for owner, part in enumerate(self._parts)
             if part.numel()
         ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange import traffic
+from lightning_dist.exchange.channel import Channel, Pending
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.topology import Topology
 
@@ -20,8 +20,8 @@ class GatherVariable:
     where all are empty.
     """
 
-    def __init__(self, *, group: dist.ProcessGroup, topology: Topology) -> None:
-        self._group, self._topology = group, topology
+    def __init__(self, *, channel: Channel, topology: Topology) -> None:
+        self._channel, self._topology = channel, topology
         self.sent = Sent()
 
     def issue(self, own: Payload) -> None:
@@ -29,9 +29,7 @@ class GatherVariable:
         self._own = own
         length = torch.tensor([len(own[0])], device=own[0].device)
         self._lengths = length.new_zeros(self._topology.world_size)
-        self._work: list[dist.Work] = [
-            dist.all_gather_single(self._lengths, length, group=self._group, async_op=True)
-        ]
+        self._work: list[Pending] = [self._channel.all_gather(self._lengths, length)]
         self.sent = traffic.ring_all_gather(length.nbytes, self._topology)
 
     def advance(self) -> None:
@@ -64,8 +62,6 @@ class GatherVariable:
         padded[: len(plane)] = plane
         received = plane.new_empty(self._topology.world_size, longest)
         bytes_in, bytes_out = padded.view(torch.uint8), received.view(torch.uint8).view(-1)
-        self._work.append(
-            dist.all_gather_single(bytes_out, bytes_in, group=self._group, async_op=True)
-        )
+        self._work.append(self._channel.all_gather(bytes_out, bytes_in))
         self.sent += traffic.ring_all_gather(padded.nbytes, self._topology)
         return received

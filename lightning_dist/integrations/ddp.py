@@ -139,7 +139,7 @@ def attach(
         state=None if continue_from is None else continue_from.state,
         grad_scale=grad_scale,
         find_unused=finds_unused(model),
-        watch=ExposureWatch(network, advice_to=first) if several else None,
+        observers=[ExposureWatch(network, advice_to=first)] if several else (),
     )
     if continue_from is not None:
         reducer.step = continue_from.step
@@ -181,7 +181,7 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
     network, settings = reducer.network, reducer.settings
     onebit = [repr(o.defaults) for o in optimizers if isinstance(o, OneBitAdam)]
     facts = {"OneBitAdam": onebit}
-    require_equal(all_facts(facts, group=network.data, device=network.device))
+    require_equal(all_facts(facts, group=network.data.group, device=network.device))
     double = any(leaf.momentum_correction for leaf in settings.codec.leaves())
     for optimizer in optimizers:
         if double and any(g.get("momentum") or "betas" in g for g in optimizer.param_groups):

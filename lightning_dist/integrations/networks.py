@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.checks import finds_unused
 from lightning_dist.integrations.grouping import picture, topology_of, view_of
@@ -45,7 +46,7 @@ def network_for(
     going_on = continue_from is not None and _on_all_ranks(continue_from.in_step, model)
     old = continue_from.network if going_on and continue_from is not None else None
     if old is not None:
-        groups = old.data, old.control
+        groups = old.data.group, old.control
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
     data, control, *levels = groups or new_groups(model.process_group, timeout=timeout)
@@ -68,7 +69,7 @@ def network_for(
     )
     if old is not None:
         return old
-    network = Network(data, control, topology, model.device)
+    network = Network(Channel(data), control, topology, model.device)
     if tree is None:
         if levels:
             raise ValueError(

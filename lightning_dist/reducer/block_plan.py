@@ -100,7 +100,7 @@ class BlockPlan:
             return AllReduce(
                 planes,
                 blocks,
-                group=net.data,
+                channel=net.data,
                 topology=net.topology,
                 device=net.device,
                 keep_own=bool(pieces[0].state),
@@ -111,7 +111,7 @@ class BlockPlan:
             self.kernels.reduce(shards, None if keys is None else keys.reduce, mean)
 
         build = Gather if self.rows == 1 else partial(TwoShot, reduce=reduce)
-        return build(planes, blocks, group=net.data, topology=net.topology, device=net.device)
+        return build(planes, blocks, channel=net.data, topology=net.topology, device=net.device)
 
 
 def chunk_elements(rows: int) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
+from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +29,14 @@ def measure_link(network: Network) -> float:
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        dist.all_reduce(probe, group=network.data)
+        dist.all_reduce(probe, group=network.data.group)
         if network.device.type == "cuda":
             torch.cuda.synchronize(network.device)
         seconds.append(time.perf_counter() - start)
     return sent / statistics.median(seconds[1:])  # the first one opens connections
 
 
-class ExposureWatch:
+class ExposureWatch(Observer):
     """Compares the exposed communication of the first steps with what plain DDP would expose.
 
     Exposed: from the last bucket's gradients being there to the mean being there. DDP's is
@@ -49,9 +53,20 @@ class ExposureWatch:
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
-    @property
-    def done(self) -> bool:
-        return len(self._ours) >= _STEPS
+    @override
+    def ready(self, bucket: int) -> None:
+        self.mark()
+
+    @override
+    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
+        if all(lane.codec.lossless for _, lanes in buckets for lane in lanes):
+            self.drop_step()  # a warm-up says nothing of compression
+            return
+        self.mark()
+        self.end_step(
+            raw_bytes=sum(lane.raw_bytes for _, lanes in buckets for lane in lanes),
+            last_bucket_bytes=sum(lane.raw_bytes for lane in buckets[-1][1]),
+        )
 
     def mark(self) -> None:
         """Now, on the caller's stream: at a bucket's arrival and when a step is settled."""
@@ -78,6 +93,7 @@ class ExposureWatch:
         backward = _seconds(marks[0], marks[-2])
         self._ours.append(_seconds(marks[-2], marks[-1]))
         self._ddps.append(max(raw / self._link - backward, last / self._link))
+        self.done = len(self._ours) >= _STEPS
         if self.done:
             self._advise()
 

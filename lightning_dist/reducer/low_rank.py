@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -33,7 +32,7 @@ class _Sum:
 
     def issue(self) -> None:
         torch.mul(self.own, 1.0 / self._network.world_size, out=self.mean)
-        self._work = dist.all_reduce(self.mean, group=self._network.data, async_op=True)
+        self._work = self._network.data.all_reduce(self.mean)
 
     def wait(self) -> None:
         self._work.wait()

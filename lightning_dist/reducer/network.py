@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Tree, route, rows_of
@@ -22,7 +23,7 @@ class Network:
     first.
     """
 
-    data: dist.ProcessGroup  # payloads; used by nobody else
+    data: Channel  # payloads
     control: dist.ProcessGroup  # a few flags a step, which must not queue behind payloads
     topology: Topology
     device: torch.device
@@ -42,12 +43,20 @@ class Network:
         """How the state of all ranks is put together."""
         return Rows(self.row_of or tuple(range(self.world_size)), self.rank)
 
+    @property
+    def channels(self) -> list[Channel]:
+        """Those that this rank's payloads travel over, from the inside out."""
+        if self.within is None:
+            return [self.data]
+        across = self.within.across
+        return [self.within.data, *([] if across is None else across.channels)]
+
 
 @dataclass(frozen=True)
 class Within:
     """A group that reduces among itself before its ``owners`` go on ``across`` the groups."""
 
-    group: dist.ProcessGroup  # payloads; used by nobody else
+    data: Channel  # payloads
     topology: Topology  # of the group
     owners: int  # the first of the group: all with a shard each, or one leader with everything
     weight: float  # of each member's value, so that the mean over groups is the mean over ranks
@@ -64,13 +73,20 @@ def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup
     outer = new_group(way.outer) if way.outer else None
     across = None
     if outer is not None:
-        across = replace(network, data=outer, topology=topology.among(way.outer))
-    for level, group in zip(reversed(way.levels), reversed(groups), strict=True):
+        channel = Channel(outer, name=_name(len(groups)))
+        across = replace(network, data=channel, topology=topology.among(way.outer))
+    for number, level in reversed(list(enumerate(way.levels))):
+        channel = Channel(groups[number], name=_name(number))
         inside = topology.among(level.members)
-        within = Within(group, inside, level.owners, level.weight, level.beyond, across)
-        across = replace(network, data=group, topology=inside, within=within)
+        within = Within(channel, inside, level.owners, level.weight, level.beyond, across)
+        across = replace(network, data=channel, topology=inside, within=within)
     return replace(
         network,
         within=within,
         topology=replace(topology, intra_group=groups[0], inter_group=outer),
     )
+
+
+def _name(level: int) -> str:
+    """Of a channel, by its level from the inside out."""
+    return "intra" if level == 0 else "inter" if level == 1 else f"inter{level}"

@@ -19,9 +19,9 @@ from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun
 from lightning_dist.reducer.executor import executor_for
-from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.observer import Observer, working
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import matrices, slots_by_codec
 from lightning_dist.reducer.state import ReducerState
@@ -41,7 +41,7 @@ class Reducer:
         grad_scale: the current scale of a GradScaler as a 0-d tensor, or None for 1. Residuals are
             kept unscaled, so that a change of the scale does not change their weight.
         find_unused: whether DDP looks for parameters without a gradient.
-        watch: measures whether compression pays; None does not.
+        observers: are told how a step goes, but not of single collectives.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Reducer:
         state: ReducerState | None = None,
         grad_scale: Callable[[], Tensor | None] = lambda: None,
         find_unused: bool = False,
-        watch: ExposureWatch | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.settings, self.network = settings, network
         self.state = ReducerState() if state is None else state
@@ -62,10 +62,10 @@ class Reducer:
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
         self.closed = False
+        self._observers: tuple[Observer, ...] = tuple(observers)
         self.names, self._grad_scale = names, grad_scale
         self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
-        self._watch = watch
         shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self.planner = Planner(
             network,
@@ -97,8 +97,8 @@ class Reducer:
                 self.stats.end_step()
             done.set_result(job.gradients)
             return done
-        if self._watch is not None:
-            self._watch.mark()
+        for observer in self._observers:
+            observer.ready(job.index)
         self._executor.submit(partial(self._guarded, job))
         # A future carries an exception to DDP's C++ side only through `then`.
         return done if device.type == "cuda" else done.then(_value)
@@ -109,14 +109,16 @@ class Reducer:
         if self._usage is not None:
             job.keep_unused(self._usage)
         self._adjust(job)
-        for chunk in begun(job.chunks()):
-            chunk.encode(self._scale, step=self.step)
-            if self._keeps_state:
-                self._finite.append(chunk.finite())
-            chunk.issue()
+        with working(self._observers, job.index, "encode"):
+            for chunk in begun(job.chunks()):
+                chunk.encode(self._scale, step=self.step)
+                if self._keeps_state:
+                    self._finite.append(chunk.finite())
+                chunk.issue()
         verdict = self._ask() if job.is_last else None
-        for chunk in job.chunks():
-            chunk.advance()
+        with working(self._observers, job.index, "decode"):
+            for chunk in job.chunks():
+                chunk.advance()
         if job.is_last:
             self._settle(verdict)
 
@@ -127,13 +129,16 @@ class Reducer:
         ok = ok.to(self.network.device)
         unused = set() if verdict is None else verdict.unused()
         for job in jobs:
-            for lane in job.lanes:
-                settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
-                self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
-                job.restore(lane, unused)
+            with working(self._observers, job.index, "decode"):
+                for lane in job.lanes:
+                    settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
+                    self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+                    job.restore(lane, unused)
+        for observer in self._observers:
+            observer.settled([(job.index, job.lanes) for job in jobs])
+        self._observers = tuple(each for each in self._observers if not each.done)
         self.step += 1
         self.stats.end_step()
-        self._note_exposure(jobs)
         self._in_flight = []
         for job in jobs:
             job.done.set_result(job.gradients)
@@ -199,19 +204,17 @@ class Reducer:
                 failed = RuntimeError(f"lightning_dist: {error}")
                 waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
 
-    def _note_exposure(self, jobs: Sequence[Job]) -> None:
-        if self._watch is None:
-            return
-        if all(lane.codec.lossless for job in jobs for lane in job.lanes):
-            self._watch.drop_step()  # a warm-up says nothing of compression
-            return
-        self._watch.mark()
-        self._watch.end_step(
-            raw_bytes=sum(lane.raw_bytes for job in jobs for lane in job.lanes),
-            last_bucket_bytes=sum(lane.raw_bytes for lane in jobs[-1].lanes),
-        )
-        if self._watch.done:
-            self._watch = None
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of everything, collectives too, from the next bucket on."""
+        self._observers = *self._observers, observer
+        for channel in self.network.channels:
+            channel.watch = observer
+
+    def leave_alone(self, observer: Observer) -> None:
+        """Tell ``observer`` nothing more."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+        for channel in self.network.channels:
+            channel.watch = None
 
     @property
     def residuals(self) -> Store:
@@ -244,7 +247,7 @@ class Reducer:
         with ``powersgd`` ``"factors"``.
         """
         network = self.network
-        state = self.state.gather(network.data, network.rows, device=network.device)
+        state = self.state.gather(network.data.group, network.rows, device=network.device)
         return None if state is None else self._described(state)
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
@@ -253,7 +256,7 @@ class Reducer:
         The tensors of the state are empty memory; the stripes say which part of each this rank has.
         """
         network = self.network
-        state, stripes = self.state.striped(network.data, network.rows, device=network.device)
+        state, stripes = self.state.striped(network.data.group, network.rows, device=network.device)
         return self._described(state), stripes
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:

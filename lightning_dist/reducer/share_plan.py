@@ -87,7 +87,7 @@ class SharePlan:
         exchange = Shares(
             planes,
             blocks,
-            group=self.within.group,
+            channel=self.within.data,
             topology=topology,
             send=send,
             receive=receive,

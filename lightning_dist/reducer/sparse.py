@@ -33,7 +33,7 @@ class SparseChunk(Chunk):
         error_feedback: bool,
     ) -> None:
         self._codec, self._slots, self._bucket = codec, slots, bucket
-        self._exchange = GatherVariable(group=network.data, topology=network.topology)
+        self._exchange = GatherVariable(channel=network.data, topology=network.topology)
         self._share = 1.0 / network.world_size
         dtype = compute_dtype(bucket.dtype)
         self._residuals = [

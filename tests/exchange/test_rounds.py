@@ -10,6 +10,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8, Payload, Plane
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def run(exchange: Exchange) -> None:
 @worlds
 def test_gather_brings_all_payloads_in_rank_order(size: int) -> None:
     def body(rank: Rank) -> list[list[list[int]]]:
-        make = {"group": rank.group("data"), "topology": rank.topology(), "device": CPU}
+        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         exchange = Gather(PLANES, BLOCKS, **make)
         received = []
         for step in range(2):  # buffers are reused
@@ -71,7 +72,7 @@ def test_two_shot_hands_each_rank_its_shards_and_all_ranks_the_means(size: int) 
             seen.extend(numbers(shards))
             fill(mean, rank.rank + 5)
 
-        make = {"group": rank.group("data"), "topology": rank.topology(), "device": CPU}
+        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         exchange = TwoShot(PLANES, BLOCKS, reduce=reduce, **make)
         fill(exchange.own, rank.rank + 1)
         run(exchange)
@@ -89,7 +90,7 @@ def test_all_reduce_adds(size: int, keep_own: bool) -> None:
     """The sum arrives everywhere; `keep_own` leaves what this rank encoded as it was."""
 
     def body(rank: Rank) -> tuple[float, float]:
-        make = {"group": rank.group("data"), "topology": rank.topology(), "device": CPU}
+        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         exchange = AllReduce([Plane(torch.float16, 1)], 8, keep_own=keep_own, **make)
         for _ in range(2):
             exchange.own[0].fill_(rank.rank + 1)
@@ -106,7 +107,7 @@ def test_all_reduce_adds(size: int, keep_own: bool) -> None:
 def test_all_reduce_in_place_uses_no_second_buffer() -> None:
     def body(rank: Rank) -> Tensor:
         buffer = torch.full((1, 5, 1), rank.rank + 1.0)
-        make = {"group": rank.group("data"), "topology": rank.topology(), "device": CPU}
+        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         plane = Plane(torch.float32, 1)
         exchange = AllReduce([plane], 5, keep_own=False, in_place=buffer, **make)
         assert exchange.own[0].data_ptr() == buffer.data_ptr()
@@ -125,7 +126,7 @@ def test_many_in_flight_do_not_mix(size: int) -> None:
             for plane, out in zip(shards, mean, strict=True):
                 out.copy_(plane.float().mean(0, keepdim=True))
 
-        make = {"group": rank.group("data"), "topology": rank.topology(), "device": CPU}
+        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         build = partial(TwoShot, PLANES, BLOCKS, reduce=reduce, **make)
         exchanges = [build() for _ in range(8)]
         for number, exchange in enumerate(exchanges):

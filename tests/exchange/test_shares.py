@@ -10,6 +10,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.shares import Shares
 from lightning_dist.exchange.traffic import Sent, scatter, spread
 from lightning_dist.exchange.wire import row_bytes
@@ -49,8 +50,10 @@ def memory(planes: Sequence[Plane], blocks: Sequence[int], rank: int) -> list[Te
 def make(
     rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], of: Sequence[Tensor]
 ) -> Shares:
-    group = rank.group("inside")
-    return Shares(planes, blocks, group=group, topology=rank.topology(), send=of[0], receive=of[1])
+    channel = Channel(rank.group("inside"))
+    return Shares(
+        planes, blocks, channel=channel, topology=rank.topology(), send=of[0], receive=of[1]
+    )
 
 
 def begin(shares: Shares, rank: Rank, planes: Sequence[Plane], *, salt: int = 0) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8, Plane
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import AllReduce, Gather, TwoShot
 from lightning_dist.exchange.traffic import (
     Sent,
@@ -112,7 +113,7 @@ def test_sent_is_the_sum_of_both_rounds() -> None:
     def body(rank: Rank) -> tuple[Sent, Sent, Sent]:
         planes = Int8(block_size=16).planes(torch.float32)
         make = {
-            "group": rank.group("data"),
+            "channel": Channel(rank.group("data")),
             "topology": rank.topology(),
             "device": torch.device("cpu"),
         }

@@ -10,6 +10,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Payload
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.variable import GatherVariable
 
 Lengths = tuple[int, ...]
@@ -42,7 +43,7 @@ def run(exchange: GatherVariable, own: Payload) -> list[Payload]:
 
 
 def make(rank: Rank) -> GatherVariable:
-    return GatherVariable(group=rank.group("data"), topology=rank.topology())
+    return GatherVariable(channel=Channel(rank.group("data")), topology=rank.topology())
 
 
 def require(found: list[Payload], lengths: Lengths, dtypes: Sequence[torch.dtype]) -> None:
@@ -131,9 +132,9 @@ def test_many_in_flight_do_not_mix() -> None:
 
     def body(rank: Rank) -> list[list[Payload]]:
         exchanges: list[GatherVariable] = []
-        group, topology = rank.group("data"), rank.topology()
+        channel, topology = Channel(rank.group("data")), rank.topology()
         for lengths in of_each:
-            exchanges.append(GatherVariable(group=group, topology=topology))
+            exchanges.append(GatherVariable(channel=channel, topology=topology))
             exchanges[-1].issue(payload(rank.rank, lengths[rank.rank], dtypes))
         for exchange in exchanges:
             exchange.advance()

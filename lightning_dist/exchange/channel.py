@@ -1,0 +1,118 @@
+"""A process group that payloads travel over, and somebody who may watch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+class Pending(Protocol):
+    """A collective that is under way; ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> object: ...
+
+
+class Watch(Protocol):
+    """Hears of every collective of a channel. Must be quick, and must not wait for anything."""
+
+    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
+        """One begins; what is returned is called when it has ended here, from any thread.
+
+        Args:
+            op: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
+            group: name of the channel.
+            sent: bytes that this rank sends.
+        """
+
+    def waits(self) -> Callable[[], None]:
+        """The calling thread begins to wait for one; what is returned is called after that."""
+
+
+class Channel:
+    """The collectives that exchanges are made of, asynchronous.
+
+    Args:
+        group: used by nobody else.
+        name: of the channel, for a watch: ``"flat"``, ``"intra"``, ``"inter"``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, name: str = "flat") -> None:
+        self.group, self.name = group, name
+        self.watch: Watch | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum over all ranks, in place."""
+        world = self.group.size()
+        return self._begin(
+            "all_reduce",
+            2 * (world - 1) * tensor.nbytes // world,
+            lambda: dist.all_reduce(tensor, group=self.group, async_op=True),
+        )
+
+    def all_gather(self, output: Tensor, own: Tensor) -> Pending:
+        """``own (N,)`` of every rank -> ``output (W * N,)``."""
+        return self._begin(
+            "all_gather",
+            (self.group.size() - 1) * own.nbytes,
+            lambda: dist.all_gather_single(output, own, group=self.group, async_op=True),
+        )
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        own_sizes: Sequence[int] | None = None,
+    ) -> Pending:
+        """Part ``r`` of ``own`` -> rank ``r``; equal parts, or ``own_sizes`` elements each."""
+        if own_sizes is None:
+            kept = own.nbytes // self.group.size()
+        else:
+            kept = own_sizes[self.group.rank()] * own.element_size()
+        return self._begin(
+            "all_to_all",
+            own.nbytes - kept,
+            lambda: dist.all_to_all_single(
+                output, own, output_sizes, own_sizes, group=self.group, async_op=True
+            ),
+        )
+
+    def broadcast(self, tensor: Tensor, *, owner: int) -> Pending:
+        """``tensor`` of rank ``owner`` of the group -> all."""
+        others = self.group.size() - 1 if self.group.rank() == owner else 0
+        return self._begin(
+            "broadcast",
+            others * tensor.nbytes,
+            lambda: dist.broadcast(tensor, group_src=owner, group=self.group, async_op=True),
+        )
+
+    def _begin(self, op: str, sent: int, launch: Callable[[], dist.Work]) -> Pending:
+        if self.watch is None:
+            return launch()
+        ended = self.watch.launched(op, group=self.name, sent=sent)
+        work = launch()
+
+        def on_end(future: Future[object]) -> None:
+            ended()
+
+        work.get_future().add_done_callback(on_end)
+        return _Watched(work, self.watch)
+
+
+class _Watched:
+    """A collective whose waiting somebody wants to know of."""
+
+    def __init__(self, work: dist.Work, watch: Watch) -> None:
+        self._work, self._watch = work, watch
+
+    def wait(self) -> object:
+        """Until it has ended."""
+        over = self._watch.waits()
+        try:
+            return self._work.wait()
+        finally:
+            over()

@@ -1,0 +1,98 @@
+"""What an observer is told: every collective and every byte, without changing a bit."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
+from layouts import FORMS as LAYOUTS
+from worlds import Rank, run_threads
+
+from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.observer import Observer, Phase
+
+Form = Mapping[str, Any]
+SETTINGS = {"min_compress_numel": 256}
+
+
+@dataclass
+class Story(Observer):
+    """Everything that was told, with what was going on."""
+
+    open: Counter[str] = field(default_factory=Counter)
+    launches: list[tuple[str, str, int]] = field(default_factory=list)
+    buckets: list[int] = field(default_factory=list)
+    settles: list[list[int]] = field(default_factory=list)
+    codecs: set[str] = field(default_factory=set)
+    threads: set[int] = field(default_factory=set)
+
+    def ready(self, bucket: int) -> None:
+        self.buckets.append(bucket)
+
+    def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
+        self.threads.add(threading.get_ident())
+        return self._begin(f"{phase} {bucket}")
+
+    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
+        self.launches.append((group, op, sent))
+        return self._begin("collectives")
+
+    def waits(self) -> Callable[[], None]:
+        self.threads.add(threading.get_ident())
+        return self._begin("waits")
+
+    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
+        self.settles.append([index for index, _ in buckets])
+        self.codecs |= {lane.codec.name for _, lanes in buckets for lane in lanes}
+
+    def _begin(self, what: str) -> Callable[[], None]:
+        self.open[what] += 1
+
+        def end() -> None:
+            self.open[what] -= 1
+
+        return end
+
+
+def observed(rank: Rank, form: Form, codec: str) -> tuple[Story, list[str], int]:
+    story, digests = Story(), []
+    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+        reducer.observe(story)
+        for step in range(3):
+            digests.append(step_digest(backward(model, feed(rank.rank, step)), reducer))
+        wire = reducer.comm_stats()["wire_bytes"]
+        reducer.leave_alone(story)
+        digests.append(step_digest(backward(model, feed(rank.rank, 3)), reducer))
+    return story, digests, wire
+
+
+def unobserved(rank: Rank, form: Form, codec: str) -> list[str]:
+    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+        return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(4)]
+
+
+LEVELS = [({"tree": each.tree, "leader": each.leader}, each.size) for each in LAYOUTS]
+CASES = [
+    *(({}, 3, codec) for codec in EVERY_CODEC),
+    *(({}, 2, codec) for codec in ("int8", "none", "threshold")),
+    *((form, size, codec) for form, size in LEVELS for codec in ("int8", "none", "threshold")),
+]
+
+
+@pytest.mark.parametrize(("form", "size", "codec"), CASES, ids=str)
+def test_every_collective_and_every_byte(form: Form, size: int, codec: str) -> None:
+    ranks = run_threads(lambda rank: observed(rank, form, codec), size)
+    for story, _, wire in ranks:
+        assert sum(sent for _, _, sent in story.launches) == wire
+        assert +story.open == Counter()  # all that began has ended
+        assert story.buckets == [0, 0, 0]
+        assert story.settles == [[0]] * 3
+        assert codec.partition(":")[0] in story.codecs
+        assert len(story.threads) == 1  # not that of the backward pass
+    plain = run_threads(lambda rank: unobserved(rank, form, codec), size)
+    assert [digests for _, digests, _ in ranks] == plain
