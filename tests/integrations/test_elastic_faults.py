@@ -35,7 +35,7 @@ AGENT_RESTARTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 told to end at the last batch": (Fault("terminate", "on_train_batch_end", 6),),
     "rank 1 killed while rank 0 starts again": (
         Fault("kill", "on_after_backward", 4, (0,)),
-        Fault("kill", "on_train_start", 4, (1,)),
+        Fault("kill", "on_load_checkpoint", 0, (1,)),  # only then is there one
     ),
 }
 
