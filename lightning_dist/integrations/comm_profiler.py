@@ -1,0 +1,181 @@
+"""``CommProfiler``: where communication time goes, in Lightning, Fabric, Accelerate or plain DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_dist.integrations.live_profile import LiveProfile, log_summary
+from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.report.write import Wanted
+from lightning_dist.profiling.session import SessionSettings
+
+
+class CommProfiler(pl.Callback):
+    """Says how much of a step is communication, what it consists of, and who is waited for.
+
+    As a callback::
+
+        trainer = L.Trainer(strategy="compressed_ddp", callbacks=[CommProfiler()])
+
+    Around any other loop, with the model that DDP, Fabric or Accelerate have wrapped::
+
+        with CommProfiler(model) as profiler:
+            train()
+
+    Every rank appends what it measures to ``rank<r>.jsonl``; at the end rank 0 prints a summary and
+    writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
+    exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
+
+    Args:
+        model: to be profiled, outside of Lightning.
+        dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
+            ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
+        budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        html: write ``report.html``.
+        trace: write ``trace.json.gz``, for ui.perfetto.dev.
+        csv: write ``steps.csv`` and ``buckets.csv``.
+        show: print the summary at the end.
+
+    Raises:
+        ValueError: a setting that is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        dirpath: str | Path | None = None,
+        budget: float = 0.01,
+        html: bool = True,
+        trace: bool = True,
+        csv: bool = False,
+        show: bool = True,
+    ) -> None:
+        self._model = model
+        self._dirpath = dirpath
+        self._settings = SessionSettings(budget=budget)
+        self._wanted = Wanted(html=html, trace=trace, csv=csv)
+        self._show = show
+        self._run: ProfileRun | None = None
+        self._live: LiveProfile | None = None
+        self.summary: Summary | None = None
+        """Of the last run, on rank 0, when it is over."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the run that is under way, or the last one."""
+        return None if self._run is None else self._run.folder
+
+    def __enter__(self) -> Self:
+        if self._model is None:
+            raise ValueError(
+                "CommProfiler profiles a model outside of Lightning if it is given one; write "
+                "with CommProfiler(model)"
+            )
+        self._open(_unwrapped(self._model), Path("comm_profile"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close("finished" if error is None else _reason(error), together=error is None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = trainer.strategy.model
+        if not isinstance(model, DistributedDataParallel):
+            rank_zero_warn(
+                f"CommProfiler has nothing to measure: {type(trainer.strategy).__name__} does not "
+                "use DistributedDataParallel; use strategy='ddp' or 'compressed_ddp'"
+            )
+            return
+        self._live = LiveProfile()
+        self._open(model, Path(trainer.default_root_dir) / "comm_profile", trainer.global_step)
+
+    def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
+        self.summary = None
+        self._run = ProfileRun(
+            model,
+            parent=self._dirpath or parent,
+            settings=self._settings,
+            first=first,
+            on_step=(lambda step: None) if self._live is None else self._live.add,
+        )
+        for reason in self._run.reasons:
+            rank_zero_warn(f"CommProfiler: {reason}")
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._run is None or self._live is None:
+            return
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0 and trainer.is_global_zero:
+            self._live.log(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._run.set_apart()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close("finished", together=True)
+        if self.summary is not None and self._run is not None:
+            log_summary(trainer, self.summary, self._run.folder)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close(_reason(exception), together=False)
+
+    def _close(self, reason: str, *, together: bool) -> None:
+        run = self._run
+        if run is None or run.is_closed:
+            return
+        run.close(reason, together=together)
+        if run.about.rank != 0:
+            return
+        try:
+            self.summary, problems = run.report(self._wanted)
+        except ValueError as error:
+            rank_zero_warn(f"CommProfiler: no report: {error}")
+            return
+        for problem in problems:
+            rank_zero_warn(f"CommProfiler: {problem}")
+        if self._show:
+            from lightning_dist.profiling.terminal import print_summary
+
+            print_summary(self.summary)
+            print(f"CommProfiler: {run.folder}")
+
+
+def _unwrapped(model: nn.Module) -> DistributedDataParallel:
+    """The DDP module of what Fabric or Accelerate have made."""
+    inner = getattr(model, "_forward_module", model)  # of Fabric
+    inner = getattr(inner, "_orig_mod", inner)  # of torch.compile
+    if not isinstance(inner, DistributedDataParallel):
+        raise ValueError(
+            f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "
+            "it the model that DDP, fabric.setup() or accelerator.prepare() returned"
+        )
+    return inner
+
+
+def _reason(error: BaseException) -> str:
+    return (
+        f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+    )

@@ -1,0 +1,110 @@
+"""A profile in loggers and progress bar, while it is taken and when it is done."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_dist.profiling.live import of_one_rank
+from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.records import StepRecord
+
+_STEPS = 32
+"""Newest steps that a value in the loggers is the mean of, at most."""
+_BUCKET_COLUMNS = ("index", "codec", "raw_mb", "wire_mb", "ready_ms", "encode_ms", "wait_ms")
+_BUCKET_COLUMNS += ("transfer_ms", "decode_ms", "exposed_ms")
+
+
+class LiveProfile:
+    """Collects the steps of this rank between two times of logging."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecord] = deque(maxlen=_STEPS)
+        self._means: dict[str, MeanMetric] = {}
+
+    def add(self, step: StepRecord) -> None:
+        """A step is over."""
+        if step.detailed:
+            self._steps.append(step)
+
+    def log(self, trainer: pl.Trainer) -> None:
+        """Tell loggers and progress bar the means of the newest steps."""
+        rows = [row for step in self._steps if (row := of_one_rank(step))]
+        self._steps.clear()
+        if not rows:
+            return
+        metrics = {
+            f"comm/{name}": self._mean(name, [row[name] for row in rows]) for name in rows[0]
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step - 1)
+        for name in ("exposed_pct", "ratio"):
+            trainer.lightning_module.log(  # type: ignore[attr-defined]
+                f"comm_{name}",
+                metrics[f"comm/{name}"],
+                prog_bar=True,
+                logger=False,
+                rank_zero_only=True,
+            )
+
+    def _mean(self, name: str, values: list[float]) -> float:
+        mean = self._means.setdefault(name, MeanMetric(sync_on_compute=False))
+        mean.reset()
+        mean.update(torch.tensor(values))
+        return float(mean.compute())
+
+
+def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path) -> None:
+    """Tell the loggers what all ranks together have to say; wandb gets table and files too."""
+    metrics = metrics_of(summary)
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
+        if isinstance(logger, WandbLogger):
+            _log_files(logger, summary, folder)
+
+
+def metrics_of(summary: Summary) -> dict[str, float]:
+    """What is a number in a summary, by the name it has in loggers; what is None is left out."""
+    parts, traffic = summary.parts_ms, summary.traffic
+    found: dict[str, float | None] = {
+        "comm/step_ms": summary.step_ms.get("mean"),
+        "comm/exposed_ms": summary.exposed_ms,
+        "comm/exposed_pct": 100 * summary.exposed,
+        "comm/hidden_ms": summary.hidden_ms,
+        "comm/overlap_pct": None if summary.overlap is None else 100 * summary.overlap,
+        "comm/wait_ms": parts.get("wait"),
+        "comm/transfer_ms": parts.get("transfer"),
+        "comm/straggler_rank": summary.straggler,
+        "comm/profiler_overhead_pct": 100 * summary.overhead,
+    }
+    if traffic is not None:
+        found |= {
+            "comm/raw_mb": traffic.raw_bytes / 1e6,
+            "comm/wire_mb": traffic.wire_bytes / 1e6,
+            "comm/ratio": traffic.ratio,
+            "comm/wire_busbw_gbps": traffic.wire_gbps,
+            "comm/effective_busbw_gbps": traffic.effective_gbps,
+        }
+        if traffic.link_utilization is not None:
+            found["comm/link_util_pct"] = 100 * traffic.link_utilization
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _log_files(logger: Any, summary: Summary, folder: Path) -> None:
+    import wandb
+
+    run = logger.experiment
+    rows = [[getattr(each, name) for name in _BUCKET_COLUMNS] for each in summary.buckets]
+    media: dict[str, Any] = {"comm/buckets": wandb.Table(list(_BUCKET_COLUMNS), data=rows)}
+    if (report := folder / "report.html").is_file():
+        media["comm/report"] = wandb.Html(report.read_text(), inject=False)
+    run.log(media)
+    artifact = wandb.Artifact(f"comm-profile-{run.id}", type="comm-profile")
+    artifact.add_dir(str(folder))
+    run.log_artifact(artifact)

@@ -1,0 +1,182 @@
+"""A profile of one DistributedDataParallel, from its begin to the report; no framework needed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist._version import __version__
+from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.clocks import read_offset
+from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.records import RankRecord, StepRecord
+from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.session import Session, SessionSettings
+from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.watching import Watching
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.topology import this_host
+
+
+class ProfileRun:
+    """Watches ``model`` until it is closed. Made by all ranks, at the same point of the program.
+
+    Args:
+        parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
+        first: number of the step that comes next.
+        on_step: called with every step of this rank.
+
+    Raises:
+        OSError: rank 0 cannot make the folder.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        *,
+        parent: str | Path,
+        settings: SessionSettings,
+        first: int = 0,
+        on_step: Callable[[StepRecord], None] = lambda step: None,
+    ) -> None:
+        self.reasons: list[str] = []
+        """What is not measured, and why."""
+        self._reducer = reducer_of(model.module)
+        self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        rank = dist.get_rank()
+        own = {"host": this_host(), "folder": str(_free(Path(parent))) if rank == 0 else ""}
+        facts = all_facts(own, group=self._group, device=torch.device("cpu"))
+        self.folder = Path(facts[0]["folder"])
+        in_detail = settings.in_detail and model.device.type == "cpu"
+        if settings.in_detail and not in_detail:
+            self.reasons.append(
+                f"phases and buckets: n/a, the times of work on {model.device.type} are not taken "
+                "yet; step times and bytes are"
+            )
+        self.about = _about(model, self._reducer)
+        self._session = Session(
+            self.folder,
+            self.about,
+            settings=SessionSettings(settings.budget, settings.flush_s, in_detail),
+            first=first,
+            on_step=on_step,
+        )
+        self._session.note(read_offset(self._group))
+        self._watch(model, [each["host"] for each in facts])
+        self._watching: Watching | None = Watching(model, self._session)
+
+    def _watch(self, model: DistributedDataParallel, hosts: Sequence[str]) -> None:
+        recorder = self._session.recorder
+        if self._reducer is not None:
+            self._reducer.observe(recorder)
+            return
+        ranks = dist.get_process_group_ranks(model.process_group)
+        following = ranks[(model.process_group.rank() + 1) % len(ranks)]
+        crosses = hosts[following] != hosts[dist.get_rank()]
+        watched = WatchedAllReduce(recorder, model.process_group, crosses)
+        if not watch_allreduce(model, watched):
+            hook = model._comm_hooks[0][0].__qualname__
+            self.reasons.append(
+                f"buckets: n/a, the model has a communication hook already ({hook}), and DDP takes "
+                "only one; use strategy='compressed_ddp', or leave that hook out"
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it watches no more."""
+        return self._watching is None
+
+    def set_apart(self) -> None:
+        """What was since the last step belongs to none: a validation, a checkpoint."""
+        self._session.set_apart()
+
+    def close(self, reason: str, *, together: bool) -> None:
+        """Watch no more, and have all lines in the file.
+
+        Args:
+            reason: ``"finished"``, or what happened.
+            together: all ranks close now, so that they can compare clocks once more.
+        """
+        if self._watching is None:
+            return
+        self._watching.stop()
+        self._watching = None
+        if self._reducer is not None:
+            self._reducer.leave_alone(self._session.recorder)
+        if together:
+            self._session.note(read_offset(self._group))
+        self._session.close(reason)
+        if together:
+            dist.barrier(self._group)
+
+    def report(self, wanted: Wanted) -> tuple[Summary, list[str]]:
+        """Make the files of the folder from the lines of all ranks; what could not be written.
+
+        Raises:
+            ValueError: there are no lines.
+        """
+        run = read_run(self.folder)
+        summary = summarize(run)
+        return summary, write_files(self.folder, run, summary, wanted=wanted)
+
+
+def _about(model: DistributedDataParallel, reducer: Reducer | None) -> RankRecord:
+    if reducer is None:
+        groups = {"flat": dist.get_process_group_ranks(model.process_group)}
+    else:
+        channels = reducer.network.channels
+        groups = {each.name: dist.get_process_group_ranks(each.group) for each in channels}
+    return RankRecord(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        host=this_host(),
+        groups=groups,
+        clock=time.monotonic_ns(),
+        unix=time.time(),
+        codec="ddp" if reducer is None else repr(reducer.settings.codec),
+        backend=dist.get_backend(model.process_group),
+        device=model.device.type,
+        pid=os.getpid(),
+        versions=_versions(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {
+        "lightning_dist": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    for name in ("lightning", "accelerate"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _free(parent: Path) -> Path:
+    """The first ``run-<n>`` that is not there yet."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        folder = parent / f"run-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder

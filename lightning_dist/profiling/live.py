@@ -1,0 +1,33 @@
+"""What one rank can say of its own steps at once, without the others."""
+
+from __future__ import annotations
+
+from lightning_dist.profiling.intervals import difference, length, union
+from lightning_dist.profiling.records import StepRecord
+
+_MS, _MB = 1e6, 1e6
+
+
+def of_one_rank(record: StepRecord) -> dict[str, float]:
+    """Metrics by name, of a step that was recorded in detail; empty if nothing was exchanged.
+
+    Waiting for others is part of what is exposed here: to tell it apart takes the other ranks.
+    """
+    if not (record.detailed and record.buckets and record.duration):
+        return {}
+    ready = max(bucket.ready for bucket in record.buckets)
+    done = max(bucket.done for bucket in record.buckets)
+    exchanges = union((s.begin, s.end) for s in record.spans if s.phase == "exchange")
+    raw = sum(bucket.raw for bucket in record.buckets)
+    wire = sum(bucket.intra + bucket.inter for bucket in record.buckets)
+    return {
+        "step_ms": record.duration / _MS,
+        "exposed_ms": (done - ready) / _MS,
+        "exposed_pct": 100 * (done - ready) / record.duration,
+        "hidden_ms": length(difference(exchanges, [(ready, done)])) / _MS,
+        "codec_ms": sum(s.end - s.begin for s in record.spans if s.phase != "exchange") / _MS,
+        "raw_mb": raw / _MB,
+        "wire_mb": wire / _MB,
+        "ratio": raw / wire if wire else 1.0,
+        "profiler_overhead_pct": 100 * record.overhead / record.duration,
+    }

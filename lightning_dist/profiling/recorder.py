@@ -1,0 +1,142 @@
+"""Takes the times of one rank's gradients while they travel."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from typing_extensions import override
+
+from lightning_dist.profiling.records import BucketTimes, Span
+from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.observer import Observer, Phase
+
+_CALIBRATION = 500
+
+
+class Recorder(Observer):
+    """Buckets and spans of the step that is under way.
+
+    Appends to lists, from the thread of the backward pass, that of the reducer, and those of gloo;
+    nothing is computed before :meth:`take`.
+
+    Args:
+        clock: in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+        self.is_on = True
+        """Whether anything is recorded."""
+        self._ready: list[tuple[int, int]] = []
+        self._buckets: list[BucketTimes] = []
+        self._spans: list[Span] = []
+        self._orders: Counter[str] = Counter()
+        self._bucket, self._phase, self._since = -1, "", 0
+
+    @override
+    def ready(self, bucket: int) -> None:
+        if self.is_on:
+            self._ready.append((bucket, self._clock()))
+
+    @override
+    def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
+        self._bucket = bucket
+        if not self.is_on:
+            return _nothing
+        self._phase, self._since = phase, self._clock()
+        return self._work_ends
+
+    def now(self) -> int:
+        """Of the clock."""
+        return self._clock()
+
+    def is_for(self, bucket: int) -> None:
+        """What is launched from now on is for this bucket."""
+        self._bucket = bucket
+
+    def _work_ends(self) -> None:
+        self._spans.append(Span(self._phase, self._bucket, self._since, self._clock()))
+        self._phase = ""
+
+    @override
+    def waits(self) -> Callable[[], None]:
+        if not (self.is_on and self._phase):
+            return _nothing
+        phase = self._phase
+        self._work_ends()  # waiting is not work
+
+        def over() -> None:
+            self._phase, self._since = phase, self._clock()
+
+        return over
+
+    @override
+    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
+        order = self._orders[group]
+        self._orders[group] = order + 1
+        if not self.is_on:
+            return _nothing
+        bucket, begin = self._bucket, self._clock()
+
+        def ended() -> None:
+            end = self._clock()
+            self._spans.append(Span("exchange", bucket, begin, end, op, group, sent, order))
+
+        return ended
+
+    @override
+    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
+        if not self.is_on:
+            return
+        done = self._clock()
+        for index, lanes in buckets:
+            raw = sum(lane.raw_bytes for lane in lanes)
+            sents = [lane.sent for lane in lanes]
+            intra, inter = sum(s.intra for s in sents), sum(s.inter for s in sents)
+            codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
+            self.note(BucketTimes(index, 0, done, raw, intra, inter, codec))
+
+    def note(self, bucket: BucketTimes) -> None:
+        """The mean of a bucket is there; when its gradients were is known already."""
+        self._buckets.append(bucket)
+
+    @property
+    def events(self) -> int:
+        """How often it was told of something in this step."""
+        return 2 * len(self._spans) + len(self._ready) + len(self._buckets)
+
+    def take(self, begin: int) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
+        """What was recorded since the last call; times count from ``begin``."""
+        ready = dict(self._ready)  # of a pass that failed and was tried again the last counts
+        done = {bucket.index: bucket for bucket in self._buckets if bucket.index in ready}
+        buckets = [
+            replace(bucket, ready=ready[index] - begin, done=bucket.done - begin)
+            for index, bucket in sorted(done.items(), key=lambda each: ready[each[0]])
+        ]
+        spans = [
+            replace(span, begin=span.begin - begin, end=span.end - begin)
+            for span in sorted(self._spans, key=lambda span: span.begin)
+        ]
+        self.drop()
+        return tuple(buckets), tuple(spans)
+
+    def drop(self) -> None:
+        """Forget what was recorded since the last call."""
+        self._ready, self._buckets, self._spans = [], [], []
+        self._orders.clear()
+
+
+def cost_of_an_event() -> float:
+    """Nanoseconds that one call of a recorder takes on this machine."""
+    recorder = Recorder()
+    begin = time.perf_counter_ns()
+    for _ in range(_CALIBRATION):
+        recorder.launched("all_reduce", group="flat", sent=1)()
+    return (time.perf_counter_ns() - begin) / (2 * _CALIBRATION)
+
+
+def _nothing() -> None:
+    pass

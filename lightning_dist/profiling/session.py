@@ -1,0 +1,150 @@
+"""One rank's profile while it is being taken: from events to lines in a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dist.profiling.folder import RankFile
+from lightning_dist.profiling.governor import Governor
+from lightning_dist.profiling.recorder import Recorder, cost_of_an_event
+from lightning_dist.profiling.records import EndRecord, RankRecord, Record, StepRecord
+from lightning_dist.profiling.timer import Cut, StepTimer
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a profile is taken.
+
+    Args:
+        budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        flush_s: seconds after which records are in the file at the latest (and a step).
+        in_detail: record phases, buckets and spans; False: only how long steps take.
+    """
+
+    budget: float = 0.01
+    flush_s: float = 1.0
+    in_detail: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise ValueError(
+                f"budget is the share of a step that the profiler may take, above 0 and at most 1; "
+                f"got {self.budget}"
+            )
+
+
+class Session:
+    """Is told what happens, in the thread of the training, and writes steps down.
+
+    Args:
+        folder: of the run; None: nothing is kept.
+        about: of this rank.
+        first: number of the step that comes next.
+        on_step: called with every step that was recorded.
+        clock: in nanoseconds.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        about: RankRecord,
+        *,
+        settings: SessionSettings,
+        first: int = 0,
+        on_step: Callable[[StepRecord], None] = lambda step: None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._settings, self._on_step, self._clock = settings, on_step, clock
+        self._step = first
+        self._file = None if folder is None else RankFile(folder, rank=about.rank)
+        self._unwritten: list[Record] = [about]
+        self._written_at = clock()
+        self._governor = Governor(settings.budget)
+        self._cost = cost_of_an_event()
+        self._writing = 0
+        self.recorder = Recorder(clock)
+        self.recorder.is_on = settings.in_detail and self._governor.wants(first)
+        self._timer = StepTimer(clock())
+
+    def forward(self) -> None:
+        """A forward pass of training begins."""
+        now = self._clock()
+        if (cut := self._timer.forward(now)) is not None:
+            self._close(cut, now)
+
+    def backward(self) -> None:
+        """A backward pass begins."""
+        self._timer.backward(self._clock())
+
+    def backward_ended(self, *, synchronised: bool) -> None:
+        """It has ended; ``synchronised``: with the mean over all ranks."""
+        self._timer.backward_ended(self._clock(), synchronised=synchronised)
+
+    def stepped(self) -> None:
+        """An optimizer has made its step."""
+        self._timer.stepped(self._clock())
+
+    def set_apart(self) -> None:
+        """What was since the last step belongs to none: a validation, a checkpoint."""
+        now = self._clock()
+        if (cut := self._timer.restart(now)) is not None:
+            self._close(cut, now)
+
+    def note(self, *records: Record) -> None:
+        """Write them down with what comes next."""
+        self._unwritten += records
+
+    def close(self, reason: str) -> None:
+        """The training is over."""
+        self.set_apart()
+        self.recorder.is_on = False
+        self.note(EndRecord(reason))
+        self._flush()
+        if self._file is not None:
+            self._file.close()
+
+    def _close(self, cut: Cut, now: int) -> None:
+        is_detailed, recorder = self.recorder.is_on, self.recorder
+        # Writing down the step before was in the time of this one.
+        overhead = round(recorder.events * self._cost) + self._writing
+        buckets, spans = recorder.take(cut.begin) if is_detailed else ((), ())
+        record = StepRecord(
+            self._step,
+            cut.begin,
+            cut.end - cut.begin,
+            cut.phases if self._settings.in_detail else (),
+            buckets,
+            spans,
+            detailed=is_detailed,
+            overhead=overhead,
+        )
+        self.note(record)
+        self._on_step(record)
+        self._step += 1
+        recorder.drop()
+        recorder.is_on = self._settings.in_detail and self._governor.wants(self._step)
+        self._flush_if_due(now)
+        self._writing = self._clock() - now
+        if is_detailed:
+            self._governor.spent(len(spans) * 2 * self._cost + self._writing, of=record.duration)
+
+    def _flush_if_due(self, now: int) -> None:
+        if now - self._written_at >= self._settings.flush_s * 1e9:
+            self._written_at = now
+            self._flush()
+
+    def _flush(self) -> None:
+        records, self._unwritten = self._unwritten, []
+        if self._file is None:
+            return
+        try:
+            self._file.write(records)
+        except OSError:  # a full disk is no reason to stop training
+            self._file.close()
+            self._file = None

@@ -1,0 +1,80 @@
+"""Cuts the time of a training loop into steps and phases, from what can be seen of any loop.
+
+Seen are the forward passes of the model, the backward passes and the optimizer; nobody says where a
+step begins. A step ends with the last optimizer step before the next forward pass, and what comes
+after that, such as loading data, is the begin of the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dist.profiling.records import Phase
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A step, cut out. Times are of the clock; phases count from ``begin``."""
+
+    begin: int
+    end: int
+    phases: tuple[Phase, ...]
+
+
+class StepTimer:
+    """Is told of events in their order, with their time.
+
+    Args:
+        begin: from when on time is counted.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self._begin = begin
+        self._spans: list[tuple[str, int, int]] = []
+        self._phase, self._since = "data", begin
+        self._synchronised: int | None = None
+        self._stepped: int | None = None
+
+    def forward(self, now: int) -> Cut | None:
+        """A forward pass of training begins; the step that it follows, if that is over."""
+        cut = self._cut() if self._synchronised is not None else None
+        self._enter("forward", now)
+        return cut
+
+    def backward(self, now: int) -> None:
+        """The backward pass begins."""
+        self._enter("backward", now)
+
+    def backward_ended(self, now: int, *, synchronised: bool) -> None:
+        """It has ended; ``synchronised``: with the mean over all ranks."""
+        self._enter("optimizer" if synchronised else "data", now)
+        if synchronised:
+            self._synchronised, self._stepped = now, None
+
+    def stepped(self, now: int) -> None:
+        """An optimizer has made its step."""
+        if self._synchronised is not None:
+            self._stepped = now
+
+    def restart(self, now: int) -> Cut | None:
+        """What was since the last step is not of the training; the step that is over, if any."""
+        cut = self._cut() if self._synchronised is not None else None
+        self._begin = self._since = now
+        self._phase = "data"
+        self._spans = []
+        return cut
+
+    def _enter(self, phase: str, now: int) -> None:
+        if self._since < now:
+            self._spans.append((self._phase, self._since, now))
+        self._phase, self._since = phase, now
+
+    def _cut(self) -> Cut:
+        assert self._synchronised is not None
+        end = self._synchronised if self._stepped is None else self._stepped
+        self._enter("data", end)
+        begin = self._begin
+        phases = tuple(Phase(name, b - begin, e - begin) for name, b, e in self._spans)
+        self._begin, self._spans = end, []
+        self._synchronised = self._stepped = None
+        return Cut(begin, end, phases)

@@ -1,0 +1,81 @@
+"""Makes a profile of a DistributedDataParallel, whoever trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dist.profiling.session import Session
+
+
+class Watching:
+    """Tells a session of the passes of ``model`` and of the steps of its optimizers.
+
+    Args:
+        model: whose forward passes in training begin a step.
+    """
+
+    def __init__(self, model: DistributedDataParallel, session: Session) -> None:
+        self._model, self._session = model, session
+        self._synchronises = True
+        self._in_backward = False
+        self._mine = {id(parameter) for parameter in model.parameters()}
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def stop(self) -> None:
+        """Tell nothing more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if _trains(module):
+            self._in_backward = False
+            self._session.forward()
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if not _trains(module):
+            self._session.set_apart()
+            return
+        self._synchronises = self._model.require_backward_grad_sync
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self._in_backward:  # a second output
+            return
+        self._in_backward = True
+        self._session.backward()
+        # After DDP's own, which waits for the means: it is queued while the pass runs.
+        _at_the_end(lambda: _at_the_end(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self._session.backward_ended(synchronised=self._synchronises)
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(id(parameter) in self._mine for parameter in parameters):
+            self._session.stepped()
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Of the backward pass that is under way."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

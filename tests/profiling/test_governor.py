@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_dist.profiling.governor import Governor
+from lightning_dist.profiling.session import SessionSettings
+
+MS = 1_000_000
+
+
+def run(governor: Governor, *, cost: float, steps: int, of: int = 10 * MS, first: int = 0) -> float:
+    """Share of the last half of the steps that the profiler took."""
+    shares = []
+    for step in range(first, first + steps):
+        wanted = governor.wants(step)
+        if wanted:
+            governor.spent(cost, of=of)
+        shares.append(cost / of if wanted else 0.0)
+    half = shares[steps // 2 :]
+    return sum(half) / len(half)
+
+
+@pytest.mark.parametrize("cost", [0.01, 0.3, 1.0, 4.0, 30.0])
+def test_the_mean_cost_stays_within_the_budget(cost: float) -> None:
+    assert run(Governor(0.01), cost=cost * MS, steps=20_000) <= 0.0102
+
+
+def test_a_profiler_that_is_cheap_looks_at_every_step() -> None:
+    governor = Governor(0.01)
+    run(governor, cost=0.05 * MS, steps=100)
+    assert governor.period == 1
+
+
+def test_it_looks_again_when_steps_take_longer() -> None:
+    governor = Governor(0.01)
+    run(governor, cost=1.0 * MS, steps=2000)
+    assert governor.period >= 8
+    run(governor, cost=1.0 * MS, steps=20_000, of=1000 * MS, first=2000)
+    assert governor.period == 1
+
+
+def test_ranks_that_decide_for_themselves_have_steps_in_common() -> None:
+    quick, slow = Governor(0.01), Governor(0.01)
+    seen: list[set[int]] = [set(), set()]
+    for step in range(4000):
+        for governor, cost, steps in ((quick, 0.3, seen[0]), (slow, 2.5, seen[1])):
+            if governor.wants(step):
+                governor.spent(cost * MS, of=10 * MS)
+                steps.add(step)
+    assert quick.period < slow.period
+    late = {step for step in seen[1] if step > 2000}
+    assert late
+    assert late <= seen[0]
+
+
+@pytest.mark.parametrize("budget", [0, -0.1, 1.5])
+def test_a_budget_out_of_range(budget: float) -> None:
+    with pytest.raises(ValueError, match=f"above 0 and at most 1; got {budget}"):
+        SessionSettings(budget=budget)

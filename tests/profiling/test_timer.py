@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from lightning_dist.profiling.records import Phase
+from lightning_dist.profiling.timer import Cut, StepTimer
+
+
+def test_a_step_begins_where_the_one_before_ended() -> None:
+    timer = StepTimer(100)
+    assert timer.forward(110) is None
+    timer.backward(130)
+    timer.backward_ended(170, synchronised=True)
+    timer.stepped(180)
+    assert timer.forward(195) == Cut(
+        100,
+        180,
+        (
+            Phase("data", 0, 10),
+            Phase("forward", 10, 30),
+            Phase("backward", 30, 70),
+            Phase("optimizer", 70, 80),
+        ),
+    )
+    timer.backward(200)
+    timer.backward_ended(210, synchronised=True)
+    timer.stepped(215)
+    cut = timer.restart(300)
+    assert cut is not None
+    assert (cut.begin, cut.end) == (180, 215)
+    assert cut.phases[0] == Phase("data", 0, 15)
+
+
+def test_accumulated_passes_are_one_step() -> None:
+    timer = StepTimer(0)
+    for begin, synchronised in ((10, False), (40, False), (70, True)):
+        assert timer.forward(begin) is None
+        timer.backward(begin + 10)
+        timer.backward_ended(begin + 20, synchronised=synchronised)
+    timer.stepped(100)
+    cut = timer.forward(110)
+    assert cut is not None
+    assert [(phase.name, phase.begin, phase.end) for phase in cut.phases] == [
+        ("data", 0, 10),
+        ("forward", 10, 20),
+        ("backward", 20, 30),
+        ("data", 30, 40),
+        ("forward", 40, 50),
+        ("backward", 50, 60),
+        ("data", 60, 70),
+        ("forward", 70, 80),
+        ("backward", 80, 90),
+        ("optimizer", 90, 100),
+    ]
+
+
+def test_several_optimizers_end_the_step_with_the_last() -> None:
+    timer = StepTimer(0)
+    timer.forward(0)
+    timer.backward(10)
+    timer.backward_ended(20, synchronised=True)
+    timer.stepped(25)
+    timer.stepped(30)
+    cut = timer.forward(50)
+    assert cut is not None
+    assert cut.end == 30
+    assert cut.phases[-1] == Phase("optimizer", 20, 30)
+
+
+def test_a_step_that_a_scaler_skipped_has_no_optimizer() -> None:
+    timer = StepTimer(0)
+    timer.forward(0)
+    timer.backward(10)
+    timer.backward_ended(20, synchronised=True)
+    cut = timer.forward(50)
+    assert cut is not None
+    assert cut.end == 20
+    assert cut.phases[-1].name == "backward"
+
+
+def test_what_is_set_apart_is_of_no_step() -> None:
+    timer = StepTimer(0)
+    timer.forward(5)
+    timer.backward(10)
+    timer.backward_ended(20, synchronised=True)
+    timer.stepped(25)
+    assert timer.restart(1000) is not None  # a validation
+    timer.forward(1005)
+    timer.backward(1010)
+    timer.backward_ended(1020, synchronised=True)
+    timer.stepped(1025)
+    cut = timer.forward(1030)
+    assert cut is not None
+    assert (cut.begin, cut.end) == (1000, 1025)
+    assert timer.restart(2000) is None
+
+
+def test_a_forward_pass_without_a_backward_pass() -> None:
+    """A loss that is not finite is left out by some loops."""
+    timer = StepTimer(0)
+    timer.forward(5)
+    timer.forward(20)
+    timer.backward(30)
+    timer.backward_ended(40, synchronised=True)
+    timer.stepped(45)
+    cut = timer.forward(50)
+    assert cut is not None
+    assert [phase.name for phase in cut.phases] == [
+        *("data", "forward", "forward", "backward", "optimizer")
+    ]
