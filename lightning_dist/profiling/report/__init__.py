@@ -1,0 +1,1 @@
+"""What is made of a profile to look at: a page, a trace, tables."""
