@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from trace_rules import Event, events_of, problems
 
 from lightning_dist.profiling.intervals import length, union
+from lightning_dist.profiling.lanes import lanes
 from lightning_dist.profiling.parts import Placed, Timeline
-from lightning_dist.profiling.report.lanes import lanes
 from lightning_dist.profiling.report.trace import write_trace
 
 MS = 1_000_000

@@ -1,1 +1,1 @@
-"""What is made of a profile to look at: a page, a trace, tables."""
+"""What people look at: a profile as a page, made of the types in ``parts``."""

@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lightning_dist.profiling.lanes import lanes
 from lightning_dist.profiling.parts import Timeline
-from lightning_dist.profiling.report.lanes import lanes
+from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.trace_slices import (
     TRACKS,
     Clock,
@@ -52,7 +53,7 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[
         "otherData": {f"step {each.step}": each.label for each in timelines},
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    Path(path).write_bytes(gzip.compress(text.encode(), mtime=0))
+    replace_file(path, gzip.compress(text.encode(), mtime=0))
 
 
 def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Event]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lightning_dist.profiling.parts import Placed, Timeline
-from lightning_dist.profiling.report.collectives import (
+from lightning_dist.profiling.report.trace_exchanges import (
     Collective,
     collectives,
     mbit_per_s,
