@@ -39,7 +39,7 @@ class Exchange:
 
     @property
     def transfer(self) -> Interval:
-        """They all were; where that is not known, all of it."""
+        """They all were: it moved, or queued behind others. Where that is not known, all of it."""
         since = self.span.begin if self.arrival is None else self.arrival
         return min(since, self.span.end), self.span.end
 

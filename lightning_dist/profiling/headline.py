@@ -48,6 +48,8 @@ def _shares(summary: Summary) -> str:
 
 def percent(share: float) -> str:
     """Such as ``31 %``; below 1 with a decimal."""
+    if 0 < share < 0.0005:
+        return "<0.1 %"
     return f"{share:.1%}".replace("%", " %") if 0 < share < 0.00995 else f"{100 * share:.0f} %"
 
 

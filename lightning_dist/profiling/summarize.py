@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_dist.profiling.breakdown import analyse, timeline, unknown_wait
 from lightning_dist.profiling.clock_check import ClockCheck, uncertainty_of
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline
 from lightning_dist.profiling.parts import (
     EXPOSED,
@@ -19,7 +18,6 @@ from lightning_dist.profiling.parts import (
     Series,
     Summary,
     Timeline,
-    Traffic,
 )
 from lightning_dist.profiling.records import PHASES
 from lightning_dist.profiling.sample import Sample, sample
@@ -120,8 +118,10 @@ class _Found:
     def steps(self) -> int:
         return sum(each.steps for each in self.ranks.values())
 
-    def mean_ms(self, name: str) -> float:
-        return sum(getattr(each, name) for each in self.ranks.values()) / max(self.steps, 1) / MS
+    @property
+    def duration_ms(self) -> float:
+        total = sum(each.duration for each in self.ranks.values())
+        return total / max(self.steps, 1) / MS
 
     def parts_ms(self) -> dict[str, float]:
         sums = {name: sum(each.parts[name] for each in self.ranks.values()) for name in PARTS}
@@ -259,7 +259,7 @@ def _doubts(run: Run, found: _Found, mean_ms: float) -> list[str]:
     if not found.steps:
         return []
     doubts = [found.unknown_wait] if found.unknown_wait else []
-    of_detailed = found.mean_ms("duration")
+    of_detailed = found.duration_ms
     if abs(of_detailed - mean_ms) > 0.05 * mean_ms:
         doubts.append(
             f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {mean_ms:.1f} ms"

@@ -21,10 +21,8 @@ def traffic_of(
     """Per step and rank. What is None has its reason added to ``reasons``."""
     of_ranks = totals.values()
     steps = sum(each.steps for each in of_ranks)
-    raw, intra, inter, moving = (
-        sum(getattr(each, name) for each in of_ranks)
-        for name in ("raw", "intra", "inter", "moving")
-    )
+    raw, moving = sum(each.raw for each in of_ranks), sum(each.moving for each in of_ranks)
+    intra, inter = sum(each.intra for each in of_ranks), sum(each.inter for each in of_ranks)
     if not steps or not raw + intra + inter:
         alone = run.world_size < 2
         reasons.setdefault(
