@@ -50,9 +50,12 @@ def _cells(each: Difference) -> tuple[str, ...]:
         return "n/a" if value is None else f"{value:{sign}.2f} {_UNITS[unit]}"
 
     spread = "n/a" if each.spread is None else f"± {figure(each.spread)}"
-    remark = "within the spread" if each.is_explained and each.difference else each.reason
-    if each.difference and each.a and each.is_explained is False:
-        remark = f"{100 * each.difference / each.a:+.1f} %"
+    if each.difference is None:
+        remark = each.reason
+    elif each.is_explained:
+        remark = "within the spread" if each.difference else ""
+    else:
+        remark = f"{100 * each.difference / each.a:+.1f} %" if each.a else ""
     return label, figure(each.a), figure(each.b), figure(each.difference, "+"), spread, remark
 
 

@@ -60,7 +60,9 @@ class Difference:
         """Whether the spread of the steps alone can explain it; None: nobody knows."""
         if self.difference is None or self.spread is None:
             return None
-        return abs(self.difference) <= self.spread
+        assert self.a is not None
+        assert self.b is not None
+        return abs(self.difference) <= self.spread or math.isclose(self.a, self.b)
 
 
 def measured(run: Run, summary: Summary) -> Measured:
@@ -97,41 +99,39 @@ def verdict(differences: Sequence[Difference]) -> str:
     """What is to be said of them, in a sentence."""
     step = differences[0]
     assert step.name == "step_ms"
-    real = [each for each in differences if each.is_explained is False]
-    if step.a is None or step.difference is None or step.spread is None:
+    if step.difference is None or step.is_explained is None:
         return f"The steps cannot be compared: {step.reason}."
-    if not real:
-        return "There is no difference that the spread of the steps would not explain."
+    others = _largest([each for each in differences[1:] if each.is_explained is False])
     if step.is_explained:
-        return (
-            "The steps take as long: no difference that the spread of the steps would not explain."
-        )
+        nothing = "no difference that the spread of the steps would not explain"
+        return f"Step time: {nothing}; but {others}." if others else f"There is {nothing}."
     share = f" ({abs(step.difference) / step.a:.1%})".replace("%", " %") if step.a else ""
     word = "longer" if step.difference > 0 else "shorter"
-    sentence = f"The step of B is {abs(step.difference):.3g} ms{share} {word}"
-    parts = [
-        (each.name.removesuffix("_ms"), each.difference)
-        for each in real
-        if each.name.removesuffix("_ms") in PARTS and each.difference is not None
-    ]
-    if not parts:
-        return f"{sentence}; no part alone says why."
-    parts.sort(key=lambda part: (-abs(part[1]), part[0]))
-    return f"{sentence}: {', '.join(f'{name} {value:+.3g} ms' for name, value in parts[:3])}."
+    because = f": {others}" if others else "; no part alone says why"
+    return f"The step of B is {abs(step.difference):.3g} ms{share} {word}{because}."
+
+
+def _largest(differences: Sequence[Difference]) -> str:
+    """In words, the three parts that differ most; without any, what is sent."""
+    signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
+    parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
+    if parts:
+        return ", ".join(f"{name} {value:+.3g} ms" for name, value in parts[:3])
+    return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 
 def _difference(name: str, a: Measured, b: Measured) -> Difference:
-    (of_a, reason_a), (of_b, reason_b) = ((m.values.get(name), m.reasons.get(name)) for m in (a, b))
-    medians = [None if of is None else statistics.median(of) for of in (of_a, of_b)]
-    if of_a is None or of_b is None:
-        told = [f"{run}: {why}" for run, why in (("A", reason_a), ("B", reason_b)) if why]
-        return Difference(name, *medians, None, "; ".join(told))
-    fewest = min(len(of_a), len(of_b))
-    if fewest < _FEWEST:
-        return Difference(
-            name, *medians, None, f"{fewest} steps are too few for their spread, {_FEWEST} are not"
-        )
-    return Difference(name, *medians, _notch(of_a) + _notch(of_b))
+    of_a, of_b = a.values.get(name, ()), b.values.get(name, ())
+    median_a, median_b = (statistics.median(of) if of else None for of in (of_a, of_b))
+    spread, reason = None, ""
+    if not of_a or not of_b:
+        told = ((run, each.reasons.get(name)) for run, each in (("A", a), ("B", b)))
+        reason = "; ".join(f"{run}: {why}" for run, why in told if why)
+    elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
+        reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
+    else:
+        spread = _notch(of_a) + _notch(of_b)
+    return Difference(name, median_a, median_b, spread, reason)
 
 
 def _notch(values: Sequence[float]) -> float:

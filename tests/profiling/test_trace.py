@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planted import Planted
 from trace_rules import Event, events_of, problems
 
+from lightning_dist.profiling.breakdown import timeline
 from lightning_dist.profiling.intervals import length, union
 from lightning_dist.profiling.lanes import lanes
 from lightning_dist.profiling.parts import Placed, Timeline
@@ -208,6 +210,22 @@ def test_steps_follow_each_other_with_a_gap(drawn: Any) -> None:
     assert 0 < gap < steps[0]["dur"]
     both = of(events, name="all_gather 0", rank=1)
     assert both[1]["ts"] - both[0]["ts"] == steps[1]["ts"]
+
+
+def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
+    planted = Planted(world_size=4, late={2: 50}, shift={1: 700, 3: -200}, steps=3)
+    run = planted.run()
+    events = drawn(timeline(run, 0, "first step"), timeline(run, 2, "median step"))
+    assert len(of(events, cat="phases")) == 4 * 4 * 2
+    assert len(of(events, cat="exchange")) == len(of(events, ph="i")) == planted.buckets * 4 * 2
+    assert len(of(events, cat="codec")) == 2 * planted.buckets * 4 * 2
+    waits = of(events, cat="wait")
+    assert {(event["pid"], event["name"]) for event in waits} == {
+        (rank, "wait for rank 2") for rank in (0, 1, 3)
+    }
+    assert {event["dur"] for event in waits} == {50_000}
+    assert {event["pid"] for event in of(events, ph="s")} == {2}
+    assert len(of(events, ph="f")) == len(waits)
 
 
 def test_no_steps_are_a_trace_too(drawn: Any) -> None:
