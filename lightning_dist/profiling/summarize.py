@@ -230,7 +230,7 @@ def _straggler(run: Run, found: _Found, reasons: dict[str, str]) -> int | None:
         for rank, nanoseconds in totals.waited_for.items():
             waits[rank] = waits.get(rank, 0) + nanoseconds
     waiting, duration = sum(waits.values()), sum(each.duration for each in found.ranks.values())
-    most = max(waits, key=lambda rank: waits[rank], default=None)
+    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
     if most is None:
         reasons["straggler"] = reasons.get("wait") or _why_nothing(run, "no rank waited")
     elif waiting < _LEAST_WAITING * duration:
