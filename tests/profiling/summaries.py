@@ -21,8 +21,8 @@ MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), stric
 
 
 def hosts_of(ranks: int) -> list[str]:
-    """Two ranks on every host."""
-    return [f"node-{rank // 2:02d}.cluster" for rank in range(ranks)]
+    """Two ranks on every host, or one if there are two."""
+    return [f"node-{rank // 2 if ranks > 2 else rank:02d}.cluster" for rank in range(ranks)]
 
 
 def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) -> Series:

@@ -109,6 +109,15 @@ class Bars:
         told = f"rank {rank}, bucket {index}<br>gradients ready at {ms(_ms(ready))}"
         self._ready.add(ready, y, f"{told}, mean of all ranks at {ms(_ms(done))}")
 
+    @property
+    def end(self) -> float:
+        """Where the last bar ends, in milliseconds."""
+        phases = [trace for trace, _ in self._phases.values()]
+        bars = [*phases, *self._work.values()]
+        return max(
+            base + x for each in bars for base, x in zip(each.base, each.length, strict=True)
+        )
+
     def traces(self) -> list[dict[str, Any]]:
         """Backgrounds first."""
         known = [name for name in PHASES if name in self._phases]
@@ -121,7 +130,7 @@ class Bars:
                     {
                         **self._phases[name][strip].bars(),
                         "name": plain(name),
-                        "showlegend": False,  # the name is in the strip
+                        "showlegend": bool(strip),
                         "marker": {"color": f"--{colour}", "line": {"width": 0}},
                         "opacity": 0.9 if strip else 0.16,
                     }

@@ -43,6 +43,11 @@ def middles(steps: Sequence[int], runs: Sequence[slice]) -> list[float]:
     return [(steps[run][0] + steps[run][-1]) / 2 for run in runs]
 
 
+def ends(steps: Sequence[int]) -> tuple[float, float]:
+    """Of an axis that has room for exactly these steps."""
+    return steps[0] - 0.5, steps[-1] + 0.5
+
+
 def of_steps(steps: Sequence[int], *, run: slice) -> str:
     """``"step 7"``, ``"steps 7 to 9"``."""
     first, last = steps[run][0], steps[run][-1]

@@ -17,6 +17,7 @@ def facts(summary: Summary) -> list[Fact]:
         *_traffic(summary),
         _straggler(summary),
         _steps(summary),
+        _overhead(summary),
     ]
 
 
@@ -30,7 +31,7 @@ def _step(summary: Summary) -> list[Fact]:
         ]
     rest = [
         f"{words} {ms(summary.step_ms[name])}"
-        for name, words in (("median", "median"), ("p95", "95 % are below"))
+        for name, words in (("median", "median"), ("p95", "95 % of all below"))
         if name in summary.step_ms
     ]
     return [
@@ -93,10 +94,16 @@ def _straggler(summary: Summary) -> Fact:
 
 
 def _steps(summary: Summary) -> Fact:
-    detail = f"the profiler took {percent(summary.overhead)} of the time"
+    detail = "that all ranks have recorded"
     if summary.skipped:
-        detail = f"without the first {summary.skipped}; {detail}"
+        detail += f", without the first {summary.skipped}"
     return Fact("Steps", f"{summary.steps:,}", detail)
+
+
+def _overhead(summary: Summary) -> Fact:
+    if not summary.steps:
+        return _missing("Profiler", why(summary, "overhead", "steps"))
+    return Fact("Profiler", percent(summary.overhead), "of the time was its own")
 
 
 def _missing(label: str, because: str) -> Fact:

@@ -35,7 +35,7 @@ def links_between_hosts(summary: Summary) -> Picture:
     )
     drawn = figure(
         [_map(rates, names)],
-        height=150 + max(60, min(44 * len(names), 720)),
+        height=150 + max(110, min(44 * len(names), 720)),
         xaxis=_hosts(names, title="to", side="top"),
         yaxis=_hosts(names, title="from", autorange="reversed"),
     )
@@ -97,7 +97,7 @@ def _map(rates: Mapping[tuple[str, str], float], names: Sequence[str]) -> dict[s
         "text": [["" if value is None else number(value) for value in row] for row in values],
         "texttemplate": "%{text}" if len(names) <= _WRITTEN else "",
         "colorscale": HEAT,
-        "colorbar": {"title": {"text": "Gbit/s"}, "thickness": 12, "outlinewidth": 0},
+        "colorbar": {"title": {"text": "Gbit/s"}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
         "xgap": 2,
         "ygap": 2,
         "hoverongaps": False,

@@ -118,7 +118,7 @@ def _draw(summary: Summary, timeline: Timeline, ranks: Sequence[int]) -> dict[st
         bars.traces(),
         height=round(130 + max(pixels * top, 60)),
         barmode="overlay",
-        xaxis=axis("milliseconds since the first rank began the step", rangemode="tozero"),
+        xaxis=axis("milliseconds since the first rank began the step", range=[0, bars.end]),
         yaxis=axis(
             tickvals=ticks, ticktext=names, range=[top - _GAP / 2, -_GAP / 2], showgrid=False
         ),
