@@ -27,9 +27,9 @@ def mean(values: Sequence[float | None]) -> float | None:
     return digits(sum(numbers) / len(numbers)) if numbers else None
 
 
-def digits(value: float) -> float:
+def digits(value: float, *, count: int = 5) -> float:
     """Without digits that only make the page longer."""
-    return float(f"{value:.5g}")
+    return float(f"{value:.{count}g}")
 
 
 def most_frequent(values: Sequence[T | None]) -> T | None:

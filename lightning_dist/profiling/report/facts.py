@@ -83,6 +83,8 @@ def _traffic(summary: Summary) -> list[Fact]:
 
 
 def _straggler(summary: Summary) -> Fact:
+    if not summary.steps:
+        return _missing("Straggler", why(summary, "straggler", "steps"))
     if summary.straggler is None:
         detail = summary.reasons.get("straggler", "most of the waiting is not for one rank")
         return Fact("Straggler", "none", detail)
@@ -94,6 +96,8 @@ def _straggler(summary: Summary) -> Fact:
 
 
 def _steps(summary: Summary) -> Fact:
+    if not summary.steps:
+        return Fact("Steps", "0", why(summary, "steps"))
     detail = "that all ranks have recorded"
     if summary.skipped:
         detail += f", without the first {summary.skipped}"

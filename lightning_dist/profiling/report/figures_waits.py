@@ -97,7 +97,7 @@ def _marks(series: Series, runs: list[slice], names: Mapping[int, str]) -> dict[
         "y": [name for _, name in marked],
         "marker": {
             "symbol": "circle-open",
-            "size": 8 if few else 4,
+            "size": 8 if few else 3,
             "color": "--ink",
             "line": {"width": 1.5 if few else 1},
         },
