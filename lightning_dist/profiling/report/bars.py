@@ -11,6 +11,7 @@ from lightning_dist.profiling.report.figure import fill
 from lightning_dist.profiling.report.text import megabytes, ms, plain
 
 _NS = 1e6  # per millisecond
+_BAR = 0.86  # of a lane
 
 _NAMES = {
     "encode": "encode",
@@ -75,14 +76,14 @@ class Bars:
         told = f"rank {rank}: {plain(name)}, {_ms_of(begin, end)}"
         height = bottom - top
         behind.add(begin, end, y=top + height / 2, width=height, text="", hover=told)
-        named.add(begin, end, y=top + strip / 2, width=strip * 0.8, text=plain(name), hover=told)
+        named.add(begin, end, y=top + strip / 2, width=strip * _BAR, text=plain(name), hover=told)
 
     def codec(self, span: Placed, *, rank: int, y: float) -> None:
         """Encoding or decoding."""
         told = f"rank {rank}, bucket {span.bucket}<br>{plain(span.phase)}"
         trace = self._work["encode" if span.phase == "encode" else "decode"]
         hover = f"{told}: {_ms_of(span.begin, span.end)}"
-        trace.add(span.begin, span.end, y=y, width=0.8, text=str(span.bucket), hover=hover)
+        trace.add(span.begin, span.end, y=y, width=_BAR, text=str(span.bucket), hover=hover)
 
     def exchange(self, span: Placed, *, rank: int, y: float) -> None:
         """A collective; in two parts if it is known when the last rank came to it."""
@@ -91,7 +92,7 @@ class Bars:
         text = str(span.bucket)
         if span.arrival is None:
             hover = f"{told}{_ms_of(span.begin, span.end)}; waiting not told apart"
-            args = {"y": y, "width": 0.8}
+            args = {"y": y, "width": _BAR}
             self._work["exchange"].add(span.begin, span.end, text=text, hover=hover, **args)
             return
         arrival = min(max(span.arrival, span.begin), span.end)  # clocks are never quite equal
@@ -101,13 +102,22 @@ class Bars:
         for name, begin, end in parts:
             if begin < end:
                 at = text if name == longest else ""
-                self._work[name].add(begin, end, y=y, width=0.8, text=at, hover=hover)
+                self._work[name].add(begin, end, y=y, width=_BAR, text=at, hover=hover)
         self._arrivals.add(arrival, y, f"{told}the last rank has come at {ms(_ms(arrival))}")
 
     def ready(self, index: int, ready: int, done: int, *, rank: int, y: float) -> None:
         """A bucket's gradients are there."""
         told = f"rank {rank}, bucket {index}<br>gradients ready at {ms(_ms(ready))}"
         self._ready.add(ready, y, f"{told}, mean of all ranks at {ms(_ms(done))}")
+
+    @property
+    def end(self) -> float:
+        """Where the last bar ends, in milliseconds."""
+        phases = [trace for trace, _ in self._phases.values()]
+        bars = [*phases, *self._work.values()]
+        return max(
+            base + x for each in bars for base, x in zip(each.base, each.length, strict=True)
+        )
 
     def traces(self) -> list[dict[str, Any]]:
         """Backgrounds first."""
@@ -121,7 +131,7 @@ class Bars:
                     {
                         **self._phases[name][strip].bars(),
                         "name": plain(name),
-                        "showlegend": False,  # the name is in the strip
+                        "showlegend": bool(strip),
                         "marker": {"color": f"--{colour}", "line": {"width": 0}},
                         "opacity": 0.9 if strip else 0.16,
                     }

@@ -27,9 +27,9 @@ def mean(values: Sequence[float | None]) -> float | None:
     return digits(sum(numbers) / len(numbers)) if numbers else None
 
 
-def digits(value: float) -> float:
+def digits(value: float, *, count: int = 5) -> float:
     """Without digits that only make the page longer."""
-    return float(f"{value:.5g}")
+    return float(f"{value:.{count}g}")
 
 
 def most_frequent(values: Sequence[T | None]) -> T | None:
@@ -41,6 +41,11 @@ def most_frequent(values: Sequence[T | None]) -> T | None:
 def middles(steps: Sequence[int], runs: Sequence[slice]) -> list[float]:
     """Where the runs are on an axis of steps."""
     return [(steps[run][0] + steps[run][-1]) / 2 for run in runs]
+
+
+def ends(steps: Sequence[int]) -> tuple[float, float]:
+    """Of an axis that has room for exactly these steps."""
+    return steps[0] - 0.5, steps[-1] + 0.5
 
 
 def of_steps(steps: Sequence[int], *, run: slice) -> str:

@@ -17,6 +17,7 @@ def facts(summary: Summary) -> list[Fact]:
         *_traffic(summary),
         _straggler(summary),
         _steps(summary),
+        _overhead(summary),
     ]
 
 
@@ -30,7 +31,7 @@ def _step(summary: Summary) -> list[Fact]:
         ]
     rest = [
         f"{words} {ms(summary.step_ms[name])}"
-        for name, words in (("median", "median"), ("p95", "95 % are below"))
+        for name, words in (("median", "median"), ("p95", "95 % of all below"))
         if name in summary.step_ms
     ]
     return [
@@ -82,6 +83,8 @@ def _traffic(summary: Summary) -> list[Fact]:
 
 
 def _straggler(summary: Summary) -> Fact:
+    if not summary.steps:
+        return _missing("Straggler", why(summary, "straggler", "steps"))
     if summary.straggler is None:
         detail = summary.reasons.get("straggler", "most of the waiting is not for one rank")
         return Fact("Straggler", "none", detail)
@@ -93,10 +96,18 @@ def _straggler(summary: Summary) -> Fact:
 
 
 def _steps(summary: Summary) -> Fact:
-    detail = f"the profiler took {percent(summary.overhead)} of the time"
+    if not summary.steps:
+        return Fact("Steps", "0", why(summary, "steps"))
+    detail = "that all ranks have recorded"
     if summary.skipped:
-        detail = f"without the first {summary.skipped}; {detail}"
+        detail += f", without the first {summary.skipped}"
     return Fact("Steps", f"{summary.steps:,}", detail)
+
+
+def _overhead(summary: Summary) -> Fact:
+    if not summary.steps:
+        return _missing("Profiler", why(summary, "overhead", "steps"))
+    return Fact("Profiler", percent(summary.overhead), "of the time was its own")
 
 
 def _missing(label: str, because: str) -> Fact:

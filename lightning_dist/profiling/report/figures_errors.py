@@ -10,7 +10,7 @@ from typing import Any
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.report.bins import FEW_BARS, bins, digits, middles, of_steps
 from lightning_dist.profiling.report.figure import axis, figure, legend_above
-from lightning_dist.profiling.report.text import finite, number, why
+from lightning_dist.profiling.report.text import finite, why
 from lightning_dist.profiling.report.view import Picture
 
 _ROWS = (
@@ -19,6 +19,8 @@ _ROWS = (
     ("residual_ratio", "residual ratio", "--codec", "diamond"),
 )
 """Field, name, colour and mark of a curve."""
+
+_DIGITS = 8  # a cosine differs from 1 in the fifth
 
 
 def errors_over_time(summary: Summary) -> Picture:
@@ -66,14 +68,14 @@ def _curve(
     few = len(runs) <= FEW_BARS
     groups = [[value for step in steps[run] for value in values[step]] for run in runs]
     x = middles(steps, runs)
-    middle = [digits(median(group)) for group in groups]
+    middle = [digits(median(group), count=_DIGITS) for group in groups]
     line = {"type": "scatter", "x": x, "yaxis": axis_name}
     edge = {**line, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
     return [
-        {**edge, "y": [digits(min(group)) for group in groups]},
+        {**edge, "y": [digits(min(group), count=_DIGITS) for group in groups]},
         {
             **edge,
-            "y": [digits(max(group)) for group in groups],
+            "y": [digits(max(group), count=_DIGITS) for group in groups],
             "fill": "tonexty",
             "fillcolor": f"{colour}-band",
         },
@@ -85,8 +87,8 @@ def _curve(
             "line": {"width": 2, "color": colour},
             **({"marker": {"symbol": symbol, "size": 6, "color": colour}} if few else {}),
             "hovertext": [
-                f"{of_steps(steps, run=run)}<br>{name}: {number(value)} "
-                f"({number(min(group))} to {number(max(group))})"
+                f"{of_steps(steps, run=run)}<br>{name}: {value:.6g} "
+                f"({min(group):.6g} to {max(group):.6g})"
                 for run, value, group in zip(runs, middle, groups, strict=True)
             ],
             "hovertemplate": "%{hovertext}<extra></extra>",

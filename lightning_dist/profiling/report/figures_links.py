@@ -30,12 +30,13 @@ def links_between_hosts(summary: Summary) -> Picture:
     names = sorted({name for pair in rates for name in pair})
     caption = (
         "Gbit/s from the host of the row to that of the column, with nothing else on the link: all "
-        "bits over all seconds of the measurement. A ring is as slow as its slowest link. Fields "
-        "without a number were not measured."
+        "bits over all seconds of the measurement. A ring is as slow as its slowest link. The "
+        "colours end at the fastest link between two hosts. Fields without a number were not "
+        "measured."
     )
     drawn = figure(
         [_map(rates, names)],
-        height=150 + max(60, min(44 * len(names), 720)),
+        height=150 + max(110, min(44 * len(names), 720)),
         xaxis=_hosts(names, title="to", side="top"),
         yaxis=_hosts(names, title="from", autorange="reversed"),
     )
@@ -86,6 +87,7 @@ def _host(hosts: Mapping[int, str], rank: int) -> str:
 
 
 def _map(rates: Mapping[tuple[str, str], float], names: Sequence[str]) -> dict[str, Any]:
+    between = [rate for (row, column), rate in rates.items() if row != column]
     values = [[rates.get((row, column)) for column in names] for row in names]
     return {
         "type": "heatmap",
@@ -93,11 +95,11 @@ def _map(rates: Mapping[tuple[str, str], float], names: Sequence[str]) -> dict[s
         "y": list(range(len(names))),
         "z": [[None if value is None else digits(value) for value in row] for row in values],
         "zmin": 0,
-        "zmax": digits(max(rates.values())),
+        "zmax": digits(max(between or rates.values())),
         "text": [["" if value is None else number(value) for value in row] for row in values],
         "texttemplate": "%{text}" if len(names) <= _WRITTEN else "",
         "colorscale": HEAT,
-        "colorbar": {"title": {"text": "Gbit/s"}, "thickness": 12, "outlinewidth": 0},
+        "colorbar": {"title": {"text": "Gbit/s"}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
         "xgap": 2,
         "ygap": 2,
         "hoverongaps": False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_dist.profiling.parts import PARTS, Series, Summary
-from lightning_dist.profiling.report.bins import FEW_BARS, bins, mean, middles
+from lightning_dist.profiling.report.bins import FEW_BARS, bins, ends, mean, middles
 from lightning_dist.profiling.report.figure import axis, figure, fill, legend_above
 from lightning_dist.profiling.report.text import why
 from lightning_dist.profiling.report.view import Picture
@@ -29,7 +29,7 @@ def steps_over_time(summary: Summary) -> Picture:
         data,
         height=440,
         barmode="stack",
-        xaxis=axis("step", showgrid=False, rangemode="normal"),
+        xaxis=axis("step", showgrid=False, range=ends(series.steps)),
         yaxis=axis("milliseconds per step", rangemode="tozero"),
         legend=legend_above(),
         hovermode="closest",

@@ -43,7 +43,7 @@ class _Band:
 def timelines_of(summary: Summary, timelines: Sequence[Timeline]) -> list[Picture]:
     """A picture of each."""
     if not timelines:
-        missing = f"Not measured: {why(summary, 'timelines', 'buckets')}."
+        missing = f"Not measured: {why(summary, 'timelines', 'buckets', 'steps')}."
         return [Picture("timeline-0", "Time line of a step", "Time line", missing=missing)]
     return [_picture(summary, each, number) for number, each in enumerate(timelines)]
 
@@ -53,14 +53,15 @@ def _picture(summary: Summary, timeline: Timeline, number: int) -> Picture:
     names = f"timeline-{number}", title, f"Time line {number + 1}" if number else "Time line"
     everyone = sorted({*timeline.phases, *timeline.buckets, *timeline.spans})
     if not any(timeline.phases.values()) and not any(timeline.spans.values()):
-        missing = f"Nothing was recorded inside this step: {why(summary, 'timelines', 'buckets')}."
+        because = why(summary, "timelines", "buckets", "steps")
+        missing = f"Nothing was recorded inside this step: {because}."
         return Picture(*names, missing=missing)
     ranks = shown(summary, everyone)
     caption = (
         "Under the phases of every rank: codec work, and below it exchanges, from the time this "
         "rank came to them to their end. A bar has the number of its bucket, where there is room. "
         "Waiting ends when the last rank has come. What lies behind a rank's last triangle is "
-        "exposed."
+        "exposed. Time counts from the begin of the step on the first rank that began it."
     )
     if not any(timeline.spans.values()):
         caption = "Only phases: buckets and exchanges of this step were not recorded."
@@ -108,7 +109,7 @@ def _draw(summary: Summary, timeline: Timeline, ranks: Sequence[int]) -> dict[st
             bars.ready(index, ready, done, rank=rank, y=band.top + _STRIP)
         ticks.append((band.top + band.bottom) / 2)
         top = band.bottom + _GAP
-    pixels = max(5.0, min(20.0, 1500 / top))  # per lane
+    pixels = max(5.0, min(22.0, 1500 / top))  # per lane
     hosts = {each.rank: each.host for each in summary.ranks}
     names = [
         f"rank {rank}<br>{label(hosts[rank])}" if rank in hosts else f"rank {rank}"
@@ -116,13 +117,13 @@ def _draw(summary: Summary, timeline: Timeline, ranks: Sequence[int]) -> dict[st
     ]
     return figure(
         bars.traces(),
-        height=round(130 + max(pixels * top, 60)),
+        height=round(165 + max(pixels * top, 60)),
         barmode="overlay",
-        xaxis=axis("milliseconds since the first rank began the step", rangemode="tozero"),
+        xaxis=axis("time in the step, ms", range=[0, bars.end]),
         yaxis=axis(
             tickvals=ticks, ticktext=names, range=[top - _GAP / 2, -_GAP / 2], showgrid=False
         ),
         legend=legend_above(),
-        uniformtext={"minsize": 9, "mode": "hide"},
+        uniformtext={"minsize": 8, "mode": "hide"},
         hovermode="closest",
     )

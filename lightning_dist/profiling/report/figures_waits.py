@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_dist.profiling.parts import Series, Summary
-from lightning_dist.profiling.report.bins import FEW_BARS, bins, mean, middles, most_frequent
+from lightning_dist.profiling.report.bins import FEW_BARS, bins, ends, mean, middles, most_frequent
 from lightning_dist.profiling.report.figure import HEAT, axis, figure, legend_above
 from lightning_dist.profiling.report.text import label, why
 from lightning_dist.profiling.report.view import Picture
@@ -34,8 +34,8 @@ def waits_over_time(summary: Summary) -> Picture:
         caption += " A circle is on the rank that most of the waiting was for."
     drawn = figure(
         data,
-        height=120 + max(60, min(24 * len(names), 640)),
-        xaxis=axis("step", showgrid=False),
+        height=120 + max(110, min(24 * len(names), 640)),
+        xaxis=axis("step", showgrid=False, range=ends(series.steps)),
         yaxis=axis(
             type="category", autorange="reversed", showgrid=False, nticks=min(len(names), _NAMED)
         ),
@@ -75,7 +75,7 @@ def _map(series: Series, runs: list[slice], names: Mapping[int, str]) -> dict[st
         "colorscale": HEAT,
         "xgap": 0 if len(runs) > FEW_BARS else 1,
         "ygap": 1,
-        "colorbar": {"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0},
+        "colorbar": {"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
         "hovertemplate": f"%{{y}}<br>{many}step %{{x:.0f}}: waited %{{z:,.3~r}} ms<extra></extra>",
     }
 
@@ -86,7 +86,7 @@ def _marks(series: Series, runs: list[slice], names: Mapping[int, str]) -> dict[
     marked = [
         (x, names[cause])
         for x, cause in zip(middles(series.steps, runs), causes, strict=True)
-        if cause in names
+        if cause is not None and cause in names
     ]
     return {
         "type": "scatter",
@@ -97,7 +97,7 @@ def _marks(series: Series, runs: list[slice], names: Mapping[int, str]) -> dict[
         "y": [name for _, name in marked],
         "marker": {
             "symbol": "circle-open",
-            "size": 8 if few else 4,
+            "size": 8 if few else 3,
             "color": "--ink",
             "line": {"width": 1.5 if few else 1},
         },

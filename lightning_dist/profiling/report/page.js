@@ -22,11 +22,17 @@
     return value;
   }
 
+  // Where the legend is one column it takes its room from outside of the picture.
+  function heightOf(data, layout) {
+    const named = data.filter((trace) => trace.name && trace.showlegend !== false);
+    return layout.height + (innerWidth < 640 ? 18 * named.length : 0);
+  }
+
   function draw() {
     const style = getComputedStyle(document.documentElement);
     for (const [id, figure] of Object.entries(figures)) {
       const { data, layout } = coloured(figure, style, false);
-      Plotly.react(id, data, { ...layout, dragmode }, config);
+      Plotly.react(id, data, { ...layout, dragmode, height: heightOf(data, layout) }, config);
     }
   }
 

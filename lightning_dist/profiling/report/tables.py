@@ -71,18 +71,9 @@ def _rank(each: RankSummary) -> Sequence[str]:
     return (
         str(each.rank),
         each.host,
-        *map(
-            number,
-            (
-                each.step_ms,
-                each.exposed_ms,
-                each.wait_ms,
-                each.caused_ms,
-                each.clock_uncertainty_ms,
-                each.intra_gbps,
-                each.inter_gbps,
-            ),
-        ),
+        *map(number, (each.step_ms, each.exposed_ms, each.wait_ms, each.caused_ms)),
+        "reference" if each.rank == 0 else number(each.clock_uncertainty_ms),
+        *map(number, (each.intra_gbps, each.inter_gbps)),
     )
 
 

@@ -34,7 +34,7 @@ def number(value: float | None) -> str:
     if size >= 1:
         return f"{value:.2f}"
     if size >= 0.001:
-        return f"{value:.3g}"
+        return f"{value:#.3g}"
     return f"{value:.1g}" if size else "0"
 
 
