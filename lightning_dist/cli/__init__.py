@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from lightning_dist._version import __version__
-from lightning_dist.cli import ckpt
+from lightning_dist.cli import ckpt, profile
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(profile.app, name="profile")
 app.command("launch", context_settings=PASS_ON, options_metavar=USAGE)(launch)
 
 

@@ -30,6 +30,8 @@ class Planted:
         late: extra forward time by rank.
         shift: by how much a rank's clock is ahead of rank 0's.
         slow_steps: factor on ``transfer`` by step.
+        misread: by how much a rank's clock was read too far ahead.
+        uncertainty: of these readings; None: there are none.
     """
 
     world_size: int = 2
@@ -46,6 +48,9 @@ class Planted:
     late: Mapping[int, float] = field(default_factory=dict)
     shift: Mapping[int, float] = field(default_factory=dict)
     slow_steps: Mapping[int, float] = field(default_factory=dict)
+    misread: Mapping[int, float] = field(default_factory=dict)
+    uncertainty: float | None = 0.02
+    codec: str = "int8"
     raw: int = 4_000_000
     sent: int = 1_000_000
 
@@ -59,6 +64,9 @@ class Planted:
 
     def _rank(self, rank: int, steps: Sequence[StepRecord]) -> RankRun:
         shift = round(self.shift.get(rank, 0) * MS)
+        read = shift + round(self.misread.get(rank, 0) * MS)
+        error = round((self.uncertainty or 0) * MS)
+        reading = ClockRecord(at=shift, offset=-read, uncertainty=error)
         return RankRun(
             RankRecord(
                 rank=rank,
@@ -67,13 +75,13 @@ class Planted:
                 groups={"flat": list(range(self.world_size))},
                 clock=shift,
                 unix=1.8e9,
-                codec="int8",
+                codec=self.codec,
                 backend="gloo",
                 device="cpu",
                 versions={"torch": "2.13.0"},
             ),
             {each.step: each for each in steps},
-            clocks=[ClockRecord(at=shift, offset=-shift, uncertainty=20_000)] if rank else [],
+            clocks=[reading] if rank and self.uncertainty is not None else [],
             end=EndRecord("finished"),
         )
 
@@ -100,13 +108,17 @@ class Planted:
             spans = []
             for index in range(self.buckets):
                 begin = arrived[rank][index]
-                spans.append(self._span(rank, begins, "encode", index, begin - self.encode, begin))
+                if self.encode:
+                    spans.append(
+                        self._span(rank, begins, "encode", index, begin - self.encode, begin)
+                    )
                 spans.append(self._span(rank, begins, "exchange", index, begin, ended[index]))
             now = free[rank]
             done = []
             for index in range(self.buckets):
                 now = max(now, ended[index])
-                spans.append(self._span(rank, begins, "decode", index, now, now + self.decode))
+                if self.decode:
+                    spans.append(self._span(rank, begins, "decode", index, now, now + self.decode))
                 now += self.decode
                 done.append(now)
             ends[rank] = now + self.optimizer
@@ -161,7 +173,7 @@ class Planted:
                     self.raw,
                     0 if inter else self.sent,
                     self.sent if inter else 0,
-                    "int8",
+                    self.codec,
                 )
                 for index, time in enumerate(ready)
             ),

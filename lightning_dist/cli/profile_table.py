@@ -1,0 +1,63 @@
+"""What the commands print of two profiles."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_dist.profiling.compare import Difference
+from lightning_dist.profiling.parts import PARTS, Summary
+
+_WIDE = 10_000
+"""Columns where nobody has a terminal: a line of the table stays a line."""
+
+_UNITS = {"ms": "ms", "mb": "MB"}
+
+
+def describe(summary: Summary) -> str:
+    """What ran, in a few words."""
+    run = summary.run
+    hosts = len(set(run.get("hosts", ())))
+    words = [
+        str(run.get("codec") or "codec not known"),
+        _count(run.get("world_size", 0), "rank"),
+        _count(hosts, "host"),
+        _count(summary.steps, "step"),
+    ]
+    return ", ".join(words)
+
+
+def print_differences(differences: Sequence[Difference]) -> None:
+    """One row for everything that was compared."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "A", "B", "B - A", "spread"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for each in differences:
+        table.add_row(*(Text(cell) for cell in _cells(each)))
+    Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False).print(table)
+
+
+def _cells(each: Difference) -> tuple[str, ...]:
+    name, _, unit = each.name.rpartition("_")
+    label = f"  {name}" if name in PARTS else name
+
+    def figure(value: float | None, sign: str = "") -> str:
+        return "n/a" if value is None else f"{value:{sign}.2f} {_UNITS[unit]}"
+
+    spread = "n/a" if each.spread is None else f"± {figure(each.spread)}"
+    if each.difference is None:
+        remark = each.reason
+    elif each.is_explained:
+        remark = "within the spread" if each.difference else ""
+    else:
+        remark = f"{100 * each.difference / each.a:+.1f} %" if each.a else ""
+    return label, figure(each.a), figure(each.b), figure(each.difference, "+"), spread, remark
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

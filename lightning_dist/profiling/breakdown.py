@@ -1,0 +1,177 @@
+"""What a step spent its time on, on every rank, and how its exchanges lay on one time line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_dist.profiling.collectives import Exchange, begin_of, exchanges_of
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.intervals import (
+    Interval,
+    Intervals,
+    difference,
+    intersection,
+    length,
+    union,
+)
+from lightning_dist.profiling.parts import PARTS, Placed, StepParts, Timeline
+from lightning_dist.profiling.records import PHASES, Span, StepRecord
+
+_CODEC = ("encode", "decode")
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """One step on one rank, with what its parts were made of.
+
+    Args:
+        transfer: while any exchange moved, since the begin of the step.
+    """
+
+    record: StepRecord
+    parts: StepParts
+    exchanges: Sequence[Exchange]
+    transfer: Intervals
+
+
+def parts_of(run: Run, step: int) -> list[StepParts]:
+    """The parts of a step on every rank that has recorded it in detail.
+
+    Where members of a collective have left no record of it, waiting for it is not known and all of
+    it counts as transfer; :func:`unknown_wait` says so.
+    """
+    return [each.parts for each in analyse(run, step)]
+
+
+def analyse(run: Run, step: int) -> list[Analysed]:
+    """The same, with what the parts were made of."""
+    return [
+        _analyse(run.ranks[rank].steps[step], exchanges, rank=rank, begin=begin_of(run, rank, step))
+        for rank, exchanges in exchanges_of(run, step).items()
+    ]
+
+
+def unknown_wait(steps: Iterable[Analysed]) -> str:
+    """Why waiting is not, or not wholly, known; empty if it is."""
+    missing: set[int] = set()
+    nameless = False
+    for step in steps:
+        for each in step.exchanges:
+            missing.update(each.missing)
+            nameless = nameless or (each.arrival is None and not each.missing)
+    if missing:
+        ranks = ", ".join(map(str, sorted(missing)))
+        return f"exchanges without a record of rank {ranks} count as transfer, waiting included"
+    if nameless:
+        return "exchanges that do not say who takes part count as transfer, waiting included"
+    return ""
+
+
+def timeline(run: Run, step: int, label: str) -> Timeline:
+    """A step of all ranks that have recorded it, on the clock of rank 0."""
+    exchanges = exchanges_of(run, step)
+    begins = {
+        rank: begin_of(run, rank, step) for rank in run.ranks if step in run.ranks[rank].steps
+    }
+    first = min(begins.values(), default=0)
+    records = {rank: run.ranks[rank].steps[step] for rank in begins}
+    shifts = {rank: begin - first for rank, begin in begins.items()}
+    return Timeline(
+        step,
+        label,
+        phases={
+            rank: [(each.name, each.begin + at, each.end + at) for each in records[rank].phases]
+            for rank, at in shifts.items()
+        },
+        buckets={
+            rank: [(each.index, each.ready + at, each.done + at) for each in records[rank].buckets]
+            for rank, at in shifts.items()
+        },
+        spans={
+            rank: _placed(records[rank], exchanges.get(rank, ()), at) for rank, at in shifts.items()
+        },
+    )
+
+
+def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[Placed]:
+    arrivals = iter([each.arrival for each in exchanges])
+
+    def placed(span: Span) -> Placed:
+        arrival = next(arrivals) if span.phase == "exchange" else None
+        return Placed(
+            span.phase,
+            span.bucket,
+            span.begin + at,
+            span.end + at,
+            None if arrival is None else arrival + at,
+            span.op,
+            span.group,
+            span.sent,
+        )
+
+    return [placed(each) for each in record.spans] if record.detailed else []
+
+
+def _analyse(
+    record: StepRecord, exchanges: Sequence[Exchange], *, rank: int, begin: int
+) -> Analysed:
+    phases = {
+        name: union((each.begin, each.end) for each in record.phases if each.name == name)
+        for name in PHASES
+    }
+    others = union(each for name in PHASES if name != "backward" for each in phases[name])
+    window = _window(record, others)
+    transfer = union(each.transfer for each in exchanges)
+    under_way = union((each.span.begin, each.span.end) for each in exchanges)
+    waiting = difference(under_way, transfer)
+    codec = union((each.begin, each.end) for each in record.spans if each.phase in _CODEC)
+    parts = {name: length(each) for name, each in phases.items()}
+    parts["backward"] = length(difference(phases["backward"], window))
+    left: Intervals = window
+    for name, intervals in (("transfer", transfer), ("wait", waiting), ("codec", codec)):
+        parts[name] = length(intersection(left, intervals))
+        left = difference(left, intervals)
+    parts["unattributed"] = length(left)
+    parts["other"] = record.duration - sum(parts.values())
+    return Analysed(
+        record,
+        StepParts(
+            record.step,
+            rank,
+            begin,
+            record.duration,
+            {name: parts[name] for name in PARTS},
+            union=length(under_way),
+            hidden=length(difference(under_way, window)),
+            waited_for=_waited_for(exchanges, transfer),
+        ),
+        exchanges,
+        transfer,
+    )
+
+
+def _window(record: StepRecord, taken: Intervals) -> list[Interval]:
+    """From the last gradient to the last mean, where no other phase is."""
+    if not record.buckets:
+        return []
+    ready = max(each.ready for each in record.buckets)
+    done = min(max(each.done for each in record.buckets), record.duration)
+    return difference(union([(ready, done)]), taken)
+
+
+def _waited_for(exchanges: Sequence[Exchange], transfer: Intervals) -> dict[int, int]:
+    """An instant belongs to one rank: the last of the exchange that was launched first."""
+    waits: dict[int, list[Interval]] = {}
+    claimed: int | None = None
+    for each in sorted(exchanges, key=lambda each: each.span.begin):
+        begin, end = each.wait
+        if each.last is None or begin >= end:
+            continue
+        # All that is claimed began earlier, so it is claimed up to its latest end.
+        begin = begin if claimed is None else max(begin, claimed)
+        if begin < end:
+            waits.setdefault(each.last, []).append((begin, end))
+            claimed = end
+    found = {rank: length(difference(union(of), transfer)) for rank, of in waits.items()}
+    return {rank: nanoseconds for rank, nanoseconds in sorted(found.items()) if nanoseconds}

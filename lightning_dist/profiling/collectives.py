@@ -1,0 +1,165 @@
+"""Which spans of several ranks are the same collective, and who came to it last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.intervals import Interval
+from lightning_dist.profiling.records import Span, StepRecord
+
+Members: TypeAlias = tuple[int, ...]
+_Key: TypeAlias = tuple[int, int]  # number of the group in this step, order
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective as one rank saw it, in nanoseconds since its step began on this rank.
+
+    Args:
+        arrival: when the last member had come, never before ``span.begin``; None: not known.
+        last: the member that came last; the lowest of several.
+        shortest: the least that it took any member, which no clock can falsify; None: not known.
+        missing: members of which there is no record of it.
+    """
+
+    span: Span
+    arrival: int | None = None
+    last: int | None = None
+    shortest: int | None = None
+    missing: Members = ()
+
+    @property
+    def wait(self) -> Interval:
+        """The members were not all there. Empty where that is not known."""
+        until = self.span.begin if self.arrival is None else self.arrival
+        return self.span.begin, min(until, self.span.end)
+
+    @property
+    def transfer(self) -> Interval:
+        """They all were: it moved, or queued behind others. Where that is not known, all of it."""
+        since = self.span.begin if self.arrival is None else self.arrival
+        return min(since, self.span.end), self.span.end
+
+
+def begin_of(run: Run, rank: int, step: int) -> int:
+    """When a rank began a step, on rank 0's clock.
+
+    One offset serves all of a step, so that its times keep their distances.
+    """
+    of_rank = run.ranks[rank]
+    begin = of_rank.steps[step].begin
+    return begin + of_rank.offset(begin)
+
+
+def uncompared(run: Run) -> list[int]:
+    """Ranks whose clock has nothing to do with rank 0's: another host, and never compared."""
+    host = run.ranks[0].about.host if 0 in run.ranks else None
+    return [
+        rank
+        for rank, each in run.ranks.items()
+        if rank != 0 and not each.clocks and each.about.host != host
+    ]
+
+
+def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
+    """All exchanges of every rank that has recorded the step in detail, in their order."""
+    records = {
+        rank: each.steps[step]
+        for rank, each in run.ranks.items()
+        if step in each.steps and each.steps[step].detailed
+    }
+    begins = {rank: begin_of(run, rank, step) for rank in records}
+    groups = _Groups(run)
+    seen: dict[_Key, dict[int, Span]] = {}
+    for rank, record in records.items():
+        for span in record.spans:
+            if (key := groups.key(rank, span)) is not None:
+                seen.setdefault(key, {})[rank] = span
+    strangers = set(uncompared(run))
+    meetings = {
+        key: _Meeting.of(spans, begins, members=groups.members[key[0]], strangers=strangers)
+        for key, spans in seen.items()
+    }
+    return {
+        rank: _of_rank(rank, record, begins[rank], groups, meetings)
+        for rank, record in records.items()
+    }
+
+
+def _of_rank(
+    rank: int,
+    record: StepRecord,
+    begin: int,
+    groups: _Groups,
+    meetings: Mapping[_Key, _Meeting],
+) -> list[Exchange]:
+    found = []
+    for span in record.spans:
+        if span.phase == "exchange":
+            key = groups.key(rank, span)
+            found.append(Exchange(span) if key is None else meetings[key].seen_by(span, begin))
+    return found
+
+
+class _Groups:
+    """The groups of all ranks by number: two with one name are the same if their ranks are."""
+
+    def __init__(self, run: Run) -> None:
+        numbers: dict[tuple[str, Members], int] = {}
+        self._of_rank = {
+            rank: {
+                name: numbers.setdefault((name, tuple(ranks)), len(numbers))
+                for name, ranks in each.about.groups.items()
+            }
+            for rank, each in run.ranks.items()
+        }
+        self.members = [members for _, members in numbers]
+
+    def key(self, rank: int, span: Span) -> _Key | None:
+        """What all members call this exchange; None: it is none, or does not say."""
+        if span.phase != "exchange" or span.order < 0:
+            return None
+        number = self._of_rank[rank].get(span.group)
+        return None if number is None else (number, span.order)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """A collective of all its members; ``arrival`` on rank 0's clock, None: clocks do not say."""
+
+    missing: Members
+    arrival: int | None = None
+    last: int | None = None
+    shortest: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spans: Mapping[int, Span],
+        begins: Mapping[int, int],
+        *,
+        members: Sequence[int],
+        strangers: set[int],
+    ) -> _Meeting:
+        if missing := tuple(rank for rank in members if rank not in spans):
+            return cls(missing)
+        durations = {rank: span.end - span.begin for rank, span in spans.items()}
+        shortest = min(durations.values())
+        if strangers.intersection(spans) and len(spans) > 1:
+            last = min(rank for rank, took in durations.items() if took == shortest)
+            return cls((), None, last, shortest)
+        launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
+        arrival = max(launches.values())
+        last = min(rank for rank, launch in launches.items() if launch == arrival)
+        return cls((), arrival, last, shortest)
+
+    def seen_by(self, span: Span, begin: int) -> Exchange:
+        if self.missing:
+            return Exchange(span, missing=self.missing)
+        assert self.shortest is not None
+        # Without clocks: all leave a collective together, so who took longer has waited.
+        arrival = span.end - self.shortest if self.arrival is None else self.arrival - begin
+        return Exchange(span, arrival, self.last, self.shortest)

@@ -1,0 +1,62 @@
+"""The most important of a profile, in words."""
+
+from __future__ import annotations
+
+from lightning_dist.profiling.parts import Summary
+
+_LEAST = 0.005
+"""Below this share there is nothing to say."""
+
+
+def headline(summary: Summary) -> str:
+    """One or two sentences."""
+    step = f"a step takes {milliseconds(summary.step_ms['mean'])}"
+    if not summary.steps:
+        return f"Nothing to say: {summary.reasons.get('step_ms', 'no step was recorded')}."
+    if "parts_ms" in summary.reasons:
+        return f"{_capital(step)}; {summary.reasons['parts_ms']}, so nothing is known of its parts."
+    if summary.run.get("world_size", 1) < 2:
+        return f"One rank communicates with nobody; {step}."
+    if summary.exposed < _LEAST:
+        if summary.overlap is None:
+            return f"{_capital(summary.reasons.get('overlap', 'nothing was exchanged'))}; {step}."
+        hidden = milliseconds(summary.hidden_ms)
+        return (
+            f"Communication is hidden: {hidden} under the backward pass, "
+            f"{milliseconds(summary.exposed_ms)} exposed; {step}."
+        )
+    share = percent(summary.exposed)
+    exposed = milliseconds(summary.exposed_ms)
+    return f"{share} of the step is exposed communication ({exposed}): {_shares(summary)}."
+
+
+def _shares(summary: Summary) -> str:
+    whom = "others" if summary.straggler is None else f"rank {summary.straggler}"
+    # Where waiting is not known, all of it may be in what counts as transfer.
+    transfer = "transfer or unknown waiting" if "wait" in summary.reasons else "transfer"
+    names = {
+        "transfer": transfer,
+        "wait": f"waiting for {whom}",
+        "codec": "codec",
+        "unattributed": "unattributed",
+    }
+    shares = {name: summary.parts_ms[name] / summary.exposed_ms for name in names}
+    return ", ".join(
+        f"{percent(shares[name])} {names[name]}" for name in names if shares[name] >= _LEAST
+    )
+
+
+def percent(share: float) -> str:
+    """Such as ``31 %``; below 1 with a decimal."""
+    if 0 < share < 0.0005:
+        return "<0.1 %"
+    return f"{share:.1%}".replace("%", " %") if 0 < share < 0.00995 else f"{100 * share:.0f} %"
+
+
+def milliseconds(value: float) -> str:
+    """Such as ``412 ms`` and ``4.12 ms``: three digits."""
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

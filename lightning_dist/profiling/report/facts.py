@@ -1,0 +1,114 @@
+"""The figures that are read first."""
+
+from __future__ import annotations
+
+from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.report.text import finite, megabytes, ms, percent, rate, why
+from lightning_dist.profiling.report.view import Fact
+
+_MISSING = "not measured"
+
+
+def facts(summary: Summary) -> list[Fact]:
+    """Those of the whole run; what is missing says why."""
+    return [
+        *_step(summary),
+        _overlap(summary),
+        *_traffic(summary),
+        _straggler(summary),
+        _steps(summary),
+        _overhead(summary),
+    ]
+
+
+def _step(summary: Summary) -> list[Fact]:
+    mean = finite(summary.step_ms.get("mean"))
+    if not summary.steps or mean is None:
+        because = why(summary, "step_ms", "steps")
+        return [
+            _missing("Exposed communication", because),
+            _missing("Step", because),
+        ]
+    rest = [
+        f"{words} {ms(summary.step_ms[name])}"
+        for name, words in (("median", "median"), ("p95", "95 % of all below"))
+        if name in summary.step_ms
+    ]
+    return [
+        Fact(
+            "Exposed communication",
+            percent(summary.exposed),
+            f"{ms(summary.exposed_ms)} of a step",
+        ),
+        Fact("Step", ms(mean), ", ".join(["mean", *rest])),
+    ]
+
+
+def _overlap(summary: Summary) -> Fact:
+    if summary.overlap is None:
+        return _missing("Hidden under compute", why(summary, "overlap"))
+    return Fact(
+        "Hidden under compute",
+        percent(summary.overlap),
+        f"of the time in which exchanges were under way; {ms(summary.hidden_ms)} per step",
+    )
+
+
+def _traffic(summary: Summary) -> list[Fact]:
+    traffic = summary.traffic
+    if traffic is None:
+        because = why(summary, "traffic")
+        return [_missing("Sent per step and rank", because), _missing("Bandwidth used", because)]
+    ratio = traffic.ratio
+    compared = f"{ratio:.1f} times fewer than" if ratio >= 1 else f"{1 / ratio:.1f} times more than"
+    if f"{ratio:.1f}" == "1.0":
+        compared = "as many as"
+    sent = Fact(
+        "Sent per step and rank",
+        megabytes(traffic.wire_bytes),
+        f"{compared} uncompressed DDP ({megabytes(traffic.raw_bytes)}); "
+        f"{megabytes(traffic.inter_bytes)} to other hosts",
+    )
+    if traffic.wire_gbps is None:
+        return [sent, _missing("Bandwidth used", why(summary, "wire_gbps", "traffic.wire_gbps"))]
+    used = traffic.link_utilization
+    if used is None:
+        because = why(summary, "peak_gbps", "traffic.peak_gbps", "link_utilization")
+        detail = f"peak not measured: {because}"
+    else:
+        detail = f"{percent(used)} of the measured peak, {rate(traffic.peak_gbps)}"
+    if traffic.effective_gbps is not None:
+        detail += f"; uncompressed DDP would have needed {rate(traffic.effective_gbps)}"
+    return [sent, Fact("Bandwidth used", rate(traffic.wire_gbps), detail)]
+
+
+def _straggler(summary: Summary) -> Fact:
+    if not summary.steps:
+        return _missing("Straggler", why(summary, "straggler", "steps"))
+    if summary.straggler is None:
+        detail = summary.reasons.get("straggler", "most of the waiting is not for one rank")
+        return Fact("Straggler", "none", detail)
+    detail = "most of the waiting is for it"
+    for each in summary.ranks:
+        if each.rank == summary.straggler:
+            detail = f"on {each.host}; others waited {ms(each.caused_ms)} per step for it"
+    return Fact("Straggler", f"rank {summary.straggler}", detail)
+
+
+def _steps(summary: Summary) -> Fact:
+    if not summary.steps:
+        return Fact("Steps", "0", why(summary, "steps"))
+    detail = "that all ranks have recorded"
+    if summary.skipped:
+        detail += f", without the first {summary.skipped}"
+    return Fact("Steps", f"{summary.steps:,}", detail)
+
+
+def _overhead(summary: Summary) -> Fact:
+    if not summary.steps:
+        return _missing("Profiler", why(summary, "overhead", "steps"))
+    return Fact("Profiler", percent(summary.overhead), "of the time was its own")
+
+
+def _missing(label: str, because: str) -> Fact:
+    return Fact(label, _MISSING, because, missing=True)

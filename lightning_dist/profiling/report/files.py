@@ -1,0 +1,21 @@
+"""How the files of a report are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+    """Write a file; what was there is replaced when all of the new one is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

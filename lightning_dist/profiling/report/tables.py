@@ -1,0 +1,140 @@
+"""Tables: parts, ranks, buckets, and what ran."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary
+from lightning_dist.profiling.report.text import finite, number, percent, why
+from lightning_dist.profiling.report.view import Column, Table
+from lightning_dist.profiling.report.words import PART_WORDS
+
+
+def parts_table(summary: Summary) -> Table:
+    """The mean step, in parts."""
+    title, short = "Parts of the mean step", "Parts"
+    columns = (
+        Column("part", is_number=False),
+        Column("time", "ms"),
+        Column("of the step"),
+        Column("what it is", is_number=False),
+    )
+    mean = finite(summary.step_ms.get("mean"))
+    known = [name for name in PARTS if finite(summary.parts_ms.get(name)) is not None]
+    if not summary.steps or not known:
+        missing = f"Not measured: {why(summary, 'parts_ms', 'step_ms', 'steps')}."
+        return Table("parts", title, short, columns, (), missing=missing)
+    rows = []
+    for name in known:
+        value, words = summary.parts_ms[name], PART_WORDS[name]
+        share = percent(value / mean) if mean else percent(None)
+        rows.append((words.name, number(value), share, words.meaning))
+    exposed = sum(summary.parts_ms[name] for name in known if name in EXPOSED)
+    caption = f"The exposed parts are {number(exposed)} ms together."
+    return Table("parts", title, short, columns, rows, caption)
+
+
+def ranks_table(summary: Summary) -> Table:
+    """Every rank."""
+    columns = (
+        Column("rank"),
+        Column("host", is_number=False),
+        Column("step", "ms"),
+        Column("exposed", "ms"),
+        Column("waited", "ms"),
+        Column("others waited for it", "ms"),
+        Column("clock, give or take", "ms"),
+        Column("inside its host", "Gbit/s"),
+        Column("to other hosts", "Gbit/s"),
+    )
+    if not summary.ranks:
+        missing = f"Not measured: {why(summary, 'ranks', 'steps')}."
+        return Table("ranks", "Ranks", "Ranks", columns, (), missing=missing)
+    caption = "Per step. Waiting is hidden or not; that of others is added up over them."
+    if summary.straggler is not None:
+        caption += f" Most of the waiting is for rank {summary.straggler}."
+    for name, words in (
+        ("clock_uncertainty_ms", "How exact a clock is"),
+        ("intra_gbps", "Bandwidth inside hosts"),
+        ("inter_gbps", "Bandwidth to other hosts"),
+    ):
+        if name in summary.reasons and any(getattr(each, name) is None for each in summary.ranks):
+            caption += f" {words} was not measured everywhere: {summary.reasons[name]}."
+    rows = [_rank(each) for each in summary.ranks]
+    return Table("ranks", "Ranks", "Ranks", columns, rows, caption)
+
+
+def _rank(each: RankSummary) -> Sequence[str]:
+    return (
+        str(each.rank),
+        each.host,
+        *map(number, (each.step_ms, each.exposed_ms, each.wait_ms, each.caused_ms)),
+        "reference" if each.rank == 0 else number(each.clock_uncertainty_ms),
+        *map(number, (each.intra_gbps, each.inter_gbps)),
+    )
+
+
+def buckets_table(summary: Summary) -> Table:
+    """Every bucket, with the error of its compression if it was measured."""
+    columns = [
+        Column("bucket"),
+        Column("codec", is_number=False),
+        Column("raw", "MB"),
+        Column("wire", "MB"),
+        Column("ready", "ms"),
+        Column("encode", "ms"),
+        Column("wait", "ms"),
+        Column("transfer", "ms"),
+        Column("decode", "ms"),
+        Column("end after last gradient", "ms"),
+    ]
+    if not summary.buckets:
+        missing = f"Not measured: {why(summary, 'buckets', 'steps')}."
+        return Table("buckets", "Buckets", "Buckets", columns, (), missing=missing)
+    errors = _error_of_bucket(summary.errors)
+    if errors:
+        columns.append(Column("relative error, median"))
+    rows = []
+    for each in summary.buckets:
+        times = each.ready_ms, each.encode_ms, each.wait_ms, each.transfer_ms, each.decode_ms
+        row = [str(each.index), each.codec or "none"]
+        row += map(number, (each.raw_mb, each.wire_mb, *times, each.exposed_ms))
+        rows.append([*row, number(errors.get(each.index))] if errors else row)
+    caption = (
+        "Means over steps and ranks. Buckets share the link: times of several do not add up to "
+        "time of the step. Ready counts from the begin of the step."
+    )
+    return Table("buckets", "Buckets", "Buckets", columns, rows, caption)
+
+
+def _error_of_bucket(errors: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    values = defaultdict(list)
+    for error in errors:
+        if (value := finite(error.get("relative_l2"))) is not None:
+            values[int(error["bucket"])].append(value)
+    return {bucket: median(found) for bucket, found in values.items()}
+
+
+def run_table(summary: Summary) -> Table:
+    """What ran, and with which versions."""
+    columns = Column("setting", is_number=False), Column("value", is_number=False)
+    rows = list(_settings("", summary.run))
+    missing = "" if rows else f"Not recorded: {why(summary, 'run')}."
+    title = "Configuration and versions"
+    return Table("run", title, "Configuration", columns, rows, missing=missing)
+
+
+def _settings(prefix: str, settings: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in settings.items():
+        words = f"{prefix}{str(name).replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            rows += _settings(f"{words}: ", value)
+        elif isinstance(value, (list, tuple)):
+            rows.append((words, ", ".join(map(str, value)) or "none"))
+        else:
+            rows.append((words, "none" if value in (None, "") else str(value)))
+    return rows

@@ -1,0 +1,81 @@
+"""What the parts of a step and the other figures mean, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Words:
+    """A part of a step: its name beside a picture, and what is in it."""
+
+    name: str
+    meaning: str
+
+
+PART_WORDS: Mapping[str, Words] = {
+    "data": Words("data loading", "waiting for the next batch"),
+    "forward": Words("forward pass", "computing the loss"),
+    "backward": Words(
+        "backward pass",
+        "computing gradients; communication that this hides costs no time and is in here",
+    ),
+    "wait": Words(
+        "exposed: waiting",
+        "gradients are complete here, and another rank has not come to the exchange yet",
+    ),
+    "transfer": Words(
+        "exposed: transfer", "every rank is there, and an exchange is under way: the network"
+    ),
+    "codec": Words("exposed: codec", "encoding and decoding while no exchange is under way"),
+    "unattributed": Words(
+        "exposed: unattributed",
+        "until the mean of all gradients is there, and none of the three above",
+    ),
+    "optimizer": Words("optimizer", "updating the parameters"),
+    "other": Words("other", "what no phase covers: callbacks, logging, validation"),
+}
+
+DEFINITIONS: Mapping[str, str] = {
+    "step": (
+        "From the end of one optimizer step to the end of the next. Milliseconds are means over "
+        "steps and ranks unless a label says otherwise. Bytes are per step and rank; 1 MB is a "
+        "million bytes, 1 Gbit/s a billion bits per second."
+    ),
+    "exposed": (
+        "Time between the last gradient of the backward pass and the mean of all gradients: what "
+        "compute does not hide. It is waiting, transfer, codec and unattributed, and its share "
+        "of the step is the one figure to look at."
+    ),
+    "hidden, overlap": (
+        "Hidden is the time in which an exchange was under way before the last gradient was "
+        "there. Overlap is hidden over all time in which any exchange was under way."
+    ),
+    "wait and transfer": (
+        "An exchange cannot move before its last member has come to it. Until that arrival a rank "
+        "waits, from there on bytes travel. Arrivals are compared on rank 0's clock; the table of "
+        "ranks says how exactly."
+    ),
+    "others waited for it": (
+        "Waiting of all other ranks, hidden or not, for the rank that came last. The straggler is "
+        "the rank that most of the waiting is for, if there is one."
+    ),
+    "raw, wire, ratio": (
+        "Raw is what uncompressed DDP would have sent from a rank, wire is what was sent, and the "
+        "ratio is raw over wire."
+    ),
+    "wire and effective bandwidth": (
+        "Bits sent over the time in which exchanges were under way, without waiting. The wire "
+        "bandwidth is comparable with the link (the bus bandwidth of nccl-tests), the effective "
+        "one with what uncompressed DDP would have needed for the same time. The peak is the best "
+        "that was measured on the idle link, not what the hardware promises."
+    ),
+    "compression error": (
+        "Of the gradient g and what the codec makes of it, g': the relative error is |g - g'| / "
+        "|g|, the cosine that of the angle between them, the residual ratio the norm of what is "
+        "carried over to the next step over that of the gradient. Of a sample of the elements."
+    ),
+    "profiler overhead": "Time that the profiler itself took, as it has clocked it.",
+    "-": "Not measured.",
+}

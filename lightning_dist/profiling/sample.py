@@ -1,0 +1,91 @@
+"""Which steps a summary is of."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_dist.profiling.folder import RankRun, Run
+
+MOST = 500
+"""Steps that are looked at span by span: minutes become seconds, and means stay means."""
+
+_FEWEST = 50
+_SPANS = 500_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Steps of a run, in order.
+
+    Args:
+        ranks: that have recorded any step.
+        steps: that all of these have recorded, without the first.
+        detailed: those of them to look at span by span.
+        skipped: how many first steps were left out.
+        reason: why ``detailed`` is empty.
+        notes: what was left out, for the user to see.
+    """
+
+    ranks: Mapping[int, RankRun]
+    steps: Sequence[int]
+    detailed: Sequence[int]
+    skipped: int
+    reason: str
+    notes: Sequence[str]
+
+
+def sample(run: Run, *, skip: int) -> Sample:
+    """Choose them.
+
+    Raises:
+        ValueError: ``skip`` is negative.
+    """
+    if skip < 0:
+        raise ValueError(f"skip must not be negative, it is {skip}; 0 counts all steps")
+    notes: list[str] = []
+    ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
+    common = Run(ranks).common_steps
+    everything = len(set().union(*(each.steps for each in ranks.values())))
+    if len(common) < everything:
+        notes.append(f"{len(common)} of {everything} steps are of all ranks; only these count")
+    skipped = skip if len(common) > skip else 0
+    if common and skipped < skip:
+        notes.append(
+            f"there are only {_steps(len(common))}, so the first are not left out, in which DDP "
+            "still builds its buckets"
+        )
+    steps = common[skipped:]
+    detailed = [step for step in steps if all(each.steps[step].detailed for each in ranks.values())]
+    reason = ""
+    if not detailed:
+        what = "" if not steps else " in detail"
+        reason = f"no step is recorded{what} on all ranks"
+    elif (most := _most(ranks, detailed[-1])) < len(detailed):
+        notes.append(
+            f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
+            "of all"
+        )
+        detailed = _spread(detailed, most)
+    return Sample(ranks, steps, detailed, skipped, reason, notes)
+
+
+def _most(ranks: Mapping[int, RankRun], step: int) -> int:
+    spans = sum(len(each.steps[step].spans) for each in ranks.values())
+    return min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """One of every stretch, at random: whatever happens every n-th step has its share.
+
+    The same for the same steps.
+    """
+    rng = random.Random(0)
+    edges = [math.floor(len(steps) * i / most) for i in range(most + 1)]
+    return [steps[rng.randrange(edges[i], edges[i + 1])] for i in range(most)]
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

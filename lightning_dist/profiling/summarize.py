@@ -1,0 +1,267 @@
+"""A profiled run in numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lightning_dist.profiling.breakdown import analyse, timeline, unknown_wait
+from lightning_dist.profiling.clock_check import ClockCheck, uncertainty_of
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.headline import headline
+from lightning_dist.profiling.parts import (
+    EXPOSED,
+    PARTS,
+    RankSummary,
+    Series,
+    Summary,
+    Timeline,
+)
+from lightning_dist.profiling.records import PHASES
+from lightning_dist.profiling.sample import Sample, sample
+from lightning_dist.profiling.totals import (
+    MS,
+    BucketTotals,
+    RankTotals,
+    Reach,
+    add_buckets,
+    mean,
+    slowest,
+)
+from lightning_dist.profiling.traffic import gbps, traffic_of
+
+_LEAST_WAITING = 0.02
+"""Share of the step below which nobody is called a straggler."""
+
+
+def summarize(run: Run, *, skip: int = 2) -> Summary:
+    """What can be said of it; ``reasons`` and ``notes`` say what cannot, and why.
+
+    Args:
+        skip: first steps to leave out: DDP builds its buckets anew after the first.
+
+    Raises:
+        ValueError: ``skip`` is negative.
+    """
+    chosen = sample(run, skip=skip)
+    found = _look(run, chosen)
+    reasons: dict[str, str] = {}
+    if chosen.reason:
+        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "traffic"):
+            reasons[name] = chosen.reason
+    if found.unknown_wait:
+        reasons["wait"] = found.unknown_wait
+    if not chosen.steps:
+        reasons["step_ms"] = chosen.reason
+    if chosen.detailed and _about(run).get("codec") == "ddp":
+        reasons["codec"] = "DDP itself exchanges the gradients, without a codec"
+    parts_ms = found.parts_ms() if chosen.detailed else _phases_ms(chosen)
+    step_ms = _step_ms(chosen)
+    under_way = sum(each.union for each in found.ranks.values())
+    hidden = sum(each.hidden for each in found.ranks.values())
+    if not under_way:
+        reasons["overlap"] = chosen.reason or _why_nothing(run)
+    summary = Summary(
+        headline="",
+        run=_about(run),
+        steps=len(chosen.steps),
+        skipped=chosen.skipped,
+        step_ms=step_ms,
+        parts_ms=parts_ms,
+        exposed_ms=sum(parts_ms.get(name, 0.0) for name in EXPOSED),
+        hidden_ms=hidden / max(found.steps, 1) / MS,
+        overlap=hidden / under_way if under_way else None,
+        traffic=traffic_of(run, found.ranks, reasons),
+        ranks=_ranks(chosen, found),
+        buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
+        straggler=_straggler(run, found, reasons),
+        overhead=_overhead(chosen),
+        series=found.series if chosen.detailed else _series_of_durations(chosen),
+        errors=[
+            {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.errors
+        ],
+        links=[
+            {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.links
+        ],
+        reasons=reasons,
+        notes=[*run.notes, *chosen.notes, *_doubts(run, found, step_ms["mean"])],
+    )
+    return replace(summary, headline=headline(summary))
+
+
+def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
+    """The steps whose durations are nearest to the median and to the 95th percentile."""
+    steps, step_ms = summary.series.steps, summary.series.step_ms
+    picked: dict[int, str] = {}
+    for name in ("median", "p95"):
+        distances = [abs(each - summary.step_ms[name]) for each in step_ms]
+        if distances:
+            picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
+    return [timeline(run, step, label) for step, label in picked.items()]
+
+
+@dataclass
+class _Found:
+    """What came of looking at steps span by span."""
+
+    ranks: dict[int, RankTotals]
+    buckets: dict[int, BucketTotals] = field(default_factory=dict)
+    clocks: ClockCheck = field(default_factory=ClockCheck)
+    unknown_wait: str = ""
+    series: Series = field(
+        default_factory=lambda: Series([], [], {name: [] for name in PARTS}, {}, [])
+    )
+
+    @property
+    def steps(self) -> int:
+        return sum(each.steps for each in self.ranks.values())
+
+    @property
+    def duration_ms(self) -> float:
+        total = sum(each.duration for each in self.ranks.values())
+        return total / max(self.steps, 1) / MS
+
+    def parts_ms(self) -> dict[str, float]:
+        sums = {name: sum(each.parts[name] for each in self.ranks.values()) for name in PARTS}
+        return {name: total / self.steps / MS for name, total in sums.items()}
+
+
+def _look(run: Run, chosen: Sample) -> _Found:
+    found = _Found({rank: RankTotals() for rank in chosen.ranks})
+    reach = {rank: Reach.of(run, each.about) for rank, each in chosen.ranks.items()}
+    step_ms: list[float] = []
+    slowest_of: list[int | None] = []
+    parts_ms: dict[str, list[float]] = {name: [] for name in PARTS}
+    wait_ms: dict[int, list[float]] = {rank: [] for rank in chosen.ranks}
+    for step in chosen.detailed:
+        of_ranks = analyse(run, step)
+        for each in of_ranks:
+            found.ranks[each.parts.rank].add(each, reach[each.parts.rank])
+            found.clocks.add(each)
+            add_buckets(found.buckets, each)
+            wait_ms[each.parts.rank].append(sum(each.parts.waited_for.values()) / MS)
+        found.unknown_wait = found.unknown_wait or unknown_wait(of_ranks)
+        step_ms.append(mean([each.parts.duration / MS for each in of_ranks]))
+        slowest_of.append(slowest(each.parts for each in of_ranks))
+        for name, values in parts_ms.items():
+            values.append(mean([each.parts.parts[name] / MS for each in of_ranks]))
+    found.series = Series(chosen.detailed, step_ms, parts_ms, wait_ms, slowest_of)
+    return found
+
+
+def _about(run: Run) -> dict[str, Any]:
+    if not run.ranks:
+        return {}
+    about = run.ranks[min(run.ranks)].about
+    hosts = {rank: each.about.host for rank, each in run.ranks.items()}
+    return {
+        "codec": about.codec,
+        "backend": about.backend,
+        "device": about.device,
+        "world_size": run.world_size,
+        "hosts": [hosts.get(rank) for rank in range(run.world_size)],
+        "versions": dict(about.versions),
+    }
+
+
+def _durations(chosen: Sample) -> list[float]:
+    """Of every step in milliseconds, the mean over ranks."""
+    ranks = chosen.ranks.values()
+    return [mean([each.steps[step].duration / MS for each in ranks]) for step in chosen.steps]
+
+
+def _step_ms(chosen: Sample) -> dict[str, float]:
+    durations = sorted(_durations(chosen))
+    if not durations:
+        return {"mean": 0.0, "median": 0.0, "p95": 0.0}
+    return {
+        "mean": mean(durations),
+        "median": statistics.median(durations),
+        "p95": durations[math.ceil(0.95 * len(durations)) - 1],
+    }
+
+
+def _phases_ms(chosen: Sample) -> dict[str, float]:
+    """Of steps without buckets and spans: ``backward`` has the exposed communication in it."""
+    records = [each.steps[step] for each in chosen.ranks.values() for step in chosen.steps]
+    if not records:
+        return {}
+    sums = dict.fromkeys(PHASES, 0)
+    for record in records:
+        for phase in record.phases:
+            if phase.name in sums:
+                sums[phase.name] += phase.end - phase.begin
+    sums["other"] = sum(each.duration for each in records) - sum(sums.values())
+    return {name: total / len(records) / MS for name, total in sums.items()}
+
+
+def _series_of_durations(chosen: Sample) -> Series:
+    return Series(chosen.steps, _durations(chosen), {}, {}, [None] * len(chosen.steps))
+
+
+def _ranks(chosen: Sample, found: _Found) -> list[RankSummary]:
+    summaries = []
+    for rank, of_rank in chosen.ranks.items():
+        totals = found.ranks[rank]
+        steps = max(totals.steps, 1) * MS
+        uncertainty = uncertainty_of(of_rank)
+        caused = sum(each.waited_for[rank] for each in found.ranks.values())
+        summaries.append(
+            RankSummary(
+                rank,
+                of_rank.about.host,
+                step_ms=mean([of_rank.steps[step].duration / MS for step in chosen.steps]),
+                exposed_ms=totals.exposed / steps,
+                wait_ms=totals.waited / steps,
+                caused_ms=caused / steps,
+                clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
+                intra_gbps=gbps(totals.intra, totals.intra_moving),
+                inter_gbps=gbps(totals.inter, totals.inter_moving),
+            )
+        )
+    return summaries
+
+
+def _straggler(run: Run, found: _Found, reasons: dict[str, str]) -> int | None:
+    waits: dict[int, int] = {}
+    for totals in found.ranks.values():
+        for rank, nanoseconds in totals.waited_for.items():
+            waits[rank] = waits.get(rank, 0) + nanoseconds
+    waiting, duration = sum(waits.values()), sum(each.duration for each in found.ranks.values())
+    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
+    if most is None:
+        reasons["straggler"] = reasons.get("wait") or _why_nothing(run, "no rank waited")
+    elif waiting < _LEAST_WAITING * duration:
+        reasons["straggler"] = f"waiting is {waiting / duration:.1%} of the step"
+    elif waits[most] * 2 <= waiting:
+        share = waits[most] / waiting
+        reasons["straggler"] = (
+            f"waiting is for several ranks; {share:.0%} of it is for rank {most}, the most"
+        )
+    else:
+        return most
+    return None
+
+
+def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:
+    return "one rank exchanges nothing" if run.world_size < 2 else otherwise
+
+
+def _overhead(chosen: Sample) -> float:
+    records = [each.steps[step] for each in chosen.ranks.values() for step in chosen.steps]
+    duration = sum(each.duration for each in records)
+    return sum(each.overhead for each in records) / duration if duration else 0.0
+
+
+def _doubts(run: Run, found: _Found, mean_ms: float) -> list[str]:
+    if not found.steps:
+        return []
+    doubts = [found.unknown_wait] if found.unknown_wait else []
+    of_detailed = found.duration_ms
+    if abs(of_detailed - mean_ms) > 0.05 * mean_ms:
+        doubts.append(
+            f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {mean_ms:.1f} ms"
+        )
+    return [*doubts, *found.clocks.notes(run)]

@@ -1,0 +1,119 @@
+"""A summary for people at a terminal, or for the log of a job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_dist.profiling.headline import milliseconds, percent
+from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary, Traffic
+from lightning_dist.profiling.totals import MB
+
+_WIDE = 10_000
+"""Columns where nobody has a terminal: a line of the table stays a line."""
+
+_MANY = 8
+_WORST = 4
+
+
+def print_summary(summary: Summary, console: Console | None = None) -> None:
+    """Headline, parts of the step, traffic, ranks, notes."""
+    if console is None:
+        console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    console.print(Text(summary.headline, style="bold"))
+    if summary.steps:
+        console.print(_overview(summary))
+        if len(summary.ranks) > 1:
+            _print_ranks(summary, console)
+    for note in summary.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def _overview(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def row(name: str, value: str, remark: str = "", style: str = "") -> None:
+        table.add_row(Text(name, style=style), Text(value), Text(remark))
+
+    step = summary.step_ms
+    skipped = f", without the first {summary.skipped}" if summary.skipped else ""
+    row(
+        "step",
+        milliseconds(step["mean"]),
+        f"median {milliseconds(step['median'])}, p95 {milliseconds(step['p95'])}, "
+        f"of {summary.steps} steps{skipped}",
+        style="bold",
+    )
+    total = sum(summary.parts_ms.values()) or 1.0
+    for name in PARTS:
+        style = "yellow" if name in EXPOSED else ""
+        if name not in summary.parts_ms:
+            row(f"  {name}", "n/a", summary.reasons.get("parts_ms", ""), style)
+        elif not summary.parts_ms[name] and name in summary.reasons:
+            row(f"  {name}", "n/a", summary.reasons[name], style)
+        else:
+            of_part = summary.parts_ms[name]
+            exposed = ", exposed" if name in EXPOSED else ""
+            row(f"  {name}", milliseconds(of_part), f"{percent(of_part / total)}{exposed}", style)
+    if summary.overlap is None:
+        row("hidden", "n/a", summary.reasons.get("overlap", ""))
+    else:
+        row("hidden", milliseconds(summary.hidden_ms), f"{percent(summary.overlap)} of exchanges")
+    if summary.traffic is None:
+        row("sent", "n/a", summary.reasons.get("traffic", ""))
+    else:
+        _add_traffic(table, summary, summary.traffic)
+    row("profiler", percent(summary.overhead), "of the time")
+    return table
+
+
+def _add_traffic(table: Table, summary: Summary, traffic: Traffic) -> None:
+    sent, raw = traffic.wire_bytes / MB, traffic.raw_bytes / MB
+    remark = f"per step and rank, {traffic.ratio:.3g} times less than {raw:.3g} MB"
+    table.add_row("sent", f"{sent:.3g} MB", remark)
+    for name, label, remark in (
+        ("wire_gbps", "rate", "Gbit/s of what was sent"),
+        ("effective_gbps", "  effective", "Gbit/s of uncompressed bytes in this time"),
+        ("peak_gbps", "  link", "Gbit/s at best"),
+    ):
+        value = getattr(traffic, name)
+        if value is None:
+            table.add_row(label, "n/a", Text(summary.reasons.get(f"traffic.{name}", "")))
+        else:
+            table.add_row(label, f"{value:.3g}", remark)
+    if traffic.link_utilization is not None:
+        table.add_row("  use of link", percent(traffic.link_utilization), "")
+
+
+def _print_ranks(summary: Summary, console: Console) -> None:
+    shown: Sequence[RankSummary] = summary.ranks
+    if len(shown) > _MANY:
+        shown = sorted(shown, key=lambda each: (-each.caused_ms, each.rank))[:_WORST]
+        console.print(f"{_WORST} of {len(summary.ranks)} ranks, those others waited for the most:")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", "host", "step", "exposed", "waits", "others wait", "clock"):
+        table.add_column(column, justify="left" if column == "host" else "right", no_wrap=True)
+    is_detailed = "parts_ms" not in summary.reasons
+
+    def waiting(value: float) -> str:
+        return "n/a" if not value and "wait" in summary.reasons else milliseconds(value)
+
+    for each in shown:
+        clock = each.clock_uncertainty_ms
+        table.add_row(
+            Text(str(each.rank), style="red" if each.rank == summary.straggler else ""),
+            Text(each.host),
+            milliseconds(each.step_ms),
+            milliseconds(each.exposed_ms) if is_detailed else "n/a",
+            waiting(each.wait_ms),
+            waiting(each.caused_ms),
+            "" if clock is None else f"± {milliseconds(clock)}",
+        )
+    console.print(table)

@@ -1,0 +1,184 @@
+"""Sums over steps and ranks, of which a summary takes the means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_dist.profiling.breakdown import Analysed
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.intervals import Interval, length, union
+from lightning_dist.profiling.parts import BucketSummary, StepParts
+from lightning_dist.profiling.records import BucketTimes, RankRecord
+
+MS = 1e6
+"""Nanoseconds in a millisecond."""
+
+MB = 1e6
+"""Bytes in a megabyte, as links count them."""
+
+
+@dataclass
+class RankTotals:
+    """One rank over all steps that were looked at; nanoseconds and bytes.
+
+    Args:
+        moving: while any exchange moved.
+        intra_moving: while one moved that had another member on this host.
+        inter_moving: while one moved that had a member on another host.
+    """
+
+    steps: int = 0
+    duration: int = 0
+    exposed: int = 0
+    union: int = 0
+    hidden: int = 0
+    moving: int = 0
+    intra_moving: int = 0
+    inter_moving: int = 0
+    raw: int = 0
+    intra: int = 0
+    inter: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    waited_for: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def waited(self) -> int:
+        """For all others."""
+        return self.waited_for.total()
+
+    def add(self, step: Analysed, reach: Reach) -> None:
+        """Count a step of this rank."""
+        parts = step.parts
+        self.steps += 1
+        self.duration += parts.duration
+        self.exposed += parts.exposed
+        self.union += parts.union
+        self.hidden += parts.hidden
+        self.parts.update(parts.parts)
+        self.waited_for.update(parts.waited_for)
+        self.moving += length(step.transfer)
+        self.intra_moving += self._moving(step, reach.intra)
+        self.inter_moving += self._moving(step, reach.inter)
+        for bucket in step.record.buckets:
+            self.raw += bucket.raw
+            self.intra += bucket.intra
+            self.inter += bucket.inter
+
+    @staticmethod
+    def _moving(step: Analysed, groups: frozenset[str]) -> int:
+        chosen = [each for each in step.exchanges if each.span.group in groups]
+        if len(chosen) == len(step.exchanges):
+            return length(step.transfer)
+        return length(union(each.transfer for each in chosen))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Groups of one rank: those with others of its host, and those with other hosts.
+
+    A rank that has left nothing may be anywhere.
+    """
+
+    intra: frozenset[str]
+    inter: frozenset[str]
+
+    @classmethod
+    def of(cls, run: Run, about: RankRecord) -> Reach:
+        """Of the rank that says ``about``."""
+        intra, inter = set(), set()
+        for name, ranks in about.groups.items():
+            for rank in ranks:
+                host = run.ranks[rank].about.host if rank in run.ranks else None
+                if rank != about.rank and host in (about.host, None):
+                    intra.add(name)
+                if host != about.host:
+                    inter.add(name)
+        return cls(frozenset(intra), frozenset(inter))
+
+
+@dataclass
+class BucketTotals:
+    """One bucket over all steps and ranks that were looked at."""
+
+    codec: str = ""
+    count: int = 0
+    raw: int = 0
+    wire: int = 0
+    ready: int = 0
+    encode: int = 0
+    wait: int = 0
+    transfer: int = 0
+    decode: int = 0
+    exposed: int = 0
+
+    def summary(self, index: int) -> BucketSummary:
+        """The means."""
+        count = max(self.count, 1)
+        return BucketSummary(
+            index,
+            self.codec,
+            raw_mb=self.raw / count / MB,
+            wire_mb=self.wire / count / MB,
+            ready_ms=self.ready / count / MS,
+            encode_ms=self.encode / count / MS,
+            wait_ms=self.wait / count / MS,
+            transfer_ms=self.transfer / count / MS,
+            decode_ms=self.decode / count / MS,
+            exposed_ms=self.exposed / count / MS,
+        )
+
+
+def add_buckets(totals: dict[int, BucketTotals], step: Analysed) -> None:
+    """Count the buckets of a step of one rank."""
+    last_ready = max((each.ready for each in step.record.buckets), default=0)
+    times: dict[int, _Times] = {each.index: _Times() for each in step.record.buckets}
+    for exchange in step.exchanges:
+        if (of := times.get(exchange.span.bucket)) is not None:
+            of.wait.append(exchange.wait)
+            of.transfer.append(exchange.transfer)
+            of.end = max(of.end or 0, exchange.span.end)
+    for span in step.record.spans:
+        if (of := times.get(span.bucket)) is not None and span.phase in of.codec:
+            of.codec[span.phase] += span.end - span.begin
+    for bucket in step.record.buckets:
+        _add_bucket(
+            totals.setdefault(bucket.index, BucketTotals()), bucket, times[bucket.index], last_ready
+        )
+
+
+@dataclass
+class _Times:
+    wait: list[Interval] = field(default_factory=list)
+    transfer: list[Interval] = field(default_factory=list)
+    codec: dict[str, int] = field(default_factory=lambda: {"encode": 0, "decode": 0})
+    end: int | None = None
+
+
+def _add_bucket(total: BucketTotals, bucket: BucketTimes, times: _Times, last_ready: int) -> None:
+    moving = union(times.transfer)
+    total.codec = bucket.codec
+    total.count += 1
+    total.raw += bucket.raw
+    total.wire += bucket.intra + bucket.inter
+    total.ready += bucket.ready
+    total.encode += times.codec["encode"]
+    total.decode += times.codec["decode"]
+    total.transfer += length(moving)
+    total.wait += length(union([*times.wait, *moving])) - length(moving)
+    end = bucket.done if times.end is None else times.end
+    total.exposed += max(end - last_ready, 0)
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def slowest(parts: Iterable[StepParts]) -> int | None:
+    """The rank that most waiting was for; the lowest of several, None if nobody waited."""
+    waits: Counter[int] = Counter()
+    for each in parts:
+        waits.update(each.waited_for)
+    return min(waits, key=lambda rank: (-waits[rank], rank)) if waits else None

@@ -1,0 +1,36 @@
+"""``lightning-dist profile``, called in this process, and folders for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from lightning_dist.cli import app
+from lightning_dist.profiling.folder import RankFile, Run
+
+
+def profile(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, ["profile", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def refusal(*arguments: str | Path) -> str:
+    """The one line on stderr of a command that must fail."""
+    result = profile(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("lightning-dist: ")
+
+
+def save(folder: Path, run: Run) -> Path:
+    """The folder that such a run has left."""
+    for rank, each in run.ranks.items():
+        file = RankFile(folder, rank=rank)
+        end = [] if each.end is None else [each.end]
+        file.write(
+            [each.about, *each.clocks, *each.steps.values(), *each.errors, *each.links, *end]
+        )
+        file.close()
+    return folder

@@ -1,0 +1,164 @@
+"""``lightning-dist profile``."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planted import Planted
+from processes import run
+from profile_calls import profile, refusal, save
+from test_program import ALONE
+
+from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.summarize import summarize
+
+PLANTED = Planted(steps=12, late={1: 50}, slow_steps={step: 1 + step % 3 for step in range(12)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "run", PLANTED.run())
+
+
+def written(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"rank0.jsonl", "rank1.jsonl"}
+
+
+def test_report_prints_the_summary_and_writes_the_page(folder: Path) -> None:
+    result = profile("report", folder)
+    assert (result.exit_code, result.stderr) == (0, "")
+    summary = summarize(read_run(folder))
+    assert result.stdout.startswith(summary.headline)
+    assert result.stdout.endswith(f"written to {folder}: summary.json, report.html\n")
+    assert written(folder) == {"summary.json", "report.html"}
+    assert summary.headline in (folder / "report.html").read_text()
+    assert (folder / "summary.json").read_text() == to_json(summary.as_dict()) + "\n"
+
+
+def test_report_writes_what_is_asked_for(folder: Path) -> None:
+    assert profile("report", folder, "--no-html", "--trace", "--csv").exit_code == 0
+    assert written(folder) == {"summary.json", "trace.json.gz", "steps.csv", "buckets.csv"}
+    trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
+             if "name" in event["args"]}  # fmt: skip
+    assert {"rank 0 @ host-a", "rank 1 @ host-b"} <= names
+    assert set(trace["otherData"].values()) == {"median step", "p95 step"}
+    with (folder / "steps.csv").open(newline="") as rows:
+        assert len(list(csv.DictReader(rows))) == 24
+
+
+def test_files_go_elsewhere(folder: Path, tmp_path: Path) -> None:
+    there = tmp_path / "not" / "yet"
+    assert profile("report", folder, "--no-html", "--out", there).exit_code == 0
+    assert written(there) == {"summary.json"}
+    assert written(folder) == set()
+
+
+def test_files_are_made_anew(folder: Path) -> None:
+    profile("report", folder, "--no-html")
+    fresh = (folder / "summary.json").read_bytes()
+    (folder / "summary.json").write_text("old")
+    profile("report", folder, "--no-html")
+    assert (folder / "summary.json").read_bytes() == fresh
+
+
+def test_json_and_nothing_else(folder: Path) -> None:
+    result = profile("report", folder, "--json", "--no-html")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == json.loads((folder / "summary.json").read_text())
+    assert json.loads(result.stdout)["straggler"] == 1
+
+
+def test_what_cannot_be_written_is_said_and_the_summary_still_printed(folder: Path) -> None:
+    for name in ("summary.json", "steps.csv"):
+        (folder / name).mkdir()
+    result = profile("report", folder, "--no-html")
+    assert result.exit_code == 0  # nobody has asked for that file
+    assert result.stdout.startswith(summarize(read_run(folder)).headline)
+    assert result.stderr == (
+        f"lightning-dist: summary.json not written to {folder}: Is a directory\n"
+    )
+    asked = profile("report", folder, "--no-html", "--csv", "--trace")
+    assert asked.exit_code == 2
+    assert "steps.csv, buckets.csv not written" in asked.stderr
+    assert asked.stdout.endswith(f"written to {folder}: trace.json.gz\n")
+    assert {path.name for path in folder.glob(".*")} == set()
+
+
+def test_a_place_that_cannot_be(folder: Path) -> None:
+    result = profile("report", folder, "--json", "--out", folder / "rank0.jsonl")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["steps"] == 10
+    assert result.stderr.count("not written") == 2
+
+
+def test_half_a_run_is_half_a_report(folder: Path) -> None:
+    (folder / "rank1.jsonl").unlink()
+    lines = (folder / "rank0.jsonl").read_text()
+    (folder / "rank0.jsonl").write_text(lines[: len(lines) // 2])
+    result = profile("report", folder, "--trace", "--csv")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "note: nothing of rank 1" in result.stdout
+    assert "note: rank0.jsonl: 1 line cut short" in result.stdout
+
+
+def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
+    for command in (["report"], ["compare", folder]):
+        said = refusal(*command, tmp_path / "no")
+        assert said == f"{tmp_path}/no is not a folder; give one that CommProfiler has written"
+        said = refusal(*command, tmp_path)
+        assert said == f"{tmp_path} has no rank*.jsonl of a communication profile"
+    assert refusal("compare", tmp_path / "no", folder).startswith(f"{tmp_path}/no is not")
+
+
+def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", replace(PLANTED, forward=220, sent=500_000).run())
+    result = profile("compare", folder, other)
+    assert (result.exit_code, result.stderr) == (0, "")
+    a, b, verdict, _, *rows = result.stdout.splitlines()
+    assert a == f"A: {folder} (int8, 2 ranks, 2 hosts, 10 steps)"
+    assert b.startswith(f"B: {other} (")
+    assert verdict.endswith("longer: forward +200 ms.")
+    cells = {row.split()[0]: row.split() for row in rows}
+    assert cells["forward"] == [
+        *["forward", "45.00", "ms", "245.00", "ms", "+200.00", "ms"],
+        *["±", "0.00", "ms", "+444.4", "%"],
+    ]
+    assert cells["sent"][-2:] == ["-50.0", "%"]
+    assert cells["data"][-1] == "ms"
+
+
+def test_compare_does_not_make_much_of_little(folder: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", replace(PLANTED, transfer=16).run())
+    result = profile("compare", folder, other)
+    assert result.exit_code == 0
+    nothing = "There is no difference that the spread of the steps would not explain."
+    assert nothing in result.stdout.splitlines()
+    (row,) = [line for line in result.stdout.splitlines() if line.lstrip().startswith("transfer")]
+    assert row.rstrip().endswith("within the spread")
+
+
+def test_compare_for_programs(folder: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", replace(PLANTED, steps=4).run())
+    result = profile("compare", folder, other, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    content = json.loads(result.stdout)
+    assert content["b"]["steps"] == 2
+    assert content["a"]["run"]["codec"] == "int8"
+    assert content["verdict"].startswith("The steps cannot be compared")
+    step = content["differences"][0]
+    assert (step["name"], step["spread"], step["is_explained"]) == ("step_ms", None, None)
+    assert step["difference"] == step["b"] - step["a"]
+
+
+def test_the_commands_load_no_torch(folder: Path) -> None:
+    commands = [f"profile report {folder} --trace --csv", f"profile compare {folder} {folder}"]
+    done = run([sys.executable, "-c", ALONE, *commands], limit=60)
+    assert done.require_success().output == "\n"

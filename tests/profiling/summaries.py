@@ -1,0 +1,191 @@
+"""Summaries and time lines written by hand, for what is made of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from lightning_dist.profiling.parts import (
+    PARTS,
+    BucketSummary,
+    Placed,
+    RankSummary,
+    Series,
+    Summary,
+    Timeline,
+    Traffic,
+)
+
+MS = 1_000_000
+MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))
+
+
+def hosts_of(ranks: int) -> list[str]:
+    """Two ranks on every host, or one if there are two."""
+    return [f"node-{rank // 2 if ranks > 2 else rank:02d}.cluster" for rank in range(ranks)]
+
+
+def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) -> Series:
+    """Steps around :data:`MEANS`, in which ``late`` is waited for."""
+    rng = random.Random(seed)
+    parts = {
+        name: [value * rng.uniform(0.85, 1.25) for _ in range(steps)]
+        for name, value in MEANS.items()
+    }
+    waits = {
+        rank: [0.0 if rank == late else rng.uniform(4, 22) for _ in range(steps)]
+        for rank in range(ranks)
+    }
+    slowest = [None if rng.random() < 0.1 else late for _ in range(steps)]
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
+    return Series(list(range(2, 2 + steps)), totals, parts, waits, slowest)
+
+
+def a_timeline(
+    *, ranks: int = 2, buckets: int = 5, late: int = 1, label: str = "median step"
+) -> Timeline:
+    """One step in which ``late`` has a longer forward pass; two exchanges are under way at once."""
+    phases, ready, spans = {}, {}, {}
+    begins = {rank: (2 + 20 + 12 * (rank == late)) for rank in range(ranks)}  # of the backward pass
+    at = [[begins[rank] + 8 * (index + 1) for index in range(buckets)] for rank in range(ranks)]
+    last = [max(at[rank][index] for rank in range(ranks)) + 1 for index in range(buckets)]
+    ends: list[float] = []
+    for index in range(buckets):
+        ends.append(max([last[index], *ends[:-1]]) + 15)
+    for rank in range(ranks):
+        placed, of_buckets, now = [], [], ends[-1]
+        for index in range(buckets):
+            begin = at[rank][index]
+            placed.append(Placed("encode", index, ns(begin), ns(begin + 1)))
+            placed.append(
+                Placed(
+                    "exchange",
+                    index,
+                    ns(begin + 1),
+                    ns(ends[index]),
+                    arrival=ns(last[index]),
+                    op="all_gather",
+                    group="flat",
+                    sent=1_000_000,
+                )
+            )
+        for index in range(buckets):
+            placed.append(Placed("decode", index, ns(now), ns(now + 1.5)))
+            now += 1.5
+            of_buckets.append((index, ns(at[rank][index]), ns(now)))
+        phases[rank] = [
+            ("data", 0, ns(2)),
+            ("forward", ns(2), ns(begins[rank])),
+            ("backward", ns(begins[rank]), ns(now)),
+            ("optimizer", ns(now), ns(now + 5)),
+        ]
+        ready[rank] = of_buckets
+        spans[rank] = sorted(placed, key=lambda each: each.begin)
+    return Timeline(57, label, phases, ready, spans)
+
+
+def ns(milliseconds: float) -> int:
+    return round(milliseconds * MS)
+
+
+def a_summary(
+    *,
+    ranks: int = 2,
+    steps: int = 120,
+    late: int = 1,
+    hosts: Sequence[str] | None = None,
+) -> Summary:
+    """Everything was measured, except the bandwidth inside hosts."""
+    hosts = hosts or hosts_of(ranks)
+    rng = random.Random(2)
+    return Summary(
+        headline=(
+            "40 % of the step is exposed communication (46.9 ms): 66 % of that is transfer, 26 % "
+            f"waiting for rank {late}, 7 % codec."
+        ),
+        run={
+            "codec": "int8",
+            "backend": "gloo",
+            "device": "cpu",
+            "world_size": ranks,
+            "hosts": list(hosts),
+            "versions": {"torch": "2.13.0", "lightning": "2.6.6"},
+        },
+        steps=steps,
+        skipped=2,
+        step_ms={"mean": sum(MEANS.values()), "median": 114.2, "p95": 139.8},
+        parts_ms=MEANS,
+        exposed_ms=46.9,
+        hidden_ms=25.2,
+        overlap=0.35,
+        traffic=Traffic(64e6, 16.3e6, 4.1e6, 12.2e6, 0.187, 0.734, 0.196),
+        ranks=[
+            RankSummary(
+                rank,
+                hosts[rank],
+                step_ms=116.3 + rng.random(),
+                exposed_ms=46 + rng.random(),
+                wait_ms=0.4 if rank == late else 12 + rng.random(),
+                caused_ms=12.5 * (ranks - 1) if rank == late else rng.random(),
+                clock_uncertainty_ms=0.021 if rank else None,
+                inter_gbps=0.187,
+            )
+            for rank in range(ranks)
+        ],
+        buckets=[
+            BucketSummary(index, "int8", 16.0, 4.07, 30 + 8 * index, 1, 6.2, 15.3, 1.5, 5.1 * index)
+            for index in range(4)
+        ],
+        straggler=late,
+        overhead=0.00052,
+        series=a_series(ranks=ranks, steps=steps, late=late),
+        errors=[
+            {
+                "step": step,
+                "bucket": bucket,
+                "rank": 0,
+                "relative_l2": 0.008 * rng.uniform(0.8, 1.3),
+                "cosine": 0.99993 + 0.00005 * rng.random(),
+                "residual_ratio": 0.012 * rng.uniform(0.8, 1.3),
+            }
+            for step in range(0, steps, 10)
+            for bucket in range(4)
+        ],
+        links=[
+            {"rank": a, "peer": b, "group": "flat", "sent": 8_000_000, "seconds": seconds}
+            for a in range(ranks)
+            for b in range(ranks)
+            if a != b
+            for seconds in [0.004 if hosts[a] == hosts[b] else 0.33 + 0.1 * rng.random()]
+        ],
+        reasons={"intra_gbps": "every host has one rank"} if ranks == 2 else {},
+        notes=["rank 1 is missing from step 119 on"],
+    )
+
+
+def nothing_measured() -> Summary:
+    """Of a run that has ended in its first step."""
+    return Summary(
+        headline="No step was recorded.",
+        run={},
+        steps=0,
+        skipped=0,
+        step_ms={},
+        parts_ms={},
+        exposed_ms=0.0,
+        hidden_ms=0.0,
+        overlap=None,
+        traffic=None,
+        ranks=(),
+        buckets=(),
+        straggler=None,
+        overhead=0.0,
+        series=Series((), (), {}, {}, ()),
+        reasons={
+            "steps": "the run ended before its first step",
+            "overlap": "no exchange was recorded",
+            "traffic": "no bucket was recorded",
+            "links": "the links were not calibrated",
+            "errors": "error_every is 0",
+        },
+    )

@@ -1,0 +1,358 @@
+"""The parts of a step: planted times come back exactly, and a twin that asks of every instant."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from planted import MS, Planted
+
+from lightning_dist.profiling.breakdown import analyse, parts_of, timeline, unknown_wait
+from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.parts import EXPOSED, PARTS, StepParts
+from lightning_dist.profiling.records import (
+    BucketTimes,
+    ClockRecord,
+    Phase,
+    RankRecord,
+    Span,
+    StepRecord,
+)
+
+SHIFTS = ({}, {1: 123.456}, {1: -9_999.001}, {1: 1e6})
+
+
+def in_ms(parts: StepParts) -> dict[str, float]:
+    return {name: nanoseconds / MS for name, nanoseconds in parts.parts.items()}
+
+
+def replaced(run: Run, rank: int, **changes: object) -> Run:
+    return Run({**run.ranks, rank: replace(run.ranks[rank], **changes)})
+
+
+def check_identities(parts: StepParts) -> None:
+    assert tuple(parts.parts) == PARTS
+    assert sum(parts.parts.values()) == parts.duration
+    assert min(parts.parts.values()) >= 0
+    assert parts.hidden + parts.parts["wait"] + parts.parts["transfer"] == parts.union
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("late", [50, 100])
+def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int, float]) -> None:
+    punctual, tardy = parts_of(Planted(late={1: late}, shift=shift).run(), 0)
+    assert punctual.waited_for == {1: late * MS}
+    assert tardy.waited_for == {}
+    # Rank 0 came to its first exchange at 33 ms, and had its last gradient at 62 ms.
+    assert in_ms(punctual) == {
+        "data": 2,
+        "forward": 20,
+        "backward": 40,
+        "wait": late - 29,
+        "transfer": 60,
+        "codec": 2,
+        "unattributed": 0,
+        "optimizer": 5,
+        "other": 0,
+    }
+    assert punctual.hidden == 29 * MS
+    assert punctual.union == (late + 60) * MS
+    assert punctual.begin == tardy.begin == 0
+    # Rank 1's last gradient was there after 30 of the 60 ms of transfer, less 1 of encoding.
+    assert in_ms(tardy)["wait"] == 0
+    assert in_ms(tardy)["transfer"] == 31
+    assert tardy.hidden == 29 * MS
+    for each in (punctual, tardy):
+        check_identities(each)
+
+
+@pytest.mark.parametrize("transfer", [15, 40])
+@pytest.mark.parametrize(("encode", "decode"), [(1, 2), (0, 0), (3, 0.5)])
+def test_planted_transfer_and_codec_times(transfer: float, encode: float, decode: float) -> None:
+    run = Planted(transfer=transfer, encode=encode, decode=decode).run()
+    for parts in parts_of(run, 0):
+        # The first exchange is launched 30 ms before the last gradient is there, less encoding.
+        assert parts.union == 4 * transfer * MS
+        assert parts.hidden == (30 - encode) * MS
+        assert in_ms(parts)["transfer"] == 4 * transfer - 30 + encode
+        assert in_ms(parts)["codec"] == decode
+        assert parts.waited_for == {}
+        check_identities(parts)
+
+
+def test_what_nothing_covers_is_unattributed() -> None:
+    run = Planted(encode=1, decode=2).run()
+    record = run.ranks[0].steps[0]
+    spans = [span for span in record.spans if span.phase == "exchange"]
+    stock = replaced(run, 0, steps={0: replace(record, spans=spans)})
+    assert in_ms(parts_of(stock, 0)[0])["unattributed"] == 2
+    bare = replaced(run, 0, steps={0: replace(record, spans=())})
+    assert in_ms(parts_of(bare, 0)[0])["unattributed"] == 33
+    assert parts_of(bare, 0)[0].union == 0
+
+
+def test_a_rank_is_waited_for_once_however_many_exchanges_wait() -> None:
+    parts = parts_of(Planted(world_size=4, late={1: 30, 3: 70}).run(), 0)
+    # All of them move when rank 3 has come.
+    assert [each.waited_for for each in parts] == [{3: 70 * MS}, {3: 40 * MS}, {3: 70 * MS}, {}]
+
+
+def test_where_a_member_is_missing_all_is_transfer() -> None:
+    run = Planted(world_size=3, late={1: 50}).run()
+    del run.ranks[1]
+    for parts in parts_of(run, 0):
+        assert parts.parts["wait"] == 0
+        assert parts.parts["transfer"] == (60 + 21) * MS
+        assert parts.waited_for == {}
+        check_identities(parts)
+    reason = "exchanges without a record of rank 1 count as transfer, waiting included"
+    assert unknown_wait(analyse(run, 0)) == reason
+
+
+def test_a_member_without_the_step_or_without_detail_is_missing() -> None:
+    run = Planted(late={1: 50}).run()
+    steps = dict(run.ranks[1].steps)
+    steps[0] = replace(steps[0], buckets=(), spans=(), detailed=False)
+    del steps[1]
+    run = replaced(run, 1, steps=steps)
+    for step in (0, 1):
+        (parts,) = parts_of(run, step)
+        assert (parts.rank, parts.parts["wait"]) == (0, 0)
+        assert "rank 1" in unknown_wait(analyse(run, step))
+    assert unknown_wait(analyse(run, 2)) == ""
+    assert len(parts_of(run, 2)) == 2
+
+
+@pytest.mark.parametrize("change", [{"group": "foreign"}, {"order": -1}])
+def test_an_exchange_that_does_not_say_who_takes_part_is_transfer(
+    change: dict[str, object],
+) -> None:
+    run = Planted(late={1: 50}).run()
+    for rank in (0, 1):
+        record = run.ranks[rank].steps[0]
+        spans = [replace(s, **change) if s.phase == "exchange" else s for s in record.spans]
+        run = replaced(run, rank, steps={0: replace(record, spans=spans)})
+    assert [each.parts["wait"] for each in parts_of(run, 0)] == [0, 0]
+    assert "do not say who takes part" in unknown_wait(analyse(run, 0))
+
+
+def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
+    run = Planted(world_size=4, late={1: 50, 3: 20}).run()
+    for rank, group in {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}.items():
+        run = replaced(run, rank, about=replace(run.ranks[rank].about, groups={"flat": group}))
+    parts = parts_of(run, 0)
+    assert [each.waited_for for each in parts] == [{1: 50 * MS}, {}, {3: 20 * MS}, {}]
+
+
+def test_without_a_comparison_of_clocks_durations_say_who_waited() -> None:
+    run = Planted(late={1: 50}, shift={1: 1e6}, uncertainty=None).run()
+    punctual, tardy = parts_of(run, 0)
+    assert punctual.waited_for == {1: 50 * MS}
+    assert punctual.parts["transfer"] == 60 * MS
+    assert tardy.waited_for == {}
+    # On one host all processes read the same clock.
+    same = Planted(late={1: 50}, hosts=["host-a"], uncertainty=None).run()
+    assert parts_of(same, 0)[0].waited_for == {1: 50 * MS}
+
+
+def test_a_clock_that_drifts_within_a_run() -> None:
+    planted = Planted(late={1: 50})
+    run = planted.run()
+    # Rank 1's clock gains 1 ms from each step to the next.
+    steps, clocks = {}, []
+    for step, record in run.ranks[1].steps.items():
+        steps[step] = replace(record, begin=record.begin + step * MS)
+        clocks.append(ClockRecord(at=steps[step].begin, offset=-step * MS, uncertainty=1))
+    run = replaced(run, 1, steps=steps, clocks=clocks)
+    for step in range(planted.steps):
+        assert parts_of(run, step)[0].waited_for == {1: 50 * MS}
+
+
+def test_an_arrival_after_the_end_is_the_clocks_fault() -> None:
+    run = Planted(misread={1: -500}).run()
+    waiting, waited_for = parts_of(run, 0)
+    assert waiting.parts["transfer"] == 0
+    assert waiting.union == waiting.hidden + waiting.parts["wait"]
+    assert waited_for.waited_for == {}
+    for each in (waiting, waited_for):
+        check_identities(each)
+
+
+def test_a_time_line_is_of_all_ranks_on_one_clock() -> None:
+    run = Planted(late={1: 50}, shift={1: 123.456}).run()
+    line = timeline(run, 0, "median step")
+    assert (line.step, line.label) == (0, "median step")
+    assert line.phases[1][1] == ("forward", 2 * MS, 72 * MS)
+    assert line.buckets[0][0][:2] == (0, 32 * MS)
+    firsts = [next(s for s in line.spans[r] if s.phase == "exchange") for r in (0, 1)]
+    assert [s.begin for s in firsts] == [33 * MS, 83 * MS]
+    assert [s.arrival for s in firsts] == [83 * MS, 83 * MS]
+    assert [s.end for s in firsts] == [98 * MS, 98 * MS]
+    assert (firsts[0].op, firsts[0].group, firsts[0].sent) == ("all_gather", "flat", 1_000_000)
+    assert {s.arrival for s in line.spans[0] if s.phase != "exchange"} == {None}
+    # It begins where the first rank has begun, also in a later step.
+    later = timeline(run, 3, "")
+    assert min(begin for of in later.phases.values() for _, begin, _ in of) == 0
+
+
+def test_a_time_line_of_what_there_is() -> None:
+    run = Planted().run()
+    record = replace(run.ranks[1].steps[0], detailed=False, spans=(), buckets=())
+    run = replaced(run, 1, steps={0: record})
+    line = timeline(run, 0, "")
+    assert len(line.phases[1]) == 4
+    assert line.spans[1] == []
+    assert {s.arrival for s in line.spans[0]} == {None}
+    assert list(timeline(run, 4, "").phases) == [0]
+    assert timeline(run, 99, "").phases == {}
+
+
+# The twin. Times are a few instants, and each of them is asked for.
+
+GROUPS = {"intra": ((0, 1), (2, 3)), "inter": ((0, 2), (1, 3)), "flat": ((0, 1, 2, 3),)}
+
+
+def drawn_run(rng: random.Random) -> Run:
+    ranks = {}
+    for rank in range(4):
+        offset = rng.randrange(-1000, 1000)
+        groups = {n: next(g for g in of if rank in g) for n, of in GROUPS.items()}
+        about = RankRecord(rank, 4, f"host-{rank // 2}", groups, clock=0, unix=0.0)
+        steps = {}
+        if rng.random() < 0.95:
+            steps[0] = drawn_step(rng, begin=rng.randrange(10) - offset)
+        if rng.random() < 0.95:
+            ranks[rank] = RankRun(about, steps, [ClockRecord(0, offset, 1)])
+    return Run(ranks)
+
+
+def drawn_step(rng: random.Random, *, begin: int) -> StepRecord:
+    if rng.random() < 0.05:
+        return StepRecord(0, begin, 50, detailed=False)
+    passes = ["forward", "backward"] * rng.randrange(1, 4)
+    names = [*(["data"] * rng.randrange(2)), *passes, *(["optimizer"] * rng.randrange(2))]
+    phases, now = [], 0
+    for name in names:
+        now += rng.randrange(3)
+        end = now + rng.randrange(1, 20)
+        phases.append(Phase(name, now, end))
+        now = end
+    last = next(each for each in reversed(phases) if each.name == "backward")
+    duration = now + rng.randrange(3)
+    buckets = []
+    for index in range(rng.randrange(4)):
+        ready = rng.randrange(last.begin, last.end)
+        done = rng.randrange(ready, last.end + 1)
+        buckets.append(BucketTimes(index, ready, done, 8, 2, 2))
+    spans = list(drawn_spans(rng, last.begin, duration))
+    return StepRecord(
+        0, begin, duration, phases, buckets, sorted(spans, key=lambda each: each.begin)
+    )
+
+
+def drawn_spans(rng: random.Random, since: int, until: int) -> Iterator[Span]:
+    def times() -> tuple[int, int]:
+        begin = rng.randrange(since, until)
+        return begin, rng.randrange(begin, until + 1)
+
+    for _ in range(rng.randrange(3)):
+        yield Span(rng.choice(["encode", "decode"]), 0, *times())
+    for group in GROUPS:
+        for order in range(rng.randrange(3)):
+            if rng.random() < 0.95:
+                yield Span("exchange", 0, *times(), "all_gather", group, 1, order)
+
+
+@dataclass
+class Twin:
+    """What becomes of every instant of a step on a rank, straight from the definitions."""
+
+    run: Run
+    rank: int
+
+    def launch(self, rank: int, group: str, order: int) -> int | None:
+        of_rank = self.run.ranks.get(rank)
+        if of_rank is None or 0 not in of_rank.steps or not of_rank.steps[0].detailed:
+            return None
+        for span in of_rank.steps[0].spans:
+            if (span.group, span.order) == (group, order):
+                return of_rank.steps[0].begin + of_rank.clocks[0].offset + span.begin
+        return None
+
+    def arrival(self, span: Span) -> tuple[int, int] | None:
+        """Since the begin of the step on this rank, and who."""
+        of_rank = self.run.ranks[self.rank]
+        begin = of_rank.steps[0].begin + of_rank.clocks[0].offset
+        launches = {
+            member: self.launch(member, span.group, span.order)
+            for member in of_rank.about.groups[span.group]
+        }
+        if None in launches.values():
+            return None
+        latest = max(launches.values())
+        return latest - begin, min(m for m, at in launches.items() if at == latest)
+
+    def parts(self) -> StepParts:
+        of_rank = self.run.ranks[self.rank]
+        record = of_rank.steps[0]
+        exchanges = [
+            (span, self.arrival(span)) for span in record.spans if span.phase == "exchange"
+        ]
+        ready = max((each.ready for each in record.buckets), default=0)
+        done = max((each.done for each in record.buckets), default=0)
+        parts = dict.fromkeys(PARTS, 0)
+        union = hidden = 0
+        waited_for: dict[int, int] = {}
+        for now in range(record.duration):
+            phases = [p.name for p in record.phases if p.begin <= now < p.end]
+            exposed = ready <= now < done and phases in ([], ["backward"])
+            here = [(s, came) for s, came in exchanges if s.begin <= now < s.end]
+            moves = any(came is None or came[0] <= now for _, came in here)
+            codec = any(s.phase != "exchange" and s.begin <= now < s.end for s in record.spans)
+            if exposed:
+                name = (
+                    ("transfer" if moves else "wait")
+                    if here
+                    else ("codec" if codec else "unattributed")
+                )
+            else:
+                name = phases[0] if phases else "other"
+            parts[name] += 1
+            union += bool(here)
+            hidden += bool(here) and not exposed
+            if here and not moves:
+                _, (_, last) = here[0]
+                waited_for[last] = waited_for.get(last, 0) + 1
+        begin = record.begin + of_rank.clocks[0].offset
+        return StepParts(0, self.rank, begin, record.duration, parts, union, hidden, waited_for)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_every_instant_is_where_the_twin_has_it(seed: int) -> None:
+    run = drawn_run(random.Random(seed))
+    found = parts_of(run, 0)
+    expected = [
+        Twin(run, rank).parts()
+        for rank, each in run.ranks.items()
+        if 0 in each.steps and each.steps[0].detailed
+    ]
+    assert found == expected
+    for each in found:
+        check_identities(each)
+        waited = sum(each.waited_for.values())
+        assert each.parts["wait"] <= waited <= each.parts["wait"] + each.hidden
+
+
+def test_the_drawn_runs_have_everything() -> None:
+    seen: set[str] = set()
+    for seed in range(300):
+        run = drawn_run(random.Random(seed))
+        seen |= {"missing rank"} if len(run.ranks) < 4 else set()
+        for each in analyse(run, 0):
+            seen |= {name for name in EXPOSED if each.parts.parts[name]}
+            seen |= {"hidden"} if each.parts.hidden else set()
+            seen |= {"several"} if len(each.parts.waited_for) > 1 else set()
+            seen |= {"missing"} if any(x.missing for x in each.exchanges) else set()
+    assert seen == {*EXPOSED, "missing rank", "hidden", "several", "missing"}

@@ -1,0 +1,118 @@
+"""What two runs differ by, and when that is no more than their steps do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from planted import Planted
+
+from lightning_dist.profiling.compare import (
+    NAMES,
+    Difference,
+    Measured,
+    compare,
+    measured,
+    verdict,
+)
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.summarize import summarize
+
+UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
+BASE = Planted(steps=42, slow_steps=UNEVEN)
+
+
+def of(run: Run) -> Measured:
+    return measured(run, summarize(run))
+
+
+def differences(a: Planted | Run, b: Planted | Run) -> dict[str, Difference]:
+    runs = [each.run() if isinstance(each, Planted) else each for each in (a, b)]
+    found = compare(*map(of, runs))
+    assert tuple(each.name for each in found) == NAMES
+    return {each.name: each for each in found}
+
+
+def said(a: Planted, b: Planted) -> str:
+    return verdict(list(differences(a, b).values()))
+
+
+def test_planted_differences_are_found() -> None:
+    found = differences(BASE, replace(BASE, forward=30, sent=500_000))
+    assert found["forward_ms"].a == 20
+    assert found["forward_ms"].b == 30
+    assert found["sent_mb"].difference == -2
+    real = {name for name, each in found.items() if each.is_explained is False}
+    assert real == {"step_ms", "forward_ms", "sent_mb"}
+    assert found["step_ms"].difference == 10
+
+
+def test_the_spread_is_that_of_both_notches() -> None:
+    values = [float(value) for value in range(9)]  # quartiles 2 and 6
+    (found, *_) = compare(Measured({"step_ms": values}, {}), Measured({"step_ms": [5.0] * 9}, {}))
+    assert found.spread == pytest.approx(1.58 * 4 / 3)
+    assert (found.difference, found.is_explained) == (1.0, True)
+
+
+def test_two_halves_of_one_run_do_not_differ() -> None:
+    rng = random.Random(7)
+    slow = {step: rng.uniform(1, 2) for step in range(40)}
+    a, b = (Planted(steps=40, slow_steps=each) for each in (slow, {s: slow[39 - s] for s in slow}))
+    assert said(a, b) == "There is no difference that the spread of the steps would not explain."
+
+
+def test_the_verdict_names_what_differs_most() -> None:
+    assert said(BASE, replace(BASE, forward=60, data=1)) == (
+        "The step of B is 39 ms (34.8 %) longer: forward +40 ms, data -1 ms."
+    )
+    assert said(BASE, replace(BASE, data=1)) == (
+        "Step time: no difference that the spread of the steps would not explain; but data -1 ms."
+    )
+    assert said(BASE, replace(BASE, sent=250_000)).endswith("would not explain; but sent -3 MB.")
+
+
+def test_few_steps_have_no_spread() -> None:
+    assert said(BASE, replace(BASE, steps=7)) == (
+        "The steps cannot be compared: the spread of 5 steps says nothing, that of 6 would."
+    )
+    assert "cannot" not in said(BASE, replace(BASE, steps=8))
+
+
+def test_what_was_not_measured_has_a_reason_and_no_figure() -> None:
+    coarse = BASE.run()
+    coarse = Run(
+        {
+            rank: replace(
+                each,
+                steps={
+                    step: replace(record, detailed=False, buckets=(), spans=())
+                    for step, record in each.steps.items()
+                },
+            )
+            for rank, each in coarse.ranks.items()
+        }
+    )
+    found = differences(BASE, coarse)
+    assert found["step_ms"].difference == 0
+    for name in ("wait_ms", "transfer_ms", "exposed_ms", "sent_mb"):
+        assert (found[name].b, found[name].difference, found[name].spread) == (None, None, None)
+        assert found[name].a is not None
+        assert found[name].reason == "B: no step is recorded in detail on all ranks"
+
+
+def test_stock_ddp_has_no_codec_and_not_zero() -> None:
+    found = differences(BASE, replace(BASE, codec="ddp", encode=0, decode=0))
+    assert found["codec_ms"].b is None
+    assert found["codec_ms"].reason.startswith("B: DDP itself")
+
+
+def test_waiting_that_nobody_knows_is_not_zero() -> None:
+    run = BASE.run()
+    found = differences(BASE, Run({0: run.ranks[0]}))
+    assert found["wait_ms"].b is None
+    assert "without a record of rank 1" in found["wait_ms"].reason
+
+
+def test_no_steps() -> None:
+    assert said(BASE, Planted(steps=0)).startswith("The steps cannot be compared: B: no step")

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planted import Planted
+
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.headline import milliseconds, percent
+from lightning_dist.profiling.summarize import summarize
+
+
+@pytest.mark.parametrize(
+    ("planted", "told"),
+    [
+        (
+            Planted(late={1: 50}),
+            "39 % of the step is exposed communication (58 ms): "
+            "78 % transfer, 18 % waiting for rank 1, 3 % codec.",
+        ),
+        (Planted(), "33 % of the step is exposed communication (33 ms): 94 % transfer, 6 % codec."),
+        (
+            Planted(transfer=10, encode=0, decode=0, backward=4000),
+            "Communication is hidden: 30 ms under the backward pass, 10 ms exposed; "
+            "a step takes 4037 ms.",
+        ),
+        (
+            Planted(world_size=1, buckets=0),
+            "One rank communicates with nobody; a step takes 27 ms.",
+        ),
+        (Planted(buckets=0), "No exchange was recorded; a step takes 27 ms."),
+        (Planted(steps=0), "Nothing to say: no step is recorded on all ranks."),
+    ],
+)
+def test_the_most_important_of_a_planted_run(planted: Planted, told: str) -> None:
+    assert summarize(planted.run()).headline == told
+
+
+def test_waiting_that_no_single_rank_is_to_blame_for() -> None:
+    turns = [Planted(world_size=3, late={late: 40}).run() for late in range(3)]
+    ranks = turns[0].ranks
+    mixed = {
+        rank: replace(
+            of, steps={step: turns[step % 3].ranks[rank].steps[step] for step in of.steps}
+        )
+        for rank, of in ranks.items()
+    }
+    assert summarize(Run(mixed), skip=0).headline == (
+        "43 % of the step is exposed communication (59.7 ms): "
+        "84 % transfer, 12 % waiting for others, 3 % codec."
+    )
+
+
+def test_where_waiting_is_not_known_transfer_says_so() -> None:
+    ranks = Planted(world_size=3, late={1: 50}).run().ranks
+    told = summarize(Run({rank: ranks[rank] for rank in (0, 2)})).headline
+    assert told.endswith("(83 ms): 98 % transfer or unknown waiting, 2 % codec.")
+
+
+def test_steps_without_detail() -> None:
+    run = Planted().run()
+    bare = {
+        rank: replace(
+            of,
+            steps={
+                step: replace(each, buckets=(), spans=(), detailed=False)
+                for step, each in of.steps.items()
+            },
+        )
+        for rank, of in run.ranks.items()
+    }
+    assert summarize(Run(bare)).headline == (
+        "A step takes 100 ms; no step is recorded in detail on all ranks, so nothing is known of "
+        "its parts."
+    )
+
+
+def test_what_nothing_covers_is_told() -> None:
+    run = Planted().run()
+    bare = {
+        rank: replace(of, steps={step: replace(each, spans=()) for step, each in of.steps.items()})
+        for rank, of in run.ranks.items()
+    }
+    assert summarize(Run(bare)).headline == (
+        "33 % of the step is exposed communication (33 ms): 100 % unattributed."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        (0, "0 %"),
+        (1e-5, "<0.1 %"),
+        (0.004, "0.4 %"),
+        (0.0099, "1.0 %"),
+        (0.314, "31 %"),
+        (1, "100 %"),
+    ],
+)
+def test_percent(share: float, told: str) -> None:
+    assert percent(share) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0, "0 ms"), (0.0123, "0.0123 ms"), (4.125, "4.12 ms"), (58, "58 ms"), (411.6, "412 ms")],
+)
+def test_milliseconds(value: float, told: str) -> None:
+    assert milliseconds(value) == told

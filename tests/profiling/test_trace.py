@@ -1,0 +1,317 @@
+"""The trace: kept to the rules of its format, and true to what was planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted import Planted
+from trace_rules import Event, events_of, problems
+
+from lightning_dist.profiling.breakdown import timeline
+from lightning_dist.profiling.intervals import length, union
+from lightning_dist.profiling.lanes import lanes
+from lightning_dist.profiling.parts import Placed, Timeline
+from lightning_dist.profiling.report.trace import write_trace
+
+MS = 1_000_000
+US = 1_000
+
+
+def gather(
+    begin: float, end: float, *, bucket: int = 0, arrival: float | None = None, **kwargs: Any
+) -> Placed:
+    """An exchange; times in milliseconds."""
+    came = None if arrival is None else round(arrival * MS)
+    values = {"op": "all_gather", "group": "flat", "sent": 1_000_000, **kwargs}
+    return Placed("exchange", bucket, round(begin * MS), round(end * MS), came, **values)
+
+
+def step(
+    spans: dict[int, list[Placed]], *, number: int = 7, label: str = "median step"
+) -> Timeline:
+    """Ranks with these spans, whose backward pass takes 100 ms."""
+    return Timeline(
+        number,
+        label,
+        phases={rank: [("forward", 0, 20 * MS), ("backward", 20 * MS, 120 * MS)] for rank in spans},
+        buckets={rank: [(0, 40 * MS, 120 * MS)] for rank in spans},
+        spans=spans,
+    )
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Any:
+    """The events of a trace of these steps, which keeps the rules."""
+
+    def draw(*timelines: Timeline, about: dict[int, str] | None = None) -> list[Event]:
+        path = tmp_path / "trace.json.gz"
+        write_trace(path, timelines, about or {})
+        events = events_of(path)
+        assert problems(events) == []
+        return events
+
+    return draw
+
+
+def of(events: list[Event], *, rank: int | None = None, **wanted: Any) -> list[Event]:
+    return [
+        event
+        for event in events
+        if (rank is None or event["pid"] == rank)
+        and all(event.get(name) == value for name, value in wanted.items())
+    ]
+
+
+LATE = {  # rank 1 comes 30 ms after rank 0; both encode for 2 ms and decode for 1 ms
+    0: [
+        Placed("encode", 0, 40 * MS, 42 * MS),
+        gather(42, 92, arrival=72),
+        Placed("decode", 0, 92 * MS, 93 * MS),
+    ],
+    1: [
+        Placed("encode", 0, 70 * MS, 72 * MS),
+        gather(72, 92, arrival=72),
+        Placed("decode", 0, 92 * MS, 93 * MS),
+    ],
+}
+
+
+def test_ranks_are_processes_in_order(drawn: Any) -> None:
+    events = drawn(step(LATE), about={0: "host-a", 1: "host-b", 2: "host-b"})
+    names = {event["pid"]: event["args"]["name"] for event in of(events, name="process_name")}
+    assert names == {0: "rank 0 @ host-a", 1: "rank 1 @ host-b", 2: "rank 2 @ host-b"}
+    order = of(events, name="process_sort_index")
+    assert {event["pid"]: event["args"]["sort_index"] for event in order} == {0: 0, 1: 1, 2: 2}
+    tracks = [event["args"]["name"] for event in of(events, name="thread_name", rank=1)]
+    assert tracks == ["step", "phases", "codec", "exchange"]
+
+
+def test_every_span_is_there_with_its_times(drawn: Any) -> None:
+    events = drawn(step(LATE))
+    shown = {
+        (event["pid"], event["name"]): (event["ts"], event["dur"]) for event in of(events, ph="X")
+    }
+    assert shown == {
+        **{(rank, "step 7 (median step)"): (0, 120_000) for rank in LATE},
+        **{(rank, "forward"): (0, 20_000) for rank in LATE},
+        **{(rank, "backward"): (20_000, 100_000) for rank in LATE},
+        (0, "encode 0"): (40_000, 2_000),
+        (1, "encode 0"): (70_000, 2_000),
+        (0, "all_gather 0"): (42_000, 50_000),
+        (0, "wait for rank 1"): (42_000, 30_000),
+        (1, "all_gather 0"): (72_000, 20_000),
+        **{(rank, "decode 0"): (92_000, 1_000) for rank in LATE},
+    }
+    assert [(e["pid"], e["name"], e["ts"]) for e in of(events, ph="i")] == [
+        (0, "ready 0", 40_000),
+        (1, "ready 0", 40_000),
+    ]
+
+
+def test_an_exchange_says_what_it_was(drawn: Any) -> None:
+    (waited,) = of(drawn(step(LATE)), name="all_gather 0", rank=0)
+    assert waited["args"] == {
+        "op": "all_gather",
+        "group": "flat",
+        "bytes": 1_000_000,
+        "bucket": 0,
+        "wait_ms": 30.0,
+        "Mbit/s": 400.0,  # of the 20 ms in which it moved
+    }
+
+
+def test_what_is_not_known_is_said_and_not_zero(drawn: Any) -> None:
+    events = drawn(step({0: [gather(30, 50), gather(50, 50, bucket=1)]}))
+    (alone,) = of(events, name="all_gather 0")
+    assert alone["args"]["wait_ms"] == "not known: not every member has recorded this step"
+    assert alone["args"]["Mbit/s"] == 400.0
+    (short,) = of(events, name="all_gather 1")
+    assert short["args"]["Mbit/s"] == "not known: it took no time"
+    assert of(events, cat="wait") == []
+
+
+def test_arrows_lead_from_the_last_rank_to_those_that_waited(drawn: Any) -> None:
+    spans = {rank: [gather(begin, 90, arrival=60)] for rank, begin in enumerate((40, 60, 50))}
+    events = drawn(step(spans))
+    begins, ends = of(events, ph="s"), of(events, ph="f")
+    assert [(event["pid"], event["ts"]) for event in begins] == [(1, 60_000)] * 2
+    assert [(event["pid"], event["ts"], event["bp"]) for event in ends] == [
+        (0, 60_000, "e"),
+        (2, 60_000, "e"),
+    ]
+    assert {e["name"] for e in of(events, cat="wait")} == {"wait for rank 1"}
+
+
+def test_of_two_that_came_last_none_is_blamed(drawn: Any) -> None:
+    spans = {rank: [gather(begin, 90, arrival=60)] for rank, begin in enumerate((40, 60, 60))}
+    events = drawn(step(spans))
+    assert of(events, ph="s") == []
+    assert [event["name"] for event in of(events, cat="wait")] == ["wait"]
+
+
+def test_groups_of_two_hosts_are_not_mixed_up(drawn: Any) -> None:
+    def within(begin: float, arrival: float) -> list[Placed]:
+        return [gather(begin, 90, arrival=arrival, group="intra")]
+
+    events = drawn(
+        step({0: within(40, 50), 1: within(50, 50), 2: within(70, 70), 3: within(45, 70)})
+    )
+    pairs = zip(of(events, ph="s"), of(events, ph="f"), strict=True)
+    assert {(one["pid"], other["pid"]) for one, other in pairs} == {(1, 0), (2, 3)}
+
+
+def test_a_clock_that_is_off_moves_nothing_beyond_its_span(drawn: Any) -> None:
+    spans = {0: [gather(30, 50, arrival=60)], 1: [gather(60, 61, arrival=60)]}
+    events = drawn(step(spans))
+    (waits,) = of(events, cat="wait")
+    assert (waits["ts"], waits["dur"]) == (30_000, 20_000)
+    assert of(events, ph="s") == []
+
+
+def test_exchanges_at_once_are_on_lanes_of_their_own(drawn: Any) -> None:
+    spans = [gather(30, 60), gather(40, 70, bucket=1), gather(50, 55, bucket=2)]
+    spans += [gather(60, 80, bucket=3), gather(75, 80, bucket=4)]
+    events = drawn(step({0: spans}))
+    threads = {e["tid"]: e["args"]["name"] for e in of(events, name="thread_name")}
+    lane = {e["args"]["bucket"]: threads[e["tid"]] for e in of(events, cat="exchange")}
+    assert lane == {
+        0: "exchange",
+        1: "exchange 2",
+        2: "exchange 3",
+        3: "exchange",
+        4: "exchange 2",
+    }
+
+
+def test_the_counter_adds_up_what_is_sent_at_once(drawn: Any) -> None:
+    spans = [
+        gather(30, 50, arrival=40),  # 1 MB in 10 ms
+        gather(40, 60, arrival=40, bucket=1),  # and in 20 ms
+        gather(45, 50, bucket=2, group="inter", sent=500_000),
+    ]
+    events = drawn(step({0: spans}))
+    assert {event["ts"]: event["args"] for event in of(events, ph="C")} == {
+        40_000: {"flat": 1200.0, "inter": 0},
+        45_000: {"flat": 1200.0, "inter": 800.0},
+        50_000: {"flat": 400.0, "inter": 0},
+        60_000: {"flat": 0, "inter": 0},
+    }
+
+
+def test_steps_follow_each_other_with_a_gap(drawn: Any) -> None:
+    events = drawn(step(LATE), step(LATE, number=40, label="slow step"))
+    steps = of(events, cat="step", rank=0)
+    assert [event["name"] for event in steps] == ["step 7 (median step)", "step 40 (slow step)"]
+    gap = steps[1]["ts"] - steps[0]["ts"] - steps[0]["dur"]
+    assert 0 < gap < steps[0]["dur"]
+    both = of(events, name="all_gather 0", rank=1)
+    assert both[1]["ts"] - both[0]["ts"] == steps[1]["ts"]
+
+
+def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
+    planted = Planted(world_size=4, late={2: 50}, shift={1: 700, 3: -200}, steps=3)
+    run = planted.run()
+    events = drawn(timeline(run, 0, "first step"), timeline(run, 2, "median step"))
+    assert len(of(events, cat="phases")) == 4 * 4 * 2
+    assert len(of(events, cat="exchange")) == len(of(events, ph="i")) == planted.buckets * 4 * 2
+    assert len(of(events, cat="codec")) == 2 * planted.buckets * 4 * 2
+    waits = of(events, cat="wait")
+    assert {(event["pid"], event["name"]) for event in waits} == {
+        (rank, "wait for rank 2") for rank in (0, 1, 3)
+    }
+    assert {event["dur"] for event in waits} == {50_000}
+    assert {event["pid"] for event in of(events, ph="s")} == {2}
+    assert len(of(events, ph="f")) == len(waits)
+
+
+def test_no_steps_are_a_trace_too(drawn: Any) -> None:
+    assert of(drawn(about={0: "host-a"}), ph="X") == []
+
+
+def test_equal_steps_are_equal_bytes(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        write_trace(tmp_path / name, [step(LATE)], {0: "host-a"})
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+
+
+TIMES = st.integers(-6, 80).map(lambda halves: halves * US // 2)
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Any spans, of any clocks."""
+    ranks = range(draw(st.integers(1, 3)))
+    span = st.tuples(
+        st.sampled_from(["encode", "exchange", "decode"]), TIMES, TIMES, st.none() | TIMES
+    )
+    of_rank = st.lists(span, max_size=6)
+    return Timeline(
+        draw(st.integers(0, 3)),
+        "any",
+        phases={rank: [("forward", 0, 9 * US), ("backward", 9 * US, 9999)] for rank in ranks},
+        buckets={rank: [(0, draw(TIMES), 9)] for rank in ranks},
+        spans={
+            rank: [
+                Placed(phase, index % 2, min(one, two), max(one, two), at, "all_reduce", "flat", 9)
+                for index, (phase, one, two, at) in enumerate(draw(of_rank))
+            ]
+            for rank in ranks
+        },
+    )
+
+
+@given(given_steps=st.lists(timelines(), max_size=3))
+def test_any_steps_keep_the_rules(
+    tmp_path_factory: pytest.TempPathFactory, given_steps: list[Timeline]
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "trace.json.gz"
+    write_trace(path, given_steps, {})
+    events = events_of(path)
+    assert problems(events) == []
+    spans = [span for each in given_steps for of_rank in each.spans.values() for span in of_rank]
+    shown = of(events, cat="codec") + of(events, cat="exchange")
+    assert len(shown) == len(spans)
+
+
+@given(spans=st.lists(st.tuples(TIMES, TIMES).map(lambda both: (min(both), max(both)))))
+def test_lanes_are_as_few_as_can_be(spans: list[tuple[int, int]]) -> None:
+    chosen = lanes(spans)
+    for lane in set(chosen):
+        on_lane = [span for span, where in zip(spans, chosen, strict=True) if where == lane]
+        assert length(union(on_lane)) == sum(end - begin for begin, end in on_lane)
+    at_once = [
+        sum(begin <= time < end or begin == time == end for begin, end in spans)
+        for time, _ in spans
+    ]
+    assert len(set(chosen)) <= max(at_once, default=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dur": 90_000}, "ends after"),
+        ({"ts": -1}, "from 0 on"),
+        ({"tid": 5}, "no name"),
+        ({"ph": "B"}, "unknown phase"),
+        ({"ts": 42_000.5}, "whole microseconds"),
+        ({"ts": 80_000}, "order of time"),
+    ],
+    ids=str,
+)
+def test_the_checker_can_fail(drawn: Any, change: Event, problem: str) -> None:
+    events = drawn(step(LATE))
+    (waits,) = of(events, cat="wait")
+    waits.update(change)
+    assert problem in " ".join(problems(events))
+
+
+@pytest.mark.parametrize("ph", ["s", "f"])
+def test_the_checker_sees_loose_arrows(drawn: Any, ph: str) -> None:
+    events = drawn(step(LATE))
+    (end,) = of(events, ph=ph)
+    events.remove(end)
+    assert "not from one slice to another" in " ".join(problems(events))
