@@ -27,6 +27,7 @@ FORBIDDEN = {
         f"lightning_dist.{x}" for x in ("checkpoint", "codecs", "elastic", "settings", "topology")
     ),
     "elastic": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings", "topology")),
+    "shared_folder.py": ("torch", "lightning_dist"),
 }
 """What a layer must not import, beside the frameworks and the layers above it."""
 

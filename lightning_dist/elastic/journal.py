@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_dist.shared_folder import has_token, leave_token
+
 FINISHED = "finished"
 """The reason of an end that needs no restart."""
 
@@ -74,19 +76,11 @@ class Journal:
     def leave_token(self) -> str:
         """A file for others to look for; its name, or nothing if it cannot be written."""
         assert self._folder is not None
-        name = f"seen-{os.getpid()}-{os.urandom(4).hex()}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for old in self._folder.glob("seen-*"):
-                old.unlink(missing_ok=True)
-            (self._folder / name).touch()
-        except OSError:
-            return ""
-        return name
+        return leave_token(self._folder)
 
     def has_token(self, name: str) -> bool:
         """Whether this process sees the file that another has left."""
-        return self._folder is not None and (self._folder / name).exists()
+        return self._folder is not None and has_token(self._folder, name)
 
     def last_progress(self) -> Progress | None:
         """How far the processes before this one came."""

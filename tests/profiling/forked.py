@@ -1,0 +1,43 @@
+"""Ranks that are forks of one script: what takes time is imported once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def run_ranks(rank_main: Callable[[], None], size: int) -> None:
+    """Call it as every rank of a gloo world; exit with 1 if any of them has failed.
+
+    As one rank of a launcher where that has set the variables of torchrun.
+    """
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        _run(rank_main, None)
+        return
+    fork = multiprocessing.get_context("fork")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ.update(environment, WORLD_SIZE=str(size), TORCHELASTIC_USE_AGENT_STORE="True")
+    ranks = [fork.Process(target=_run, args=(rank_main, rank)) for rank in range(size)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    sys.exit(any(each.exitcode for each in ranks))
+
+
+def _run(rank_main: Callable[[], None], rank: int | None) -> None:
+    if rank is not None:
+        os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    rank_main()
+    dist.destroy_process_group()
