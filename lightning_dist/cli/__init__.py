@@ -13,6 +13,7 @@ import typer
 
 from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt
+from lightning_dist.cli.bench import bench
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(ckpt.app, name="ckpt")
 app.command("launch", context_settings=PASS_ON, options_metavar=USAGE)(launch)
+app.command("bench")(bench)
 
 
 def _print_version(wanted: bool) -> None:

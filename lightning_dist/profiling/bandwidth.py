@@ -1,10 +1,10 @@
 """How fast a group moves bytes when nothing else is under way: its collectives, and its pairs.
 
-Rates are those of nccl-tests (``doc/PERFORMANCE.md``): the algorithm bandwidth is ``S / t``, and the
-bus bandwidth is that times a factor of the operation and of the number of ranks. The factor turns
-``S`` into the bytes that pass the link of a rank in one direction, so that the bus bandwidth can be
-compared with the rate of the link, whatever the operation and the number of ranks. Gigabits are
-10^9 bits.
+Rates are those of nccl-tests (``doc/PERFORMANCE.md``): the algorithm bandwidth is ``S / t``, and
+the bus bandwidth is that times a factor of the operation and of the number of ranks. The factor
+turns ``S`` into the bytes that pass the link of a rank in one direction, so that the bus bandwidth
+can be compared with the rate of the link, whatever the operation and the number of ranks. Gigabits
+are 10^9 bits.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Pairs:
 
     Args:
         nbytes: sent in one use.
-        seconds: ``seconds[i][j]``, from rank ``i`` to rank ``j`` of the group, until ``i`` knew that
-            ``j`` had it: the median. None from a rank to itself.
+        seconds: ``seconds[i][j]``, from rank ``i`` to rank ``j`` of the group, until ``i`` knew
+            that ``j`` had it: the median. None from a rank to itself.
     """
 
     nbytes: int
