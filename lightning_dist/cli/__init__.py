@@ -14,6 +14,7 @@ import typer
 from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt
 from lightning_dist.cli.bench import bench
+from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(ckpt.app, name="ckpt")
 app.command("launch", context_settings=PASS_ON, options_metavar=USAGE)(launch)
 app.command("bench")(bench)
+app.command("doctor")(doctor)
 
 
 def _print_version(wanted: bool) -> None:
