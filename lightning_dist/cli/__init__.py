@@ -13,6 +13,8 @@ import typer
 
 from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt, profile
+from lightning_dist.cli.bench import bench
+from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app = typer.Typer(
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(profile.app, name="profile")
 app.command("launch", context_settings=PASS_ON, options_metavar=USAGE)(launch)
+app.command("bench")(bench)
+app.command("doctor")(doctor)
 
 
 def _print_version(wanted: bool) -> None:

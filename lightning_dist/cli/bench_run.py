@@ -1,0 +1,209 @@
+"""What ``lightning-dist bench`` does on every rank."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.filesize import decimal
+
+from lightning_dist.profiling.bandwidth import Measurement, measure, pairs
+from lightning_dist.topology import Topology, this_host
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+Scope = Literal["flat", "intra", "inter"]
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure. ``pairs``: the matrix of all pairs, instead of ``ops``."""
+
+    sizes: tuple[int, ...]
+    ops: tuple[str, ...]
+    iterations: int
+    scope: Scope = "flat"
+    pairs: bool = False
+    device: str = "cpu"
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured. The rates of the pairs are in Gbit/s, of ``ranks`` in their order.
+
+    Args:
+        hosts: of every rank.
+        ranks: the members of the group.
+    """
+
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
+    scope: str
+    backend: str
+    device: str
+    rows: tuple[Measurement, ...] = ()
+    pair_nbytes: int | None = None
+    pair_gbps: tuple[tuple[float | None, ...], ...] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [
+            {
+                **asdict(each),
+                "count": each.count,
+                "median_seconds": each.median,
+                "algbw_gbps": each.algbw_gbps,
+                "busbw_gbps": each.busbw_gbps,
+            }
+            for each in self.rows
+        ]
+        return {**asdict(self), "rows": rows}
+
+
+def run_here(settings: Settings) -> list[Report] | None:
+    """Be one rank of a launcher's world. Reports of the groups on rank 0, None on the others.
+
+    Raises:
+        ValueError: the ranks cannot form the group.
+    """
+    device = _own_device(settings.device)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout))
+    try:
+        return _run(settings, device=device, backend=backend)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_local(settings: Settings, ranks: int) -> list[Report]:
+    """Start ``ranks`` processes on this host and measure between them.
+
+    Raises:
+        ValueError: the ranks cannot form the group.
+        RuntimeError: a process has failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        results = elastic_launch(_one_host(ranks), _rank)(settings)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message.strip().splitlines() or ["it said nothing"]
+        raise RuntimeError(f"rank {rank} has failed: {said[-1]}") from None
+    (found,) = [each for each in results.values() if each is not None]
+    if isinstance(found, str):
+        raise ValueError(found)
+    reports: list[Report] = found
+    return reports
+
+
+def _one_host(ranks: int) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        local_addr="localhost",
+    )
+
+
+def _rank(settings: Settings) -> list[Report] | str | None:
+    torch.set_num_threads(1)
+    try:
+        return run_here(settings)
+    except ValueError as error:  # the same on all ranks; a child's traceback would not be read
+        return str(error) if os.environ["RANK"] == "0" else None
+
+
+def _own_device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _run(settings: Settings, *, device: torch.device, backend: str) -> list[Report] | None:
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, this_host())
+    scope = settings.scope
+    if settings.pairs and scope == "flat" and len(set(hosts)) > 1:
+        scope = "inter"  # the links are what is looked for, and a host has one
+    members = members_of(scope, hosts)
+    groups = [(ranks, dist.new_group(list(ranks))) for ranks in members]
+    own: Report | None = None
+    for ranks, group in groups:
+        if dist.get_rank() not in ranks:
+            continue
+        report = Report(tuple(hosts), ranks, scope, backend, device.type)
+        own = _measured(report, settings, group=group, device=device)
+    found: list[Report | None] = [None] * len(hosts)
+    dist.all_gather_object(found, own)  # also: nobody leaves before all are done
+    if dist.get_rank() != 0:
+        return None
+    of_first = (found[ranks[0]] for ranks in members)
+    return [each for each in of_first if each is not None]
+
+
+def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The groups that are measured at the same time.
+
+    Raises:
+        ValueError: with these hosts there is none.
+    """
+    by_host = Topology(tuple(hosts), 0).by_host()
+    if scope == "intra":
+        found = [ranks for ranks in by_host if len(ranks) > 1]
+        if not found:
+            raise ValueError(
+                "--group intra needs a host with 2 ranks or more, and every host has one: start "
+                "more with --nproc-per-node"
+            )
+        return found
+    if scope == "inter":
+        if len(by_host) < 2:
+            raise ValueError(
+                f"--group inter needs 2 hosts or more, and all {len(hosts)} ranks are on "
+                f"{hosts[0]}: start it on every host with torchrun; where hosts have the same "
+                "name, give each its own LIGHTNING_DIST_HOSTNAME"
+            )
+        return [tuple(ranks[0] for ranks in by_host)]
+    if len(hosts) < 2:
+        raise ValueError("a bandwidth needs 2 ranks or more, and there is 1: start more")
+    return [tuple(range(len(hosts)))]
+
+
+def _measured(
+    report: Report, settings: Settings, *, group: dist.ProcessGroup, device: torch.device
+) -> Report:
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    with console.status("") as status:
+        if settings.pairs:
+            nbytes = settings.sizes[-1]
+            status.update(f"{len(report.ranks)} ranks in pairs, {decimal(nbytes)}")
+            matrix = pairs(group, nbytes, iterations=settings.iterations, device=device)
+            return Report(
+                **{**vars(report), "pair_nbytes": nbytes, "pair_gbps": matrix.gbps},
+            )
+        rows = []
+        for op in settings.ops:
+            for nbytes in settings.sizes:
+                status.update(f"{op} {decimal(nbytes)}")
+                rows.append(measure(group, op, nbytes, settings.iterations, device))
+    return Report(**{**vars(report), "rows": tuple(rows)})

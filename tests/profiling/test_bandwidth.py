@@ -1,0 +1,111 @@
+"""Measured bandwidth: of worlds of threads, and of links whose rate is planted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import Rank, run_threads
+
+from benchmarks import network
+from benchmarks.testbed import Testbed, TestbedUnavailable
+from lightning_dist.profiling.bandwidth import OPS, Measurement, Pairs, measure, pairs
+
+SCRIPT = Path(__file__).with_name("measure_links.py")
+FAST, SLOW = 200.0, 50.0
+"""Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
+PAYLOAD = 1448 / 1514
+"""Of a full frame, which is what the shaper counts: the rest is headers."""
+
+
+@pytest.fixture(scope="module")
+def links() -> list[dict[str, Any]]:
+    """What every rank printed."""
+    try:
+        with Testbed(hosts=3, link_mbit=FAST) as testbed:
+            switch = testbed.namespace(0).removesuffix("h0") + "sw"
+            network.shape(switch, "h2", rate_mbit=SLOW)
+            network.shape(testbed.namespace(2), "eth0", rate_mbit=SLOW)
+            printed = testbed.launch([sys.executable, str(SCRIPT)], timeout_s=90)
+    except TestbedUnavailable as reason:
+        pytest.skip(str(reason))
+    return [json.loads(text.strip().splitlines()[-1]) for text in printed]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
+def test_a_planted_rate_is_found(links: list[dict[str, Any]], op: str) -> None:
+    assert links[0]["found"][op] == pytest.approx(FAST * PAYLOAD, rel=0.05)
+    assert links[1]["found"] == links[0]["found"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all"])
+def test_no_collective_is_faster_than_the_link(links: list[dict[str, Any]], op: str) -> None:
+    # gloo was seen to reach from half of the link to all of it: these send large pieces in both
+    # directions over one connection.
+    assert 0.3 * FAST < links[0]["found"][op] < 1.05 * FAST * PAYLOAD
+
+
+@pytest.mark.root
+def test_the_slow_link_is_found(links: list[dict[str, Any]]) -> None:
+    rates = links[2]["pairs"]
+    assert rates == links[0]["pairs"]
+    for i, row in enumerate(rates):
+        for j, rate in enumerate(row):
+            if i == j:
+                assert rate is None
+            else:
+                planted = SLOW if 2 in (i, j) else FAST
+                assert rate == pytest.approx(planted * PAYLOAD, rel=0.05), (i, j)
+
+
+def test_every_rank_has_the_same_result() -> None:
+    def work(rank: Rank) -> tuple[list[Measurement], Pairs]:
+        group = rank.group("payload")
+        return [measure(group, op, 12_005, 3) for op in OPS], pairs(group, 1000, iterations=1)
+
+    first, *others = run_threads(work, 3)
+    assert others == [first, first]
+    measured, matrix = first
+    assert [each.op for each in measured] == list(OPS)
+    for each in measured:  # three times 1000 numbers, and what is left over is not sent
+        assert (each.nbytes, each.count, each.ranks) == (12_000, 3000, 3)
+        assert len(each.seconds) == 3
+        assert all(seconds > 0 for seconds in each.seconds)
+    rates = matrix.gbps
+    assert [[rate is None for rate in row] for row in rates] == [
+        [i == j for j in range(3)] for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "sent"),
+    [("all_reduce", 6e6), ("all_gather", 3e6), ("all_to_all", 3e6), ("broadcast", 4e6)],
+)
+def test_rates_are_those_of_nccl_tests(op: str, sent: int) -> None:
+    found = Measurement(op, nbytes=4_000_000, ranks=4, seconds=(9.0, 1e-3, 2e-3))
+    assert found.median == 2e-3
+    assert found.algbw_gbps == pytest.approx(16)
+    assert found.sent == sent
+    assert found.busbw_gbps == pytest.approx(sent * 8e-9 / 2e-3)
+
+
+def test_what_cannot_be_measured() -> None:
+    def work(rank: Rank) -> None:
+        group, alone = rank.group("payload"), rank.group("alone", [rank.rank])
+        for call, rule in [
+            (lambda: measure(group, "gather", 100, 1), "op must be one of all_reduce, all_gather"),
+            (lambda: measure(group, "all_reduce", 7, 1), "nbytes must be 8 or more"),
+            (lambda: measure(group, "all_reduce", 100, 0), "iterations must be 1 or more, got 0"),
+            (lambda: measure(alone, "all_reduce", 100, 1), "2 ranks or more, got 1"),
+            (lambda: pairs(alone, 100), "2 ranks or more, got 1"),
+            (lambda: pairs(group, 0), "nbytes must be 1 or more, got 0"),
+        ]:
+            with pytest.raises(ValueError, match=rule):
+                call()
+
+    run_threads(work, 2)
