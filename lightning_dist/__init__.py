@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
     from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO
+    from lightning_dist.integrations.comm_profiler import CommProfiler
     from lightning_dist.integrations.ddp import compress_ddp
     from lightning_dist.integrations.elastic_environment import ElasticEnvironment
     from lightning_dist.integrations.lightning import CompressedDDPStrategy
@@ -48,6 +49,7 @@ _HOME = {
     "BF16": "codecs",
     "CODECS": "codecs",
     "Codec": "codecs",
+    "CommProfiler": "integrations.comm_profiler",
     "CompressedDDPStrategy": "integrations.lightning",
     "DGC": "codecs",
     "ElasticEnvironment": "integrations.elastic_environment",
@@ -82,6 +84,7 @@ __all__ = [
     "AsyncCheckpoint",
     "AsyncTorchCheckpointIO",
     "Codec",
+    "CommProfiler",
     "CompressedDDPStrategy",
     "ElasticEnvironment",
     "ElasticRestart",

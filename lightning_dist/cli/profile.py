@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lightning_dist.cli.errors import BAD_INPUT, line_of, reported
+from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_table import describe, print_differences
 from lightning_dist.profiling.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.parts import SCHEMA, Summary
-from lightning_dist.profiling.report.csv_files import write_csv
-from lightning_dist.profiling.report.summary_file import to_json, write_summary
-from lightning_dist.profiling.report.trace import write_trace
-from lightning_dist.profiling.summarize import pick_steps, summarize
+from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.terminal import print_summary
 
 app = typer.Typer(no_args_is_help=True)
@@ -55,44 +53,13 @@ def report_command(
     else:
         print_summary(summary)
     target = Path(folder if out is None else out)
-    written, failed = [], False
-    for names, write in _writers(run, summary, html=html, trace=trace, csv=csv):
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            write(target)
-            written.append(names)
-        except (OSError, ImportError) as error:
-            why = getattr(error, "strerror", None) or line_of(error)
-            typer.echo(f"lightning-dist: {names} not written to {target}: {why}", err=True)
-            failed = True
-    if written and not as_json:
-        typer.echo(f"written to {target}: {', '.join(written)}")
-    if failed and (out is not None or trace or csv):
+    done = write_files(target, run, summary, wanted=Wanted(html=html, trace=trace, csv=csv))
+    for problem in done.problems:
+        typer.echo(f"lightning-dist: {problem}", err=True)
+    if done.names and not as_json:
+        typer.echo(f"written to {target}: {', '.join(done.names)}")
+    if done.problems and (out is not None or trace or csv):
         raise typer.Exit(BAD_INPUT)
-
-
-def _writers(
-    run: Run, summary: Summary, *, html: bool, trace: bool, csv: bool
-) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Names of files, and what writes them into a folder."""
-    yield "summary.json", lambda folder: write_summary(folder / "summary.json", summary)
-    timelines = pick_steps(run, summary) if html or trace else []
-    if html:
-
-        def write_html(folder: Path) -> None:
-            from lightning_dist.profiling.report.html import write_report  # plotly
-
-            write_report(folder / "report.html", summary, timelines)
-
-        yield "report.html", write_html
-    if trace:
-        hosts = {rank: each.about.host for rank, each in run.ranks.items()}
-        yield (
-            "trace.json.gz",
-            lambda folder: write_trace(folder / "trace.json.gz", timelines, hosts),
-        )
-    if csv:
-        yield "steps.csv, buckets.csv", lambda folder: write_csv(folder, run, summary)
 
 
 @app.command("compare")

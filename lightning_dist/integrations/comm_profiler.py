@@ -1,4 +1,4 @@
-"""``CommProfiler``: where communication time goes, in Lightning, Fabric, Accelerate or plain DDP."""
+"""``CommProfiler``: where the time of communication goes, whoever trains."""
 
 from __future__ import annotations
 
@@ -150,11 +150,11 @@ class CommProfiler(pl.Callback):
         if run.about.rank != 0:
             return
         try:
-            self.summary, problems = run.report(self._wanted)
+            self.summary, written = run.report(self._wanted)
         except ValueError as error:
             rank_zero_warn(f"CommProfiler: no report: {error}")
             return
-        for problem in problems:
+        for problem in written.problems:
             rank_zero_warn(f"CommProfiler: {problem}")
         if self._show:
             from lightning_dist.profiling.terminal import print_summary
@@ -176,6 +176,5 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
 
 
 def _reason(error: BaseException) -> str:
-    return (
-        f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
-    )
+    text = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {text}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from lightning.pytorch.loggers import WandbLogger
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_dist.profiling.live import of_one_rank
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.parts import BucketSummary, Summary
 from lightning_dist.profiling.records import StepRecord
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
-_BUCKET_COLUMNS = ("index", "codec", "raw_mb", "wire_mb", "ready_ms", "encode_ms", "wait_ms")
-_BUCKET_COLUMNS += ("transfer_ms", "decode_ms", "exposed_ms")
+_BUCKET_COLUMNS = [field.name for field in fields(BucketSummary)]
 
 
 class LiveProfile:
@@ -45,7 +45,7 @@ class LiveProfile:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
         for name in ("exposed_pct", "ratio"):
-            trainer.lightning_module.log(  # type: ignore[attr-defined]
+            trainer.lightning_module.log(
                 f"comm_{name}",
                 metrics[f"comm/{name}"],
                 prog_bar=True,
@@ -101,7 +101,7 @@ def _log_files(logger: Any, summary: Summary, folder: Path) -> None:
 
     run = logger.experiment
     rows = [[getattr(each, name) for name in _BUCKET_COLUMNS] for each in summary.buckets]
-    media: dict[str, Any] = {"comm/buckets": wandb.Table(list(_BUCKET_COLUMNS), data=rows)}
+    media: dict[str, Any] = {"comm/buckets": wandb.Table([*_BUCKET_COLUMNS], data=rows)}
     if (report := folder / "report.html").is_file():
         media["comm/report"] = wandb.Html(report.read_text(), inject=False)
     run.log(media)

@@ -21,7 +21,7 @@ from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.records import RankRecord, StepRecord
-from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.report.write import Wanted, Written, write_files
 from lightning_dist.profiling.session import Session, SessionSettings
 from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.watching import Watching
@@ -120,8 +120,8 @@ class ProfileRun:
         if together:
             dist.barrier(self._group)
 
-    def report(self, wanted: Wanted) -> tuple[Summary, list[str]]:
-        """Make the files of the folder from the lines of all ranks; what could not be written.
+    def report(self, wanted: Wanted) -> tuple[Summary, Written]:
+        """Make the files of the folder from the lines of all ranks.
 
         Raises:
             ValueError: there are no lines.

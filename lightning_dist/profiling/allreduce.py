@@ -46,7 +46,8 @@ class WatchedAllReduce:
             recorder.note(BucketTimes(index, 0, recorder.now(), sent, intra, inter, "ddp"))
             return future.value()[0]
 
-        return work.get_future().then(on_end)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(on_end)
+        return averaged
 
 
 def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> bool:

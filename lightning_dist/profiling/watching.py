@@ -40,19 +40,24 @@ class Watching:
             handle.remove()
         self._handles = []
 
+    @property
+    def _trains(self) -> bool:
+        # Lightning leaves DDP's own flag as a validation has set it.
+        return self._model.module.training and torch.is_grad_enabled()
+
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if _trains(module):
+        if self._trains:
             self._in_backward = False
             self._session.forward()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if not _trains(module):
+        if not self._trains:
             self._session.set_apart()
             return
         self._synchronises = self._model.require_backward_grad_sync
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(self._backward_begins)
+                each.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._in_backward:  # a second output
@@ -72,10 +77,6 @@ class Watching:
             self._session.stepped()
 
 
-def _trains(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()
-
-
 def _at_the_end(call: Callable[[], None]) -> None:
     """Of the backward pass that is under way."""
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(call)
