@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import uuid
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 Scope = Literal["flat", "intra", "inter"]
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+START = "forkserver"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def run_local(settings: Settings, ranks: int) -> list[Report]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    # One process imports what all of them need, and becomes each of them.
+    multiprocessing.get_context(START).set_forkserver_preload([__name__])
     try:
         results = elastic_launch(_one_host(ranks), _rank)(settings)
     except ChildFailedError as error:
@@ -120,6 +123,7 @@ def _one_host(ranks: int) -> LaunchConfig:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         local_addr="localhost",
+        start_method=START,
     )
 
 

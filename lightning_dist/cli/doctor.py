@@ -46,13 +46,17 @@ def doctor(
     """
     if not folder.is_dir():
         raise ValueError(f"--folder must be a folder, and {folder} is none")
-    found = list(_findings(folder, run=run))
+    raise typer.Exit(show(list(_findings(folder, run=run)), as_json=as_json))
+
+
+def show(found: Sequence[Finding], *, as_json: bool) -> int:
+    """Print what was found. The exit code."""
+    wrong = [each for each in found if each.state in ("warning", "error")]
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(each) for each in found]}, indent=2))
     else:
-        _print(found)
-    if any(each.state in ("warning", "error") for each in found):
-        raise typer.Exit(WRONG)
+        _print(found, wrong)
+    return WRONG if wrong else 0
 
 
 def _findings(folder: Path, *, run: bool) -> Iterator[Finding]:
@@ -70,7 +74,7 @@ def _findings(folder: Path, *, run: bool) -> Iterator[Finding]:
         yield Finding("2 ranks here", "n/a", "left out by --no-run")
 
 
-def _print(found: Sequence[Finding]) -> None:
+def _print(found: Sequence[Finding], wrong: Sequence[Finding]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("state", no_wrap=True)
     table.add_column("check", no_wrap=True)
@@ -78,7 +82,6 @@ def _print(found: Sequence[Finding]) -> None:
     for each in found:
         table.add_row(Text(each.state, _COLORS[each.state]), Text(each.name), Text(each.what))
     Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
-    wrong = [each for each in found if each.state in ("warning", "error")]
     typer.echo()
     if not wrong:
         typer.echo("nothing is wrong")

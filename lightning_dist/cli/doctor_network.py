@@ -12,6 +12,8 @@ from lightning_dist.cli.doctor_launcher import several_hosts
 ANYWHERE = "198.51.100.1"
 """Reserved for documents (RFC 5737): which route would be taken to nowhere in particular."""
 
+ADDRESS = "export MASTER_ADDR=ADDRESS  # of the host of rank 0, such as 10.0.0.1"
+
 
 def network(
     environ: Mapping[str, str],
@@ -24,7 +26,7 @@ def network(
     way, finding = _to_master(environ, found)
     best = _best(way, found)
     yield from named(environ, found, best=best)
-    yield _of_gloo(environ, found, best, hostname or socket.gethostname())
+    yield _of_gloo(environ, found, hostname or socket.gethostname(), way=way, best=best)
     yield finding
 
 
@@ -37,8 +39,10 @@ def _best(way: Interface | None, found: Sequence[Interface]) -> Interface | None
 def _of_gloo(
     environ: Mapping[str, str],
     found: Sequence[Interface],
-    best: Interface | None,
     hostname: str,
+    *,
+    way: Interface | None,
+    best: Interface | None,
 ) -> Finding:
     name, chosen = "gloo address", environ.get("GLOO_SOCKET_IFNAME", "")
     if chosen:
@@ -58,10 +62,10 @@ def _of_gloo(
     if is_loopback(address):
         what = f"{address} ({cause}): ranks of several hosts will not find each other"
         return Finding(name, "error" if several_hosts(environ) else "warning", what, fix)
-    if using is not None and using != best:
-        what = f"{using.name} {address} ({cause}), and other hosts are reached through {best.name}"
+    if not chosen and way is not None and way.usable and using is not None and using != way:
+        what = f"{using.name} {address} ({cause}), and MASTER_ADDR is reached through {way.name}"
         return Finding(name, "warning", what, fix)
-    return Finding(name, "ok", f"{best.name} {address} ({cause})")
+    return Finding(name, "ok", f"{address} ({cause})")
 
 
 def _bindable(hostname: str) -> str | None:
@@ -83,20 +87,18 @@ def _bindable(hostname: str) -> str | None:
 def _to_master(
     environ: Mapping[str, str], found: Sequence[Interface]
 ) -> tuple[Interface | None, Finding]:
-    """The interface on the way to ``MASTER_ADDR``, or to anywhere if there is none."""
+    """The interface on the way to ``MASTER_ADDR``; None where that cannot be said."""
     name, master = "MASTER_ADDR", environ.get("MASTER_ADDR", "")
     if not master:
-        return _route(ANYWHERE, found), Finding(name, "n/a", "not set; a launcher sets it")
+        return None, Finding(name, "n/a", "not set; a launcher sets it")
     try:
         address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         what = f"{master} cannot be resolved: {error.strerror}"
-        fix = "export MASTER_ADDR=ADDRESS  # of the host of rank 0, such as 10.0.0.1"
-        return None, Finding(name, "error", what, fix)
+        return None, Finding(name, "error", what, ADDRESS)
     if is_loopback(address) and several_hosts(environ):
         what = f"{master} is {address}, which is another host on every host"
-        fix = "export MASTER_ADDR=ADDRESS  # of the host of rank 0, such as 10.0.0.1"
-        return None, Finding(name, "error", what, fix)
+        return None, Finding(name, "error", what, ADDRESS)
     way = _route(address, found)
     if way is None:
         what = f"there is no route to {master} ({address})"

@@ -1,0 +1,224 @@
+"""``lightning-dist bench``: sizes, groups, tables, and real ranks; also on links of known rate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from processes import port, run, run_together
+from typer.testing import CliRunner, Result
+
+import lightning_dist
+from benchmarks.testbed import Testbed, TestbedUnavailable
+from lightning_dist.cli import app
+from lightning_dist.cli.bench_run import Report, members_of
+from lightning_dist.cli.bench_sizes import sizes_of
+from lightning_dist.cli.bench_table import print_report
+from lightning_dist.profiling.bandwidth import Measurement
+
+PROGRAM = f"""
+import sys, types
+package = types.ModuleType("lightning_dist")  # whose own __init__ imports Lightning
+package.__path__ = [{str(Path(lightning_dist.__file__).parent)!r}]
+sys.modules["lightning_dist"] = package
+from lightning_dist.cli import main
+main()
+"""
+FAST = [sys.executable, "-c", PROGRAM, "bench"]
+LINK_MBIT = 200.0
+PAYLOAD = 1448 / 1514
+"""Of a full frame, which is what the shaper counts: the rest is headers."""
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def bench(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("64KB:1MB", (64_000, 256_000, 1_000_000)),
+        ("1kib:16KiB", (1024, 4096, 16384)),
+        ("1MB", (1_000_000,)),
+        ("1MB:1MB", (1_000_000,)),
+        ("2 MiB, 0.5GB,100", (2 << 20, 500_000_000, 100)),
+    ],
+)
+def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert sizes_of(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "1TB", "MB", "-1KB", "1MB,", "0", "1MB:", "0.5B", "1:2:3"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="--sizes must be like 64KB:64MB or 1MB,8MB"):
+        sizes_of(text)
+
+
+def test_a_range_has_its_smaller_end_first() -> None:
+    with pytest.raises(ValueError, match="MIN <= MAX, it is 2MB:1MB"):
+        sizes_of("2MB:1MB")
+
+
+def test_groups() -> None:
+    hosts = ["a", "b", "a", "b", "c"]
+    assert members_of("flat", hosts) == [(0, 1, 2, 3, 4)]
+    assert members_of("intra", hosts) == [(0, 2), (1, 3)]
+    assert members_of("inter", hosts) == [(0, 1, 4)]
+    for scope, few, rule in [
+        ("flat", ["a"], "2 ranks or more"),
+        ("intra", ["a", "b"], "every host has one"),
+        ("inter", ["a", "a"], "all 2 ranks are on a"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            members_of(scope, few)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("", "add --nproc N for this host, or start it with torchrun"),
+        (
+            "--nproc 2 --ops gather",
+            "--ops must be of all_reduce, all_gather, all_to_all, broadcast",
+        ),
+        ("--nproc 2 --sizes 1XB", "in it is '1XB'"),
+        ("--nproc 2 --json /no/such/x.json", "there is no folder /no/such"),
+        ("--nproc 999 --device cuda", "--device cuda needs a GPU for each of 999 ranks here"),
+    ],
+)
+def test_bad_input(words: str, problem: str) -> None:
+    result = bench(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lightning-dist: ")
+    assert problem in line
+
+
+def test_torchrun_and_nproc_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = bench("--nproc", "2")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "lightning-dist: --nproc starts ranks itself: leave it out under torchrun\n",
+    )
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (
+        Measurement("all_reduce", 1_000_000, 4, (0.002, 0.001, 0.003)),
+        Measurement("all_gather", 4_000_000, 4, (0.001,)),
+    )
+    print_report(Report(("a", "a", "b", "b"), (0, 1, 2, 3), "flat", "gloo", "cpu", rows))
+    heading, columns, first, second, _ = capsys.readouterr().out.splitlines()
+    assert heading == "4 ranks (flat) on a, b; gloo, cpu"
+    assert columns.split()[:5] == ["op", "size", "count", "dtype", "median"]
+    numbers = ["2.000", "ms", "1.000", "ms", "3.000", "ms", "4.000", "Gbit/s", "6.000", "Gbit/s"]
+    assert first.split() == ["all_reduce", "1.0", "MB", "250000", "float32", *numbers, "25%"]
+    assert second.split()[-5:] == ["32.000", "Gbit/s", "24.000", "Gbit/s", "100%"]
+
+
+def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ((None, 1.0, 0.9), (0.8, None, 0.25), (1.0, 1.0, None))
+    hosts = ("a", "a", "b", "c")
+    report = Report(hosts, (0, 2, 3), "inter", "gloo", "cpu", (), 8_000_000, rates)
+    print_report(report)
+    _, columns, *rows, last = capsys.readouterr().out.splitlines()
+    assert columns.split()[-6:] == ["0", "a", "2", "b", "3", "c"]
+    assert rows[1].split() == ["2", "b", "0.800", "-", "0.250"]
+    assert last.startswith("slowest: rank 2 on b to rank 3 on c, 0.250 Gbit/s, 25% of the fastest")
+
+
+def test_ranks_of_its_own(tmp_path: Path) -> None:
+    to = tmp_path / "bench.json"
+    words = ["--nproc", "2", "--sizes", "64KB,1MB", "--iterations", "3", "--json", str(to)]
+    shown = run([*FAST, *words, "--device", "cpu"], limit=100).require_success().output
+    assert "2 ranks (flat) on " in shown
+    (group,) = json.loads(to.read_text())["groups"]
+    assert (group["ranks"], group["backend"], group["device"]) == ([0, 1], "gloo", "cpu")
+    ops = ["all_reduce", "all_reduce", "all_gather", "all_gather", "all_to_all", "all_to_all"]
+    assert [row["op"] for row in group["rows"]] == ops
+    assert [row["nbytes"] for row in group["rows"]] == [64_000, 1_000_000] * 3
+    for row in group["rows"]:
+        assert len(row["seconds"]) == 3
+        assert 0 < row["busbw_gbps"] <= row["algbw_gbps"]
+        assert sum(line.startswith(row["op"]) for line in shown.splitlines()) == 2
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    words = ["--nproc", "2", "--sizes", "4B", "--ops", "all_reduce", "--device", "cpu"]
+    done = run([*FAST, *words], limit=100)
+    assert done.returncode == 2
+    last = done.output.splitlines()[-1]
+    assert last.startswith("lightning-dist: nbytes must be 8 or more")
+
+
+def of_rank(rank: int, at: int, hosts: list[str]) -> dict[str, str]:
+    """A launcher's variables."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(at),
+        "LIGHTNING_DIST_HOSTNAME": hosts[rank],
+    }
+
+
+def test_ranks_of_a_launcher(tmp_path: Path) -> None:
+    hosts, at, to = ["a", "b", "a"], port(), tmp_path / "bench.json"
+    command = [*FAST, "--pairs", "--group", "intra", "--sizes", "64KB", "--device", "cpu"]
+    done = run_together(
+        [[*command, "--json", to]] * 3, [of_rank(rank, at, hosts) for rank in range(3)], limit=100
+    )
+    first, *others = [each.require_success().output for each in done]
+    assert "2 ranks (intra) on a; gloo, cpu" in first
+    assert "slowest: rank " in first
+    assert not any("slowest" in each for each in others)
+    (group,) = json.loads(to.read_text())["groups"]
+    assert (group["hosts"], group["ranks"], group["pair_nbytes"]) == (hosts, [0, 2], 64_000)
+    (none, there), (back, also_none) = group["pair_gbps"]
+    assert (none, also_none) == (None, None)
+    assert min(there, back) > 0
+
+
+def test_what_is_wrong_with_all_ranks_is_said_once() -> None:
+    at = port()
+    command = [*FAST, "--group", "inter", "--device", "cpu"]
+    done = run_together(
+        [command] * 2, [of_rank(rank, at, ["a", "a"]) for rank in range(2)], limit=100
+    )
+    assert [each.returncode for each in done] == [2, 2]
+    said = ["lightning-dist: --group inter needs 2 hosts or more" in each.output for each in done]
+    assert said == [True, False]
+
+
+@pytest.mark.root
+def test_the_rate_of_a_link_is_found(tmp_path: Path) -> None:
+    to = tmp_path / "bench.json"
+    words = ["--group", "inter", "--ops", "all_reduce", "--sizes", "4MB", "--iterations", "5"]
+    try:
+        with Testbed(hosts=2, link_mbit=LINK_MBIT) as testbed:
+            command = [*FAST, *words, "--device", "cpu", "--json", str(to)]
+            shown, *others = testbed.launch(command, ranks_per_host=[2, 1], timeout_s=90)
+    except TestbedUnavailable as reason:
+        pytest.skip(str(reason))
+    assert "2 ranks (inter) on host0, host1; gloo, cpu" in shown
+    assert not any("all_reduce" in each for each in others)
+    (group,) = json.loads(to.read_text())["groups"]
+    assert group["ranks"] == [0, 2]
+    (row,) = group["rows"]
+    assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.05)
+
+
+def test_help_has_examples() -> None:
+    result = bench("--help")
+    assert result.exit_code == 0
+    assert "lightning-dist bench --nproc 4" in result.stdout
