@@ -7,6 +7,7 @@ meet in their order; no collective is among them, so that a rank that is gone fa
 from __future__ import annotations
 
 import queue
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from lightning_dist.profiling.peer import receive, send
 _MORE, _LAST, _END = range(3)
 """What follows a package: another one; one at the next call; nothing any more."""
 
+_PLACE = re.compile(r"^\[[^]]*\] ")
 _PART = struct.Struct(">IQ")  # rank, length of what follows
 
 
@@ -156,5 +158,5 @@ class Courier:
 
 
 def _first(error: RuntimeError) -> str:
-    """Its first line, without where in gloo it was."""
-    return str(error).splitlines()[0].rpartition("] ")[2]
+    """Its first sentence, without where in gloo it was."""
+    return _PLACE.sub("", str(error)).partition(". ")[0]

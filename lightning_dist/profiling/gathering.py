@@ -24,6 +24,9 @@ def is_shared(folder: str | Path, group: dist.ProcessGroup | None) -> bool:
     """Whether ``folder`` of this rank is that of rank 0. Collective.
 
     False on all others where rank 0 cannot write to its own.
+
+    Raises:
+        RuntimeError: of gloo: a rank is gone, or did not come within the timeout of the group.
     """
     if group is None or group.size() == 1:
         return True
@@ -52,6 +55,10 @@ class Gatherer:
             goes with the next ones.
         relay_above: with more ranks one of every machine sends for all of them.
         machine: equal on ranks of a machine; by default what the kernel says.
+
+    Raises:
+        ValueError: ``limit`` is less than 1.
+        RuntimeError: of gloo: a rank is gone, or did not come within the timeout of the group.
     """
 
     def __init__(

@@ -1,15 +1,26 @@
-"""Ranks that are forks of one script: what takes time is imported once."""
+"""Ranks that are forks of one script: what takes time is imported once, and Lightning is not.
+
+Import it before anything of lightning_dist, whose own ``__init__`` would import Lightning.
+"""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
+import types
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+package = types.ModuleType("lightning_dist")
+package.__path__ = list(getattr(find_spec("lightning_dist"), "submodule_search_locations", []))
+sys.modules["lightning_dist"] = package
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -33,6 +44,11 @@ def run_ranks(rank_main: Callable[[], None], size: int) -> None:
     for each in ranks:
         each.join()
     sys.exit(any(each.exitcode for each in ranks))
+
+
+def say(**facts: Any) -> None:
+    """Print a line of JSON; in one call, or else ranks write into each other's lines."""
+    os.write(1, (json.dumps(facts) + "\n").encode())
 
 
 def _run(rank_main: Callable[[], None], rank: int | None) -> None:

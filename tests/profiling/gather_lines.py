@@ -5,13 +5,12 @@ Prints what its gatherer says in the end. The argument is where the folders are.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from forked import TIMEOUT, run_ranks
+from forked import TIMEOUT, run_ranks, say
 
 from lightning_dist.profiling.gathering import Gatherer, is_shared
 
@@ -30,7 +29,7 @@ def main() -> None:
             os.kill(os.getpid(), 9)
         gatherer.collect(f"step {step} of rank {rank}\n".encode())
     problems = gatherer.close(TIMEOUT.total_seconds())
-    print(json.dumps({"rank": rank, "problems": problems}), flush=True)
+    say(rank=rank, problems=problems)
     os._exit(0)  # one is missing: the group cannot be left in order
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import TIMEOUT, run_ranks
+from forked import TIMEOUT, run_ranks, say
 from planted_clocks import PlantedClock
 
 from lightning_dist.profiling.clocks import read_offset
@@ -38,7 +38,7 @@ def main() -> None:
         reading = while_busy(read, bulk, row["busy"]) if row.get("busy") else read()
         found.append({**vars(reading), "calls": clock.calls})
         dist.barrier()
-    print(json.dumps({"rank": rank, "found": found}), flush=True)
+    say(rank=rank, found=found)
 
 
 def while_busy(call: Callable[[], Any], group: dist.ProcessGroup, size: int) -> Any:

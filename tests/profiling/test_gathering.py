@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -141,29 +144,29 @@ def test_any_lines_in_any_calls_arrive_in_order(
 def test_much_takes_several_calls_and_is_cut_between_lines(tmp_path: Path) -> None:
     folders = own_folders(tmp_path, 2)
     everything = lines_of(1, 1000, width=100)
-    sent, arrived = threading.Event(), list[int]()
+    path, has_arrived, first = folders[0] / "rank1.jsonl", threading.Event(), list[bytes]()
 
     def work(rank: int, gatherer: Gatherer) -> None:
         if rank == 1:
             gatherer.collect(b"".join(everything))
-            assert sent.wait(LIMIT)
+            assert has_arrived.wait(LIMIT)
             return
+        os.mkfifo(path)
         gatherer.collect(b"")
-        path = folders[0] / "rank1.jsonl"
-        while not path.exists() or not path.read_bytes().endswith(b"\n"):
-            assert not sent.wait(0.01)
-        arrived.append(len(content(folders[0], 1)))
-        sent.set()
+        first.append(path.read_bytes())  # to the end of what is written at once
+        path.unlink()
+        has_arrived.set()
 
     assert gathered(folders, work, limit=5000) == [()] * 2
-    assert arrived == [5000 // len(everything[0])]
-    assert content(folders[0], 1) == everything
+    count = 5000 // len(everything[0])
+    assert first == [b"".join(everything[:count])]
+    assert content(folders[0], 1) == everything[count:]
 
 
 def test_megabytes_arrive(tmp_path: Path) -> None:
     folders = own_folders(tmp_path, 2)
-    noise = threading.get_ident()
-    everything = b"".join(f"{(noise * i * i) % 2**61:x}\n".encode() for i in range(400_000))
+    noise = random.Random(7).randbytes(3 * 2**20).hex()
+    everything = b"".join(f"{noise[i : i + 100]}\n".encode() for i in range(0, len(noise), 100))
 
     def work(rank: int, gatherer: Gatherer) -> None:
         gatherer.collect(everything if rank else b"")
@@ -184,7 +187,7 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             gatherer.collect(letter * (600_000 if letter != b"c" else 1000) + b"\n")
         given_all.set()
 
-    zero, one = gathered(folders, work, limit=1000)
+    zero, one = gathered(folders, work, limit=100_000)
     assert zero == ()
     assert one == ("some lines were not sent: 1 MiB were waiting already",)
     assert [line[:1] for line in content(folders[0], 1)] == [b"a", b"c"]
@@ -196,18 +199,13 @@ def test_close_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
     def work(rank: int, gatherer: Gatherer) -> None:
         gatherer.collect(b"line\n")
         if rank == 1:
-            return
-        problems = gatherer.close(0.05) if not gave_up.is_set() else ()
-        assert problems == ("not all lines have travelled within 0.05 s",)
-        gave_up.set()
-
-    def late(rank: int, gatherer: Gatherer) -> None:
-        if rank == 1:
             assert gave_up.wait(LIMIT)
-        work(rank, gatherer)
+        else:
+            assert gatherer.close(0.05) == ("not all lines have travelled within 0.05 s",)
+            gave_up.set()
 
-    assert len(gathered(folders, late)[1]) == 0
-    for thread in threading.enumerate():  # that of rank 0 ends as soon as rank 1 has
+    assert gathered(folders, work)[1] == ()
+    for thread in threading.enumerate():  # that of rank 0 ends as soon as rank 1 has closed
         if thread.name == "lightning_dist profile":
             thread.join(LIMIT)
     assert content(folders[0], 1) == [b"line\n"]
@@ -238,7 +236,8 @@ def test_a_rank_that_dies_costs_its_own_lines(tmp_path: Path) -> None:
     problems = {each["rank"]: each["problems"] for each in said}
     assert problems.keys() == {0, 1, 3}, finished.output
     (problem,) = problems[0]
-    assert problem.startswith("nothing more comes from rank 2: ")
+    # the connection is reset or at its end; the text is that of gloo
+    assert re.fullmatch(r"nothing more comes from rank 2: [A-Z][^\n]{10,100}", problem)
     assert problems[1] == problems[3] == []
     for rank, expected in {1: range(6), 3: range(6)}.items():
         assert content(tmp_path / "0", rank) == [
