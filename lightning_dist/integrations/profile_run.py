@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist._version import __version__
-from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.gathering import Gatherer, is_shared
+from lightning_dist.profiling.messenger import Messenger
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.records import RankRecord, StepRecord
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
@@ -28,6 +33,11 @@ from lightning_dist.profiling.watching import Watching
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 
+_EVERY = 100
+"""Steps after which lines travel to rank 0."""
+_PATIENCE = 60.0
+"""Seconds for the last ones."""
+
 
 class ProfileRun:
     """Watches ``model`` until it is closed. Made by all ranks, at the same point of the program.
@@ -36,9 +46,6 @@ class ProfileRun:
         parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
         first: number of the step that comes next.
         on_step: called with every step of this rank.
-
-    Raises:
-        OSError: rank 0 cannot make the folder.
     """
 
     def __init__(
@@ -53,11 +60,13 @@ class ProfileRun:
         self.reasons: list[str] = []
         """What is not measured, and why."""
         self._reducer = reducer_of(model.module)
+        self._tell = on_step
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
         rank = dist.get_rank()
-        own = {"host": this_host(), "folder": str(_free(Path(parent))) if rank == 0 else ""}
-        facts = all_facts(own, group=self._group, device=torch.device("cpu"))
+        folder = self._new_folder(Path(parent)) if rank == 0 else ""
+        facts = self._facts({"host": this_host(), "folder": str(folder)})
         self.folder = Path(facts[0]["folder"])
+        self._messenger = self._new_messenger()
         in_detail = settings.in_detail and model.device.type == "cpu"
         if settings.in_detail and not in_detail:
             self.reasons.append(
@@ -70,7 +79,7 @@ class ProfileRun:
             self.about,
             settings=SessionSettings(settings.budget, settings.flush_s, in_detail),
             first=first,
-            on_step=on_step,
+            on_step=self._on_step,
         )
         self._session.note(read_offset(self._group))
         self._watch(model, [each["host"] for each in facts])
@@ -91,6 +100,38 @@ class ProfileRun:
                 f"buckets: n/a, the model has a communication hook already ({hook}), and DDP takes "
                 "only one; use strategy='compressed_ddp', or leave that hook out"
             )
+
+    def _facts(self, own: dict[str, Any]) -> Sequence[Facts]:
+        return all_facts(own, group=self._group, device=torch.device("cpu"))
+
+    def _new_folder(self, parent: Path) -> Path:
+        """The first ``run-<n>`` that is not there yet, or a temporary one."""
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for number in count():
+                folder = parent / f"run-{number}"
+                with suppress(FileExistsError):
+                    folder.mkdir()
+                    return folder
+        except OSError as error:
+            folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
+            self.reasons.append(f"{error.filename}: {error.strerror}; the profile is in {folder}")
+            return folder
+        raise AssertionError("there are numbers enough")
+
+    def _new_messenger(self) -> Messenger | None:
+        """Where some ranks have a folder of their own: what brings their lines to rank 0."""
+        sees = is_shared(self.folder, self._group)
+        if all(each["sees"] for each in self._facts({"sees": sees})):
+            return None
+        group = dist.new_group(backend="gloo")  # in use while training goes on
+        gatherer = Gatherer(self.folder, group=group, is_shared=sees)
+        return Messenger(gatherer, self.folder / f"rank{dist.get_rank()}.jsonl")
+
+    def _on_step(self, record: StepRecord) -> None:
+        self._tell(record)
+        if self._messenger is not None and record.step % _EVERY == 0:
+            self._messenger.send()
 
     @property
     def is_closed(self) -> bool:
@@ -117,6 +158,8 @@ class ProfileRun:
         if together:
             self._session.note(read_offset(self._group))
         self._session.close(reason)
+        if self._messenger is not None:
+            self.reasons += self._messenger.close(_PATIENCE if together else 0.0)
         if together:
             dist.barrier(self._group)
 
@@ -166,17 +209,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _free(parent: Path) -> Path:
-    """The first ``run-<n>`` that is not there yet."""
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        folder = parent / f"run-{number}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
