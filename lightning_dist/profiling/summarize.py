@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_dist.profiling.breakdown import analyse, timeline, unknown_wait
-from lightning_dist.profiling.clock_check import ClockCheck, uncertainty_of
+from lightning_dist.profiling.breakdown import timeline
+from lightning_dist.profiling.clock_check import uncertainty_of
+from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline
-from lightning_dist.profiling.parts import (
-    EXPOSED,
-    PARTS,
-    RankSummary,
-    Series,
-    Summary,
-    Timeline,
-)
+from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES
 from lightning_dist.profiling.sample import Sample, sample
-from lightning_dist.profiling.totals import (
-    MS,
-    BucketTotals,
-    RankTotals,
-    Reach,
-    add_buckets,
-    mean,
-    slowest,
-)
+from lightning_dist.profiling.totals import MS, mean
 from lightning_dist.profiling.traffic import gbps, traffic_of
 
 _LEAST_WAITING = 0.02
@@ -46,7 +32,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         ValueError: ``skip`` is negative.
     """
     chosen = sample(run, skip=skip)
-    found = _look(run, chosen)
+    found = look(run, chosen)
     reasons: dict[str, str] = {}
     if chosen.reason:
         for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "traffic"):
@@ -63,6 +49,8 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
     hidden = sum(each.hidden for each in found.ranks.values())
     if not under_way:
         reasons["overlap"] = chosen.reason or _why_nothing(run)
+    traffic = traffic_of(run, found.ranks, reasons)
+    straggler = _straggler(run, found, reasons)
     summary = Summary(
         headline="",
         run=_about(run),
@@ -73,10 +61,10 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         exposed_ms=sum(parts_ms.get(name, 0.0) for name in EXPOSED),
         hidden_ms=hidden / max(found.steps, 1) / MS,
         overlap=hidden / under_way if under_way else None,
-        traffic=traffic_of(run, found.ranks, reasons),
+        traffic=traffic,
         ranks=_ranks(chosen, found),
         buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
-        straggler=_straggler(run, found, reasons),
+        straggler=straggler,
         overhead=_overhead(chosen),
         series=found.series if chosen.detailed else _series_of_durations(chosen),
         errors=[
@@ -100,55 +88,6 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
         if distances:
             picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
     return [timeline(run, step, label) for step, label in picked.items()]
-
-
-@dataclass
-class _Found:
-    """What came of looking at steps span by span."""
-
-    ranks: dict[int, RankTotals]
-    buckets: dict[int, BucketTotals] = field(default_factory=dict)
-    clocks: ClockCheck = field(default_factory=ClockCheck)
-    unknown_wait: str = ""
-    series: Series = field(
-        default_factory=lambda: Series([], [], {name: [] for name in PARTS}, {}, [])
-    )
-
-    @property
-    def steps(self) -> int:
-        return sum(each.steps for each in self.ranks.values())
-
-    @property
-    def duration_ms(self) -> float:
-        total = sum(each.duration for each in self.ranks.values())
-        return total / max(self.steps, 1) / MS
-
-    def parts_ms(self) -> dict[str, float]:
-        sums = {name: sum(each.parts[name] for each in self.ranks.values()) for name in PARTS}
-        return {name: total / self.steps / MS for name, total in sums.items()}
-
-
-def _look(run: Run, chosen: Sample) -> _Found:
-    found = _Found({rank: RankTotals() for rank in chosen.ranks})
-    reach = {rank: Reach.of(run, each.about) for rank, each in chosen.ranks.items()}
-    step_ms: list[float] = []
-    slowest_of: list[int | None] = []
-    parts_ms: dict[str, list[float]] = {name: [] for name in PARTS}
-    wait_ms: dict[int, list[float]] = {rank: [] for rank in chosen.ranks}
-    for step in chosen.detailed:
-        of_ranks = analyse(run, step)
-        for each in of_ranks:
-            found.ranks[each.parts.rank].add(each, reach[each.parts.rank])
-            found.clocks.add(each)
-            add_buckets(found.buckets, each)
-            wait_ms[each.parts.rank].append(sum(each.parts.waited_for.values()) / MS)
-        found.unknown_wait = found.unknown_wait or unknown_wait(of_ranks)
-        step_ms.append(mean([each.parts.duration / MS for each in of_ranks]))
-        slowest_of.append(slowest(each.parts for each in of_ranks))
-        for name, values in parts_ms.items():
-            values.append(mean([each.parts.parts[name] / MS for each in of_ranks]))
-    found.series = Series(chosen.detailed, step_ms, parts_ms, wait_ms, slowest_of)
-    return found
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -201,7 +140,7 @@ def _series_of_durations(chosen: Sample) -> Series:
     return Series(chosen.steps, _durations(chosen), {}, {}, [None] * len(chosen.steps))
 
 
-def _ranks(chosen: Sample, found: _Found) -> list[RankSummary]:
+def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
     summaries = []
     for rank, of_rank in chosen.ranks.items():
         totals = found.ranks[rank]
@@ -224,7 +163,7 @@ def _ranks(chosen: Sample, found: _Found) -> list[RankSummary]:
     return summaries
 
 
-def _straggler(run: Run, found: _Found, reasons: dict[str, str]) -> int | None:
+def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None:
     waits: dict[int, int] = {}
     for totals in found.ranks.values():
         for rank, nanoseconds in totals.waited_for.items():
@@ -255,7 +194,7 @@ def _overhead(chosen: Sample) -> float:
     return sum(each.overhead for each in records) / duration if duration else 0.0
 
 
-def _doubts(run: Run, found: _Found, mean_ms: float) -> list[str]:
+def _doubts(run: Run, found: Findings, mean_ms: float) -> list[str]:
     if not found.steps:
         return []
     doubts = [found.unknown_wait] if found.unknown_wait else []

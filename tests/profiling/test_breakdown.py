@@ -99,6 +99,26 @@ def test_a_rank_is_waited_for_once_however_many_exchanges_wait() -> None:
     assert [each.waited_for for each in parts] == [{3: 70 * MS}, {3: 40 * MS}, {3: 70 * MS}, {}]
 
 
+def test_of_several_that_came_last_the_lowest_is_named() -> None:
+    parts = parts_of(Planted(world_size=3, late={1: 50, 2: 50}).run(), 0)
+    assert [each.waited_for for each in parts] == [{1: 50 * MS}, {}, {}]
+
+
+def test_a_mean_after_the_backward_pass_takes_nothing_from_other_phases() -> None:
+    run = Planted().run()
+    record = run.ranks[0].steps[0]
+    late = [replace(each, done=record.duration + MS) for each in record.buckets]
+    parts = parts_of(replaced(run, 0, steps={0: replace(record, buckets=late)}), 0)[0]
+    assert parts == parts_of(run, 0)[0]
+    early = [replace(each, end=70 * MS) if each.name == "backward" else each
+             for each in record.phases if each.name != "optimizer"]  # fmt: skip
+    record = replace(record, buckets=late, phases=early)
+    parts = parts_of(replaced(run, 0, steps={0: record}), 0)[0]
+    # The mean was never there: all that is left of the step is exposed.
+    assert parts.exposed == 38 * MS
+    check_identities(parts)
+
+
 def test_where_a_member_is_missing_all_is_transfer() -> None:
     run = Planted(world_size=3, late={1: 50}).run()
     del run.ranks[1]
@@ -195,6 +215,10 @@ def test_a_time_line_is_of_all_ranks_on_one_clock() -> None:
     # It begins where the first rank has begun, also in a later step.
     later = timeline(run, 3, "")
     assert min(begin for of in later.phases.values() for _, begin, _ in of) == 0
+    staggered = replace(run.ranks[0].steps[0], begin=-7 * MS)
+    moved = timeline(replaced(run, 0, steps={0: staggered}), 0, "")
+    firsts = [next(s for s in moved.spans[r] if s.phase == "exchange") for r in (0, 1)]
+    assert [(s.begin, s.arrival) for s in firsts] == [(33 * MS, 90 * MS), (90 * MS, 90 * MS)]
 
 
 def test_a_time_line_of_what_there_is() -> None:

@@ -85,6 +85,19 @@ def test_buckets_of_a_planted_run() -> None:
     assert [each.wait_ms for each in late] == pytest.approx([25, 25, 25, 25])
 
 
+def test_waiting_under_a_transfer_of_the_same_bucket_is_not_waiting() -> None:
+    run = Planted(late={1: 50}, buckets=2).run()
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: replace(each, spans=[replace(span, bucket=0) for span in each.spans])
+            for step, each in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    # Rank 0 waits from 43 to 93 ms, and the second exchange, which waits until 113, from 63 on;
+    # the first moves from 93 to 108.
+    assert summarize(run).buckets[0].wait_ms == pytest.approx((50 + 5) / 2)
+
+
 def test_rates_are_over_the_time_in_which_something_moved() -> None:
     run = Planted(late={1: 50}).run()
     run = replaced(
@@ -318,6 +331,35 @@ def test_wrong_clocks_are_told(misread: float, is_told: bool) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Planted(misread={1: 6}),  # 3 ms a step, and 5 %
+        Planted(misread={1: 0.9}, transfer=1),  # 45 %, and 1.8 ms a step
+    ],
+)
+def test_small_differences_between_clocks_and_durations_are_not_told(planted: Planted) -> None:
+    assert summarize(planted.run()).notes == []
+
+
+@pytest.mark.parametrize(("op", "is_told"), [("broadcast", False), ("all_gather", True)])
+def test_who_sends_a_broadcast_may_leave_early(op: str, is_told: bool) -> None:
+    run = Planted().run()
+    for rank, of_rank in run.ranks.items():
+        steps = {}
+        for step, record in of_rank.steps.items():
+            spans = [
+                replace(s, op=op, end=s.end if rank else s.begin + MS)
+                if s.phase == "exchange"
+                else s
+                for s in record.spans
+            ]
+            steps[step] = replace(record, spans=spans)
+        run = replaced(run, rank, steps=steps)
+    notes = summarize(run).notes
+    assert any("clocks may be wrong" in note for note in notes) == is_told
+
+
 @pytest.mark.parametrize(("uncertainty", "is_told"), [(2.2, False), (2.3, True)])
 def test_uncertain_clocks_are_told(uncertainty: float, is_told: bool) -> None:
     notes = summarize(Planted(uncertainty=uncertainty).run()).notes
@@ -337,6 +379,8 @@ def test_clocks_that_were_never_compared_are_told() -> None:
     ]
     assert summary.straggler == 1
     assert summary.ranks[0].wait_ms == pytest.approx(50)
+    # Processes of one host read the same clock.
+    assert summarize(Planted(hosts=["host-a"], uncertainty=None).run()).notes == []
 
 
 def test_errors_have_their_rank() -> None:

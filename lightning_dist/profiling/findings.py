@@ -1,0 +1,78 @@
+"""What comes of looking at steps span by span."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_dist.profiling.breakdown import analyse, unknown_wait
+from lightning_dist.profiling.clock_check import ClockCheck
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.parts import PARTS, Series
+from lightning_dist.profiling.sample import Sample
+from lightning_dist.profiling.totals import (
+    MS,
+    BucketTotals,
+    RankTotals,
+    Reach,
+    add_buckets,
+    mean,
+    slowest,
+)
+
+
+@dataclass
+class Findings:
+    """Sums by rank and by bucket, and what was seen on the way.
+
+    Args:
+        unknown_wait: why waiting is not, or not wholly, known.
+        series: of the steps that were looked at.
+    """
+
+    ranks: dict[int, RankTotals]
+    buckets: dict[int, BucketTotals] = field(default_factory=dict)
+    clocks: ClockCheck = field(default_factory=ClockCheck)
+    unknown_wait: str = ""
+    series: Series = field(
+        default_factory=lambda: Series([], [], {name: [] for name in PARTS}, {}, [])
+    )
+
+    @property
+    def steps(self) -> int:
+        """Every rank counts its own."""
+        return sum(each.steps for each in self.ranks.values())
+
+    @property
+    def duration_ms(self) -> float:
+        """The mean of these steps."""
+        total = sum(each.duration for each in self.ranks.values())
+        return total / max(self.steps, 1) / MS
+
+    def parts_ms(self) -> dict[str, float]:
+        """The mean of every part."""
+        sums = {name: sum(each.parts[name] for each in self.ranks.values()) for name in PARTS}
+        return {name: total / self.steps / MS for name, total in sums.items()}
+
+
+def look(run: Run, chosen: Sample) -> Findings:
+    """Go through the detailed steps of ``chosen``."""
+    found = Findings({rank: RankTotals() for rank in chosen.ranks})
+    reach = {rank: Reach.of(run, each.about) for rank, each in chosen.ranks.items()}
+    step_ms: list[float] = []
+    slowest_of: list[int | None] = []
+    parts_ms: dict[str, list[float]] = {name: [] for name in PARTS}
+    wait_ms: dict[int, list[float]] = {rank: [] for rank in chosen.ranks}
+    for step in chosen.detailed:
+        of_ranks = analyse(run, step)
+        for each in of_ranks:
+            found.ranks[each.parts.rank].add(each, reach[each.parts.rank])
+            found.clocks.add(each)
+            add_buckets(found.buckets, each)
+            wait_ms[each.parts.rank].append(sum(each.parts.waited_for.values()) / MS)
+        found.unknown_wait = found.unknown_wait or unknown_wait(of_ranks)
+        step_ms.append(mean([each.parts.duration / MS for each in of_ranks]))
+        slowest_of.append(slowest(each.parts for each in of_ranks))
+        for name, values in parts_ms.items():
+            values.append(mean([each.parts.parts[name] / MS for each in of_ranks]))
+    found.series = Series(chosen.detailed, step_ms, parts_ms, wait_ms, slowest_of)
+    return found
