@@ -1,0 +1,285 @@
+"""``report.html`` in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from summaries import a_summary, a_timeline, nothing_measured
+
+from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline
+from lightning_dist.profiling.report.html import write_report
+
+api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+
+LIMIT_MS = 60_000  # for a browser that hangs
+
+HOSTILE = (
+    "<script>document.title = 'taken'</script>",
+    "</script><script>document.title = 'taken'</script>",
+    "<img src=x onerror=\"document.title = 'taken'\">",
+    "<b>bold</b><a href='javascript:0'>link</a>",
+    "{{ 7 * 7 }} &lt;i&gt; %{y} --ink",
+)
+TIMELINE = "Time line of step 57: median step"
+
+
+@dataclass
+class Opened:
+    """A page, and what it has done."""
+
+    page: Any
+    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def count(self, selector: str) -> int:
+        return int(self.page.locator(selector).count())
+
+    def style(self, selector: str, name: str) -> str:
+        return str(
+            self.page.eval_on_selector(
+                selector, "(element, name) => getComputedStyle(element)[name]", name
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("needs chromium")
+    with api.sync_playwright() as play:
+        started = play.chromium.launch(
+            executable_path=program, args=["--no-sandbox"], timeout=LIMIT_MS
+        )
+        yield started
+        started.close()
+
+
+@contextmanager
+def opened(
+    browser: Any, path: Path, *, scheme: str = "light", width: int = 1200
+) -> Iterator[Opened]:
+    viewport = {"width": width, "height": 900}
+    page = browser.new_page(viewport=viewport, color_scheme=scheme)
+    page.set_default_timeout(LIMIT_MS)
+    found = Opened(page)
+    page.on("request", lambda request: found.requests.append(request.url))
+    page.on("console", lambda message: found.errors.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: found.errors.append(str(error)))
+    page.goto(path.as_uri())
+    yield found
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with two ranks in which everything was measured."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    second = a_timeline(buckets=3, label="95th percentile")
+    write_report(path, a_summary(steps=24), [a_timeline(), second])
+    return path
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Any, report: Path) -> Iterator[Opened]:
+    with opened(browser, report) as page:
+        yield page
+
+
+def test_it_asks_for_nothing_but_itself_and_complains_about_nothing(
+    shown: Opened, report: Path
+) -> None:
+    assert shown.requests == [report.as_uri()]
+    assert shown.errors == []
+
+
+def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
+    told = shown.page.evaluate(
+        "[...document.querySelectorAll('.picture')].map("
+        "  each => [each.id, (Plotly.validate(each.data, each.layout) || []).map(x => x.msg)])"
+    )
+    pictures = ["steps", "timeline-0", "timeline-1", "waits", "links", "errors"]
+    assert told == [[name, []] for name in pictures]
+
+
+@pytest.mark.parametrize(
+    ("selector", "count"),
+    [
+        ("#steps .barlayer .point path", 24 * len(PARTS)),
+        ("#steps .legend .traces", len(PARTS)),
+        # Two ranks: four phases behind and in the strip; five buckets encoded, decoded, sent.
+        ("#timeline-0 .barlayer .point path", 2 * (2 * 4 + 3 * 5) + 5),  # and one of them waits
+        ("#timeline-0 .scatterlayer .point", 2 * (5 + 5)),
+        ("#timeline-1 .scatterlayer .point", 2 * (3 + 3)),
+        ("#waits .heatmaplayer image", 1),
+        ("#links .heatmaplayer image", 1),
+        ("#links .heatmap-label", 2),  # nobody measures a link to itself
+        ("#errors .scatterlayer .js-line", 3 * 3),
+        ("#parts-title ~ .wide tbody tr", len(PARTS)),
+        ("#ranks-title ~ .wide tbody tr", 2),
+        ("#buckets-title ~ .wide tbody tr", 4),
+        ("#buckets-title ~ .wide th", 11),
+        ("#notes-title ~ ul li", 1),
+    ],
+)
+def test_every_view_is_drawn(shown: Opened, selector: str, count: int) -> None:
+    assert shown.count(selector) == count
+    sizes = shown.page.eval_on_selector_all(
+        selector, "all => all.map(e => e.getBoundingClientRect()).map(b => b.width + b.height)"
+    )
+    assert all(size > 0 for size in sizes)
+
+
+def test_axes_have_units_and_labels_do_not_overlap(shown: Opened) -> None:
+    titles = shown.page.locator(".picture .xtitle, .picture .ytitle, .picture .y2title")
+    assert {"milliseconds per step", "time in the step, ms", "step"} <= set(
+        titles.all_text_contents()
+    )
+    for name in ("steps", "timeline-0", "waits", "links", "errors"):
+        for axis in ("xtick", "ytick"):
+            boxes = [
+                each.bounding_box()
+                for each in shown.page.locator(f"#{name} .{axis} text").all()
+                if each.is_visible()
+            ]
+            assert boxes
+            assert not any(overlap(a, b) for a in boxes for b in boxes if a is not b)
+
+
+def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    return all(
+        one[at] < other[at] + other[size] and other[at] < one[at] + one[size]
+        for at, size in (("x", "width"), ("y", "height"))
+    )
+
+
+def test_the_figures_are_those_of_the_summary(shown: Opened) -> None:
+    text = shown.page.inner_text("body")
+    for figure in ("40 %", "116 ms", "35 %", "16.3 MB", "187 Mbit/s", "rank 1", "0.052 %"):
+        assert figure in text
+    assert "3.9 times fewer than uncompressed DDP (64.0 MB)" in text
+    assert "95 % of the measured peak" in text
+    assert shown.page.title() == "Communication profile"
+
+
+def test_it_follows_the_reader_between_light_and_dark(browser: Any, report: Path) -> None:
+    with opened(browser, report, scheme="dark") as page:
+        assert_dark(page)
+        page.page.emulate_media(color_scheme="light")
+        page.page.wait_for_function(f"{INK} === 'rgb(27, 31, 36)'")
+        assert luminance(page.style("body", "background-color")) > 0.9
+        page.page.emulate_media(color_scheme="dark")
+        page.page.wait_for_function(f"{INK} === 'rgb(232, 234, 237)'")
+        assert_dark(page)
+        assert page.errors == []
+
+
+INK = "getComputedStyle(document.querySelector('#steps .xtick text')).fill"
+
+
+def assert_dark(page: Opened) -> None:
+    assert luminance(page.style("body", "background-color")) < 0.1
+    for selector in ("body", "#ranks-title", "#ranks-title ~ .wide td"):
+        assert luminance(page.style(selector, "color")) > 0.7
+    for selector in ("#steps .xtick text", "#steps .legendtext", "#waits .ytick text"):
+        assert luminance(page.style(selector, "fill")) > 0.7
+
+
+def luminance(colour: str) -> float:
+    """From 0, black, to 1, white; near enough."""
+    red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
+    return 0.21 * red + 0.72 * green + 0.07 * blue
+
+
+def test_a_narrow_screen_scrolls_one_way_only(browser: Any, report: Path) -> None:
+    with opened(browser, report, width=360) as page:
+        assert page.page.evaluate("document.documentElement.scrollWidth") == 360
+        assert page.count("#steps .barlayer .point path") == 24 * len(PARTS)
+
+
+def test_the_keyboard_reaches_the_contents_and_wide_tables(shown: Opened) -> None:
+    targets = [
+        link.get_attribute("href").removeprefix("#") for link in shown.page.locator("nav a").all()
+    ]
+    assert len(targets) == len(set(targets))
+    assert all(shown.count(f"[id='{target}']") == 1 for target in targets)
+    shown.page.focus("nav li:last-child a")
+    shown.page.keyboard.press("Tab")
+    while shown.page.evaluate("document.activeElement.closest('.picture') !== null"):
+        shown.page.keyboard.press("Tab")
+    assert shown.page.evaluate("document.activeElement.getAttribute('aria-label')") == (
+        "Parts of the mean step"
+    )
+
+
+def test_text_of_the_run_is_only_text(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, hostile(), [hostile_timeline()])
+    with opened(browser, path) as page:
+        assert page.page.title() == "Communication profile"
+        assert page.requests == [path.as_uri()]
+        assert page.errors == []
+        assert page.count("script") == 3
+        assert page.count("body img, body b, body i, .picture a[href^=javascript]") == 0
+        text = page.page.inner_text("main")
+        assert all(each in text for each in HOSTILE)
+        drawn = page.page.locator("#timeline-0 .ytick text").all_text_contents()
+        assert drawn[0] == "rank 0<script>document.title …"
+        assert page.count("#timeline-0 .barlayer .point path") > 0
+        page.page.locator("#timeline-0 .scatterlayer .point").last.hover(force=True)
+        told = page.page.locator("#timeline-0 .hoverlayer .hovertext").first
+        assert "bucket 0" in told.text_content()
+        assert page.page.title() == "Communication profile"
+
+
+def hostile() -> Summary:
+    summary = a_summary(ranks=len(HOSTILE), steps=6, hosts=HOSTILE)
+    return replace(
+        summary,
+        headline=" ".join(HOSTILE),
+        run={text: [text] for text in HOSTILE},
+        buckets=[replace(each, codec=HOSTILE[0]) for each in summary.buckets],
+        links=[{**each, "group": HOSTILE[1]} for each in summary.links],
+        reasons={"overlap": HOSTILE[2], HOSTILE[0]: HOSTILE[1]},
+        overlap=None,
+        notes=HOSTILE,
+    )
+
+
+def hostile_timeline() -> Timeline:
+    spans = [
+        Placed(text, 0, 10, 20 + index, 15, op=text, group=text)
+        for index, text in enumerate([*HOSTILE, "exchange"])
+    ]
+    phases = [(text, index, index + 1) for index, text in enumerate(HOSTILE)]
+    ranks = range(len(HOSTILE))
+    return Timeline(
+        3,
+        HOSTILE[0],
+        phases=dict.fromkeys(ranks, phases),
+        buckets={rank: [(0, 5, 30)] for rank in ranks},
+        spans=dict.fromkeys(ranks, spans),
+    )
+
+
+def test_where_nothing_was_measured_it_says_why(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, nothing_measured(), [])
+    with opened(browser, path) as page:
+        assert page.errors == []
+        assert page.count(".picture, table, svg") == 0
+        for section in page.page.locator("main section").all():
+            lines = section.inner_text().splitlines()
+            assert len([line for line in lines if line.strip()]) >= 2, lines
+        text = page.page.inner_text("body")
+        for reason in nothing_measured().reasons.values():
+            assert reason in text
+        assert "nan" not in text.lower()
+    assert path.stat().st_size < 100_000  # no plotly for no picture

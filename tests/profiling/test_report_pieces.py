@@ -1,0 +1,214 @@
+"""What the report is made of, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from summaries import a_summary, a_timeline, nothing_measured
+
+from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline, Traffic
+from lightning_dist.profiling.report.bins import bins, mean, most_frequent
+from lightning_dist.profiling.report.facts import facts
+from lightning_dist.profiling.report.figures_timeline import shown
+from lightning_dist.profiling.report.html import page, write_report
+from lightning_dist.profiling.report.lanes import lanes
+from lightning_dist.profiling.report.text import megabytes, ms, number, percent, rate
+from lightning_dist.profiling.report.words import PART_WORDS
+
+
+def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
+    (content,) = re.findall(r'id="figures">(.*?)</script>', page(summary, timelines))
+    figures = json.loads(content)
+    assert isinstance(figures, dict)
+    return figures
+
+
+def body_of(summary: Summary, *timelines: Timeline) -> str:
+    return page(summary, timelines).partition("<script")[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 300, 301, 1000])
+def test_bars_are_even_and_leave_nothing_out(count: int) -> None:
+    runs = bins(count, most=300)
+    assert [i for run in runs for i in range(count)[run]] == list(range(count))
+    assert len(runs) <= 300
+    lengths = {run.stop - run.start for run in runs}
+    assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+def test_means_and_counts_leave_out_what_is_no_number() -> None:
+    assert mean([1.0, None, 3.0, float("nan")]) == 2.0
+    assert mean([None]) is None
+    assert most_frequent([None, 2, 1, 1, None, None]) == 1
+    assert most_frequent([None]) is None
+
+
+def test_spans_that_overlap_are_in_lanes_of_their_own() -> None:
+    spans = [Placed("exchange", 0, *times) for times in ((0, 5), (5, 9), (3, 6), (4, 8), (6, 7))]
+    assert lanes(spans) == [0, 0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (number(1234.5), "1,234"),
+        (number(12.34), "12.3"),
+        (number(1.0), "1.00"),
+        (number(0.17), "0.170"),
+        (number(0.00004), "4e-05"),
+        (number(0), "0"),
+        (number(None), "-"),
+        (number(float("nan")), "-"),
+        (ms(0.5), "0.500 ms"),
+        (percent(0.314), "31 %"),
+        (percent(0.0421), "4.2 %"),
+        (percent(0), "0 %"),
+        (megabytes(16.3e6), "16.3 MB"),
+        (megabytes(999), "999 bytes"),
+        (rate(0.187), "187 Mbit/s"),
+        (rate(9.4), "9.40 Gbit/s"),
+    ],
+)
+def test_numbers_have_three_digits_and_a_unit(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def test_every_part_has_words() -> None:
+    assert tuple(PART_WORDS) == PARTS
+
+
+def test_many_steps_are_few_bars_with_the_same_mean() -> None:
+    summary = a_summary(steps=1000)
+    traces = figures_of(summary)["steps"]["data"]
+    transfer = next(each for each in traces if each["name"] == "exposed: transfer")
+    assert len(transfer["y"]) == 300
+    steps = sum(transfer["width"])
+    assert steps == 1000
+    weighted = sum(y * width for y, width in zip(transfer["y"], transfer["width"], strict=True))
+    assert weighted / steps == pytest.approx(sum(summary.series.parts_ms["transfer"]) / 1000)
+    assert "up to 4 steps" in body_of(summary)
+
+
+def test_of_many_ranks_the_worst_are_shown_and_it_says_so() -> None:
+    summary = a_summary(ranks=40, steps=4, late=33)
+    timeline = a_timeline(ranks=40, buckets=2, late=33)
+    ranks = shown(summary, range(40))
+    assert len(ranks) == 16
+    assert 33 in ranks
+    assert max(summary.ranks, key=lambda each: each.wait_ms).rank in ranks
+    assert shown(summary, range(16)) == list(range(16))
+    assert "These are 16 of 40 ranks" in body_of(summary, timeline)
+    ticks = figures_of(summary, timeline)["timeline-0"]["layout"]["yaxis"]["ticktext"]
+    assert [int(each.split("<br>")[0].removeprefix("rank ")) for each in ticks] == ranks
+
+
+def test_a_bar_splits_where_the_last_rank_has_come() -> None:
+    spans = {
+        0: [
+            Placed("exchange", 0, 1_000_000, 9_000_000, arrival=4_000_000, op="x", group="g"),
+            Placed("exchange", 1, 1_000_000, 3_000_000, op="x", group="g"),
+        ]
+    }
+    timeline = Timeline(1, "a step", {0: [("forward", 0, 9_000_000)]}, {}, spans)
+    traces = {
+        each["name"]: each for each in figures_of(a_summary(), timeline)["timeline-0"]["data"]
+    }
+    wait, transfer = traces["waiting for the last rank"], traces["transfer"]
+    assert (wait["base"], wait["x"]) == ([1.0], [3.0])
+    assert (transfer["base"], transfer["x"]) == ([4.0], [5.0])
+    unknown = traces["exchange, arrivals unknown"]
+    assert (unknown["base"], unknown["x"]) == ([1.0], [2.0])
+
+
+@pytest.mark.parametrize(
+    ("timeline", "sentence"),
+    [
+        (Timeline(1, "a step", {}, {}, {}), "Nothing was recorded inside this step"),
+        (Timeline(1, "a step", {0: [("forward", 0, 9)]}, {}, {}), "Only phases: buckets"),
+    ],
+)
+def test_a_time_line_with_less_says_what_is_missing(timeline: Timeline, sentence: str) -> None:
+    assert sentence in body_of(a_summary(), timeline)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ranks": 1, "late": 0}, "There is one rank, and nobody it could wait for."),
+        ({"links": [{"rank": 0, "peer": None, "group": "flat", "sent": 10, "seconds": 1.0}]},
+         "Not measured between two hosts: only whole groups of ranks were."),
+        ({"links": [], "reasons": {"links": "no time"}}, "Not measured: no time."),
+        ({"errors": [], "reasons": {"errors": "not asked for"}}, "Not measured: not asked for."),
+        ({"overlap": None, "reasons": {"overlap": "no exchange"}}, "<dd>no exchange</dd>"),
+        ({"straggler": None, "reasons": {"straggler": "all alike"}}, "<dd>all alike</dd>"),
+        ({"reasons": {"inter_gbps": "one host"}}, "Most of the waiting is for rank 1."),
+    ],
+)  # fmt: skip
+def test_a_view_without_data_says_why(changes: dict[str, Any], sentence: str) -> None:
+    shape = {name: changes[name] for name in ("ranks", "late") if name in changes}
+    rest = {name: value for name, value in changes.items() if name not in shape}
+    assert sentence in body_of(replace(a_summary(steps=4, **shape), **rest))
+
+
+def test_nobody_waiting_is_a_sentence() -> None:
+    summary = a_summary(steps=4)
+    series = replace(summary.series, wait_ms={0: [0.0] * 4, 1: [0.0] * 4})
+    assert "No rank has waited for another." in body_of(replace(summary, series=series))
+
+
+def test_a_bandwidth_without_a_peak_says_why() -> None:
+    traffic = Traffic(8e6, 8e6, 0, 8e6, wire_gbps=1.5)
+    reasons = {"peak_gbps": "not calibrated"}
+    found = {
+        each.label: each for each in facts(replace(a_summary(), traffic=traffic, reasons=reasons))
+    }
+    assert found["Bandwidth used"].detail == "peak not measured: not calibrated"
+    assert found["Sent per step and rank"].detail.startswith("as many as uncompressed DDP")
+
+
+def test_the_matrix_has_all_bits_over_all_seconds() -> None:
+    link = {"rank": 0, "peer": 1, "group": "flat"}
+    links = [{**link, "sent": 1e8, "seconds": 1.0}, {**link, "sent": 3e8, "seconds": 1.0}]
+    (heat,) = figures_of(replace(a_summary(), links=links))["links"]["data"]
+    assert heat["z"] == [[None, 1.6], [None, None]]
+
+
+def test_numbers_that_are_none_do_not_break_it() -> None:
+    nan, error = float("nan"), {"step": 1, "bucket": 0, "rank": 0}
+    summary = replace(
+        a_summary(steps=4),
+        errors=[
+            {**error, "relative_l2": nan, "cosine": float("inf"), "residual_ratio": None},
+            {**error, "relative_l2": 0.5, "cosine": 0.9, "residual_ratio": None},
+        ],
+    )
+    curves = figures_of(summary)["errors"]["data"]
+    assert [each["y"] for each in curves if each["mode"] != "lines"] == [[0.5], [0.9]]
+    assert "no residual was kept" in body_of(summary)
+
+
+def test_equal_arguments_give_equal_bytes(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.html", tmp_path / "other.html"
+    write_report(one, a_summary(), [a_timeline()])
+    write_report(other, a_summary(), [a_timeline()])
+    assert one.read_bytes() == other.read_bytes()
+    assert one.stat().st_size < 5_200_000
+    assert one.read_text().count("plotly.js v") == 1
+
+
+def test_half_a_character_is_no_reason_to_have_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, a_summary(hosts=["host-\ud83d", "b"]), [a_timeline()])
+    assert "host-?" in path.read_bytes().decode()
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"report\.html"):
+        write_report(tmp_path / "report.html", nothing_measured(), [])
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
