@@ -50,9 +50,18 @@ def test_planted_differences_are_found() -> None:
 
 def test_the_spread_is_that_of_both_notches() -> None:
     values = [float(value) for value in range(9)]  # quartiles 2 and 6
-    (found, *_) = compare(Measured({"step_ms": values}, {}), Measured({"step_ms": [5.0] * 9}, {}))
+    twice = [2 * value + 1 for value in values]
+    (found, *_) = compare(Measured({"step_ms": values}, {}), Measured({"step_ms": twice}, {}))
+    assert found.spread == pytest.approx(1.58 * 4 / 3 + 1.58 * 8 / 3)
+    assert (found.difference, found.is_explained) == (5.0, True)
+    (found, *_) = compare(Measured({"step_ms": values}, {}), Measured({"step_ms": [7.0] * 9}, {}))
     assert found.spread == pytest.approx(1.58 * 4 / 3)
-    assert (found.difference, found.is_explained) == (1.0, True)
+    assert (found.difference, found.is_explained) == (3.0, False)
+
+
+def test_rounding_is_no_difference() -> None:
+    sums = Measured({"step_ms": [0.1 + 0.2] * 6}, {}), Measured({"step_ms": [0.3] * 6}, {})
+    assert verdict(compare(*sums)).startswith("There is no difference")
 
 
 def test_two_halves_of_one_run_do_not_differ() -> None:

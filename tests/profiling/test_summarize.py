@@ -331,6 +331,35 @@ def test_wrong_clocks_are_told(misread: float, is_told: bool) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Planted(misread={1: 6}),  # 3 ms a step, and 5 %
+        Planted(misread={1: 0.9}, transfer=1),  # 45 %, and 1.8 ms a step
+    ],
+)
+def test_small_differences_between_clocks_and_durations_are_not_told(planted: Planted) -> None:
+    assert summarize(planted.run()).notes == []
+
+
+@pytest.mark.parametrize(("op", "is_told"), [("broadcast", False), ("all_gather", True)])
+def test_who_sends_a_broadcast_may_leave_early(op: str, is_told: bool) -> None:
+    run = Planted().run()
+    for rank, of_rank in run.ranks.items():
+        steps = {}
+        for step, record in of_rank.steps.items():
+            spans = [
+                replace(s, op=op, end=s.end if rank else s.begin + MS)
+                if s.phase == "exchange"
+                else s
+                for s in record.spans
+            ]
+            steps[step] = replace(record, spans=spans)
+        run = replaced(run, rank, steps=steps)
+    notes = summarize(run).notes
+    assert any("clocks may be wrong" in note for note in notes) == is_told
+
+
 @pytest.mark.parametrize(("uncertainty", "is_told"), [(2.2, False), (2.3, True)])
 def test_uncertain_clocks_are_told(uncertainty: float, is_told: bool) -> None:
     notes = summarize(Planted(uncertainty=uncertainty).run()).notes

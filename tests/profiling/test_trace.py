@@ -153,6 +153,12 @@ def test_of_two_that_came_last_none_is_blamed(drawn: Any) -> None:
     assert [event["name"] for event in of(events, cat="wait")] == ["wait"]
 
 
+def test_no_arrow_begins_where_nothing_lasts(drawn: Any) -> None:
+    events = drawn(step({0: [gather(40, 90, arrival=60)], 1: [gather(60, 60, arrival=60)]}))
+    assert of(events, ph="s") == of(events, ph="f") == []
+    assert [event["name"] for event in of(events, cat="wait")] == ["wait for rank 1"]
+
+
 def test_groups_of_two_hosts_are_not_mixed_up(drawn: Any) -> None:
     def within(begin: float, arrival: float) -> list[Placed]:
         return [gather(begin, 90, arrival=arrival, group="intra")]
@@ -235,7 +241,9 @@ def test_no_steps_are_a_trace_too(drawn: Any) -> None:
 def test_equal_steps_are_equal_bytes(tmp_path: Path) -> None:
     for name in ("one", "other"):
         write_trace(tmp_path / name, [step(LATE)], {0: "host-a"})
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    one = (tmp_path / "one").read_bytes()
+    assert one == (tmp_path / "other").read_bytes()
+    assert one[4:8] == bytes(4), "the time of writing is in the file"
 
 
 TIMES = st.integers(-6, 80).map(lambda halves: halves * US // 2)

@@ -68,10 +68,8 @@ def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Eve
         for rank, of_rank in sorted(slices.items())
         for event in (*_process(rank, about.get(rank)), *_threads(rank, of_rank))
     ]
-    return sorted(
-        [*ranks, *counters],
-        key=lambda event: (event["ts"], _ORDER.index(event["ph"]), -event.get("dur", 0)),
-    )
+    # A slice comes before those in it, which begin no earlier: sorting keeps that.
+    return sorted([*ranks, *counters], key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
 
 
 def _clocks(timelines: Sequence[Timeline]) -> Iterator[Clock]:

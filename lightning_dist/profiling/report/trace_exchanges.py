@@ -37,11 +37,10 @@ def collectives(timeline: Timeline) -> list[Collective]:
             if span.phase != "exchange":
                 continue
             alike = (span.op, span.group, span.bucket, span.arrival)
-            key = (*alike, rank if span.arrival is None else None)
             nth = 0
-            while rank in found.setdefault((*key, nth), {}):
+            while rank in found.setdefault((*alike, nth), {}):
                 nth += 1
-            found[*key, nth][rank] = span
+            found[*alike, nth][rank] = span
     return [Collective(members) for members in found.values()]
 
 
