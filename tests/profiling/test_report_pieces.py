@@ -23,6 +23,7 @@ from lightning_dist.profiling.report.words import PART_WORDS
 
 def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
     (content,) = re.findall(r'id="figures">(.*?)</script>', page(summary, timelines))
+    assert "<" not in content, "a tag could end the script"
     figures = json.loads(content)
     assert isinstance(figures, dict)
     return figures
