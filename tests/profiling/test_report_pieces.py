@@ -23,6 +23,7 @@ from lightning_dist.profiling.report.words import PART_WORDS
 
 def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
     (content,) = re.findall(r'id="figures">(.*?)</script>', page(summary, timelines))
+    assert "<" not in content, "a tag could end the script"
     figures = json.loads(content)
     assert isinstance(figures, dict)
     return figures
@@ -128,6 +129,7 @@ def test_a_bar_splits_where_the_last_rank_has_come() -> None:
 @pytest.mark.parametrize(
     ("timeline", "sentence"),
     [
+        (Timeline(1, "a step", {0: [("forward", 0, 0)]}, {}, {}), "Only phases: buckets"),
         (Timeline(1, "a step", {}, {}, {}), "Nothing was recorded inside this step"),
         (Timeline(1, "a step", {0: [("forward", 0, 9)]}, {}, {}), "Only phases: buckets"),
     ],
@@ -161,6 +163,24 @@ def test_nobody_waiting_is_a_sentence() -> None:
     assert "No rank has waited for another." in body_of(replace(summary, series=series))
 
 
+def test_series_without_a_number_are_sentences() -> None:
+    summary = a_summary(steps=4)
+    nothing = {0: [float("nan")] * 4, 1: [0.0] * 4}
+    series = replace(summary.series, parts_ms={"wait": [0.0] * 4}, wait_ms=nothing)
+    text = body_of(replace(summary, series=series, reasons={"series": "no phases"}))
+    assert "Not measured: no phases." in text
+    assert "No rank has waited for another." in text
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [(0.0, "more than"), (8e6, "as many as"), (3.2e7, "4.0 times fewer than")]
+)
+def test_bytes_are_compared_with_ddp(raw: float, words: str) -> None:
+    found = facts(replace(a_summary(), traffic=Traffic(raw, 8e6, 0, 8e6)))
+    (sent,) = [each for each in found if each.label.startswith("Sent")]
+    assert sent.detail.startswith(f"{words} uncompressed DDP")
+
+
 def test_a_bandwidth_without_a_peak_says_why() -> None:
     traffic = Traffic(8e6, 8e6, 0, 8e6, wire_gbps=1.5)
     reasons = {"peak_gbps": "not calibrated"}
@@ -168,7 +188,6 @@ def test_a_bandwidth_without_a_peak_says_why() -> None:
         each.label: each for each in facts(replace(a_summary(), traffic=traffic, reasons=reasons))
     }
     assert found["Bandwidth used"].detail == "peak not measured: not calibrated"
-    assert found["Sent per step and rank"].detail.startswith("as many as uncompressed DDP")
 
 
 def test_the_matrix_has_all_bits_over_all_seconds() -> None:

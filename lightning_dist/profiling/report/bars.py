@@ -115,9 +115,8 @@ class Bars:
         """Where the last bar ends, in milliseconds."""
         phases = [trace for trace, _ in self._phases.values()]
         bars = [*phases, *self._work.values()]
-        return max(
-            base + x for each in bars for base, x in zip(each.base, each.length, strict=True)
-        )
+        ends = (base + x for each in bars for base, x in zip(each.base, each.length, strict=True))
+        return max(ends, default=0.0)
 
     def traces(self) -> list[dict[str, Any]]:
         """Backgrounds first."""

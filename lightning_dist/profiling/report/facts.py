@@ -59,14 +59,10 @@ def _traffic(summary: Summary) -> list[Fact]:
     if traffic is None:
         because = why(summary, "traffic")
         return [_missing("Sent per step and rank", because), _missing("Bandwidth used", because)]
-    ratio = traffic.ratio
-    compared = f"{ratio:.1f} times fewer than" if ratio >= 1 else f"{1 / ratio:.1f} times more than"
-    if f"{ratio:.1f}" == "1.0":
-        compared = "as many as"
     sent = Fact(
         "Sent per step and rank",
         megabytes(traffic.wire_bytes),
-        f"{compared} uncompressed DDP ({megabytes(traffic.raw_bytes)}); "
+        f"{_compared(traffic.ratio)} uncompressed DDP ({megabytes(traffic.raw_bytes)}); "
         f"{megabytes(traffic.inter_bytes)} to other hosts",
     )
     if traffic.wire_gbps is None:
@@ -80,6 +76,12 @@ def _traffic(summary: Summary) -> list[Fact]:
     if traffic.effective_gbps is not None:
         detail += f"; uncompressed DDP would have needed {rate(traffic.effective_gbps)}"
     return [sent, Fact("Bandwidth used", rate(traffic.wire_gbps), detail)]
+
+
+def _compared(ratio: float) -> str:
+    if ratio < 0.95:
+        return "more than"
+    return "as many as" if ratio < 1.05 else f"{ratio:.1f} times fewer than"
 
 
 def _straggler(summary: Summary) -> Fact:

@@ -16,15 +16,15 @@ def steps_over_time(summary: Summary) -> Picture:
     """Stacked bars, one per step or per run of steps."""
     series = summary.series
     title = "Steps over time"
-    if not series.steps:
-        missing = f"Not measured: {why(summary, 'series', 'steps', 'step_ms')}."
-        return Picture("steps", title, "Steps", missing=missing)
     runs = bins(len(series.steps))
+    data = [trace for name in PARTS if (trace := _trace(name, series, runs)) is not None]
+    if not data:
+        missing = f"Not measured: {why(summary, 'series', 'parts_ms', 'steps')}."
+        return Picture("steps", title, "Steps", missing=missing)
     longest = max(run.stop - run.start for run in runs)
     caption = "Mean over ranks, milliseconds; the four exposed parts are the cost of communication."
     if longest > 1:
         caption += f" Every bar is the mean of up to {longest} steps that follow each other."
-    data = [trace for name in PARTS if (trace := _trace(name, series, runs)) is not None]
     drawn = figure(
         data,
         height=440,

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_dist.profiling.parts import Series, Summary
 from lightning_dist.profiling.report.bins import FEW_BARS, bins, ends, mean, middles, most_frequent
 from lightning_dist.profiling.report.figure import HEAT, axis, figure, legend_above
-from lightning_dist.profiling.report.text import label, why
+from lightning_dist.profiling.report.text import finite, label, why
 from lightning_dist.profiling.report.view import Picture
 
 _NAMED = 40
@@ -50,7 +50,7 @@ def _missing(summary: Summary) -> str:
         return f"Not measured: {why(summary, 'wait', 'wait_ms', 'series', 'steps')}."
     if len(series.wait_ms) == 1:
         return "There is one rank, and nobody it could wait for."
-    if not any(value for values in series.wait_ms.values() for value in values):
+    if not any(finite(value) for values in series.wait_ms.values() for value in values):
         return "No rank has waited for another."
     return ""
 
