@@ -123,7 +123,7 @@ class ChunkPasses(Passes):
         slots = [Slot(f"{i}", i * rows * _WIDTH, (rows, _WIDTH)) for i in range(5)]
         group = dist.group.WORLD
         assert group is not None, "initialise a group of one rank first"
-        network = Network(Channel(group), group, Topology(("host",), 0), device)
+        network = Network(Channel(group), Channel(group), Topology(("host",), 0), device)
         make: type[LowRankChunk] | type[SparseChunk]
         make = LowRankChunk if isinstance(codec, PowerSGD) else SparseChunk
         state = ReducerState()

@@ -75,7 +75,7 @@ class Rank:
 
     def network(self, tree: Sequence[Any] | None = None, *, leader: bool = False) -> Network:
         data, control, *levels = self.groups(tree, leader=leader)
-        flat = Network(Channel(data), control, self.topology(), torch.device("cpu"))
+        flat = Network(Channel(data), Channel(control), self.topology(), torch.device("cpu"))
         if tree is None:
             return flat
         ready = iter(levels)

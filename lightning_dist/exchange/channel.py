@@ -37,20 +37,22 @@ class Channel:
 
     Args:
         group: used by nobody else.
-        name: of the channel, for a watch: ``"flat"``, ``"intra"``, ``"inter"``.
+        name: of the channel, for a watch: ``"flat"``, ``"intra"``, ``"inter"``, ``"control"``.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, name: str = "flat") -> None:
         self.group, self.name = group, name
         self.watch: Watch | None = None
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum over all ranks, in place."""
+    def all_reduce(
+        self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """Sum over all ranks, or another ``op`` of them, in place."""
         world = self.group.size()
         return self._begin(
             "all_reduce",
             2 * (world - 1) * tensor.nbytes // world,
-            lambda: dist.all_reduce(tensor, group=self.group, async_op=True),
+            lambda: dist.all_reduce(tensor, op=op, group=self.group, async_op=True),
         )
 
     def all_gather(self, output: Tensor, own: Tensor) -> Pending:

@@ -46,7 +46,7 @@ def network_for(
     going_on = continue_from is not None and _on_all_ranks(continue_from.in_step, model)
     old = continue_from.network if going_on and continue_from is not None else None
     if old is not None:
-        groups = old.data.group, old.control
+        groups = old.data.group, old.control.group
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
     data, control, *levels = groups or new_groups(model.process_group, timeout=timeout)
@@ -69,7 +69,7 @@ def network_for(
     )
     if old is not None:
         return old
-    network = Network(Channel(data), control, topology, model.device)
+    network = Network(Channel(data), Channel(control, name="control"), topology, model.device)
     if tree is None:
         if levels:
             raise ValueError(

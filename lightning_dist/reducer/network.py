@@ -24,7 +24,7 @@ class Network:
     """
 
     data: Channel  # payloads
-    control: dist.ProcessGroup  # a few flags a step, which must not queue behind payloads
+    control: Channel  # a few flags a step, which must not queue behind payloads
     topology: Topology
     device: torch.device
     within: Within | None = None
@@ -45,11 +45,11 @@ class Network:
 
     @property
     def channels(self) -> list[Channel]:
-        """Those that this rank's payloads travel over, from the inside out."""
+        """All that this rank exchanges over in a step: payloads from the inside out, flags."""
         if self.within is None:
-            return [self.data]
+            return [self.data, self.control]
         across = self.within.across
-        return [self.within.data, *([] if across is None else across.channels)]
+        return [self.within.data, *([self.control] if across is None else across.channels)]
 
 
 @dataclass(frozen=True)

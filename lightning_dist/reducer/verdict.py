@@ -33,9 +33,7 @@ class Verdict:
         self._flags = answers.to(network.device)
         if finite:
             self._flags[0] = torch.stack(list(finite)).logical_not().any()
-        self._work = dist.all_reduce(
-            self._flags, op=dist.ReduceOp.MAX, group=network.control, async_op=True
-        )
+        self._work = network.control.all_reduce(self._flags, op=dist.ReduceOp.MAX)
         self._known = False
 
     def _wait(self) -> Tensor:

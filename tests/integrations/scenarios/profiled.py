@@ -83,30 +83,46 @@ def ddp(**arguments: Any) -> DistributedDataParallel:
 
 
 def skew(folder: Path, *, codec: str | None) -> None:
-    model = ddp()
+    """One collective in each step, whose launch is seen here too."""
+    model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
     if codec is not None:
         compress_ddp(model, codec, compile_kernels=False)
     late = {4: 0.05, 6: 0.1, 8: 0.1} if dist.get_rank() == 1 else {}
-    with CommProfiler(model, dirpath=folder, show=False):
-        begun = train(model, late=lambda step: late.get(step, 0.0))
-    tell(folder, begun=begun)
+    launched: list[int] = []
+    for name in ("all_reduce", "all_gather_single"):
+
+        def usual(*given: Any, call: Any = getattr(dist, name), **named: Any) -> Any:
+            if given[0].numel() > 1000 and named.get("async_op"):
+                launched.append(time.monotonic_ns())
+            return call(*given, **named)
+
+        setattr(dist, name, usual)
+    with CommProfiler(model, dirpath=folder, budget=1, show=False):
+        train(model, late=lambda step: late.get(step, 0.0))
+    tell(folder, launched=launched)
 
 
 def codec_time(folder: Path) -> None:
-    """Every encoding takes a little longer, and is timed here too."""
+    """Every encoding takes a little longer, and what comes before the exchange is timed here."""
     spent: list[float] = []
-    usual = BlockChunk.encode
+    for name, planted in (("encode", 0.01), ("finite", 0.0), ("issue", 0.0)):
 
-    def encode(self: BlockChunk, scale: torch.Tensor, *, step: int) -> None:
-        begin = time.perf_counter()
-        busy(0.01)
-        usual(self, scale, step=step)
-        spent.append(time.perf_counter() - begin)
+        def timed(
+            *given: Any,
+            call: Any = getattr(BlockChunk, name),
+            planted: float = planted,
+            **named: Any,
+        ) -> Any:
+            begin = time.perf_counter()
+            busy(planted)
+            found = call(*given, **named)
+            spent.append(time.perf_counter() - begin)
+            return found
 
-    BlockChunk.encode = encode
+        setattr(BlockChunk, name, timed)
     model = ddp()
     compress_ddp(model, "int8", compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, show=False):
+    with CommProfiler(model, dirpath=folder, budget=1, show=False):
         train(model)
     tell(folder, encode_ms=1e3 * sum(spent) / STEPS)
 
@@ -130,7 +146,7 @@ def same_bits(folder: Path) -> None:
 def accumulation(folder: Path) -> None:
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with CommProfiler(model, dirpath=folder, show=False):
+    with CommProfiler(model, dirpath=folder, budget=1, show=False):
         for _ in range(6):
             with model.no_sync():
                 model(torch.ones(2, 256)).sum().backward()
@@ -167,7 +183,7 @@ def no_folder(folder: Path) -> None:
         (folder / "taken").touch()
     with CommProfiler(ddp(), dirpath=folder / "taken", show=False) as profiler:
         train(profiler._model)
-    tell(folder, folder=str(profiler.folder))
+    tell(folder, found=str(profiler.folder))
 
 
 def own_folders(folder: Path) -> None:
