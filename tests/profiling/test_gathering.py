@@ -141,15 +141,19 @@ def test_any_lines_in_any_calls_arrive_in_order(
         assert content(folders[0], rank) == expected
 
 
-def test_much_takes_several_calls_and_is_cut_between_lines(tmp_path: Path) -> None:
+def test_much_takes_several_calls_and_is_cut_between_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = own_folders(tmp_path, 2)
-    everything = lines_of(1, 1000, width=100)
+    everything, more = lines_of(1, 1000, width=100), [b"x" * 3000 + b"\n"]
+    monkeypatch.setattr(gathering, "_BACKLOG", sum(map(len, everything)))  # `more` fits in later
     path, has_arrived, first = folders[0] / "rank1.jsonl", threading.Event(), list[bytes]()
 
     def work(rank: int, gatherer: Gatherer) -> None:
         if rank == 1:
             gatherer.collect(b"".join(everything))
             assert has_arrived.wait(LIMIT)
+            gatherer.collect(b"".join(more))
             return
         os.mkfifo(path)
         gatherer.collect(b"")
@@ -160,7 +164,7 @@ def test_much_takes_several_calls_and_is_cut_between_lines(tmp_path: Path) -> No
     assert gathered(folders, work, limit=5000) == [()] * 2
     count = 5000 // len(everything[0])
     assert first == [b"".join(everything[:count])]
-    assert content(folders[0], 1) == everything[count:]
+    assert content(folders[0], 1) == [*everything[count:], *more]
 
 
 def test_megabytes_arrive(tmp_path: Path) -> None:
