@@ -82,6 +82,30 @@ def ddp(**arguments: Any) -> DistributedDataParallel:
     return DistributedDataParallel(network(), bucket_cap_mb=0.3, **arguments)
 
 
+def noted(call: Callable[..., Any], launched: list[int]) -> Callable[..., Any]:
+    """``call``, which notes when it is called for gradients."""
+
+    def noting(*given: Any, **named: Any) -> Any:
+        if given[0].numel() > 1000 and named.get("async_op"):
+            launched.append(time.monotonic_ns())
+        return call(*given, **named)
+
+    return noting
+
+
+def timed(call: Callable[..., Any], planted: float, spent: list[float]) -> Callable[..., Any]:
+    """``call``, which takes so many seconds longer and notes how long it took."""
+
+    def timing(*given: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        busy(planted)
+        found = call(*given, **named)
+        spent.append(time.perf_counter() - begin)
+        return found
+
+    return timing
+
+
 def skew(folder: Path, *, codec: str | None) -> None:
     """One collective in each step, whose launch is seen here too."""
     model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
@@ -90,13 +114,7 @@ def skew(folder: Path, *, codec: str | None) -> None:
     late = {4: 0.05, 6: 0.1, 8: 0.1} if dist.get_rank() == 1 else {}
     launched: list[int] = []
     for name in ("all_reduce", "all_gather_single"):
-
-        def usual(*given: Any, call: Any = getattr(dist, name), **named: Any) -> Any:
-            if given[0].numel() > 1000 and named.get("async_op"):
-                launched.append(time.monotonic_ns())
-            return call(*given, **named)
-
-        setattr(dist, name, usual)
+        setattr(dist, name, noted(getattr(dist, name), launched))
     with CommProfiler(model, dirpath=folder, budget=1, show=False):
         train(model, late=lambda step: late.get(step, 0.0))
     tell(folder, launched=launched)
@@ -106,20 +124,7 @@ def codec_time(folder: Path) -> None:
     """Every encoding takes a little longer, and what comes before the exchange is timed here."""
     spent: list[float] = []
     for name, planted in (("encode", 0.01), ("finite", 0.0), ("issue", 0.0)):
-
-        def timed(
-            *given: Any,
-            call: Any = getattr(BlockChunk, name),
-            planted: float = planted,
-            **named: Any,
-        ) -> Any:
-            begin = time.perf_counter()
-            busy(planted)
-            found = call(*given, **named)
-            spent.append(time.perf_counter() - begin)
-            return found
-
-        setattr(BlockChunk, name, timed)
+        setattr(BlockChunk, name, timed(getattr(BlockChunk, name), planted, spent))
     model = ddp()
     compress_ddp(model, "int8", compile_kernels=False)
     with CommProfiler(model, dirpath=folder, budget=1, show=False):

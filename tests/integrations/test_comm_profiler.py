@@ -1,0 +1,201 @@
+"""CommProfiler in real training loops of two ranks: what was planted is what it says."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run
+from wandb_runs import history, records
+
+from lightning_dist import CommProfiler
+from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.parts import PARTS
+
+SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
+LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
+ODD = ("other hook", "no folder", "own folders")
+FRAMEWORKS = ("lightning compressed_ddp", "lightning ddp", "lightning failing", "fabric")
+CASES = (*LOOPS, *ODD, *FRAMEWORKS, "accelerate")
+MS = 1e6
+PLANTED = {4: 50, 6: 100, 8: 100}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("profiles")
+    done = run([sys.executable, SCRIPT, folder, *CASES], limit=110).require_success()
+    assert done.output.count("[0, 0]") == len(CASES), done.output
+    return {name: folder / name.replace(" ", "-") for name in CASES}
+
+
+def truth(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"truth-{rank}.json").read_text()) for rank in range(2)]
+
+
+def profile(folder: Path, run: int = 0) -> tuple[Run, dict[str, Any]]:
+    found = folder / f"run-{run}"
+    return read_run(found), json.loads((found / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("codec", ["ddp", "int8"])
+def test_planted_skew_is_waiting_for_that_rank(codec: str, folders: dict[str, Path]) -> None:
+    known = [each["launched"] for each in truth(folders[f"skew {codec}"])]
+    profiled, _ = profile(folders[f"skew {codec}"])
+    for step, planted in PLANTED.items():
+        late = (known[1][step] - known[0][step]) / MS
+        assert late > planted / 2  # whatever else the machine does
+        first, second = parts_of(profiled, step)
+        assert first.waited_for[1] / MS == pytest.approx(late, abs=2)
+        assert sum(second.waited_for.values()) / MS < 2 + max(0.0, -late)
+
+
+def test_planted_codec_time_is_codec_time(folders: dict[str, Path]) -> None:
+    known = sum(each["encode_ms"] for each in truth(folders["codec time"])) / 2
+    profiled, _ = profile(folders["codec time"])
+    spans = [
+        span
+        for of_rank in profiled.ranks.values()
+        for step in of_rank.steps.values()
+        for span in step.spans
+        if span.phase == "encode"
+    ]
+    steps = sum(len(of_rank.steps) for of_rank in profiled.ranks.values())
+    measured = sum(span.end - span.begin for span in spans) / steps / MS
+    assert measured == pytest.approx(known, abs=2 + known / 10)
+
+
+@pytest.mark.parametrize("name", ["skew ddp", "skew int8", "codec time", "accumulation"])
+def test_the_parts_add_up_to_the_step(name: str, folders: dict[str, Path]) -> None:
+    profiled, _ = profile(folders[name])
+    for step in profiled.common_steps:
+        for each in parts_of(profiled, step):
+            assert set(each.parts) == set(PARTS)
+            assert all(value >= 0 for value in each.parts.values())
+            assert sum(each.parts.values()) == each.duration
+            assert each.parts["other"] < 0.02 * each.duration
+
+
+def test_weights_are_those_without_it(folders: dict[str, Path]) -> None:
+    for found in truth(folders["same bits"]):
+        assert found["None True"] == found["None False"]
+        assert found["int8 True"] == found["int8 False"]
+        assert found["None True"] != found["int8 True"]
+
+
+def test_accumulated_passes_are_one_step_and_evaluation_is_none(folders: dict[str, Path]) -> None:
+    profiled, _ = profile(folders["accumulation"])
+    assert profiled.common_steps == list(range(6))
+    for step in profiled.ranks[0].steps.values():
+        names = [phase.name for phase in step.phases]
+        assert names.count("forward") == names.count("backward") == 2
+        assert names.count("optimizer") == 1
+    for earlier, later in zip(range(5), range(1, 6), strict=True):
+        steps = profiled.ranks[0].steps
+        apart = steps[later].begin - steps[earlier].begin - steps[earlier].duration
+        assert apart / MS >= 50  # what an evaluation took
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [("failing", ""), ("lightning failing", "comm_profile")],
+)
+def test_a_run_that_failed_has_a_report(name: str, inside: str, folders: dict[str, Path]) -> None:
+    profiled, summary = profile(folders[name] / inside)
+    assert profiled.ranks[0].end is not None
+    assert profiled.ranks[0].end.reason == "ArithmeticError: the loss is odd"
+    assert 5 <= len(profiled.ranks[0].steps) <= 9
+    assert summary["steps"] > 0
+    assert (folders[name] / inside / "run-0" / "report.html").stat().st_size > 1e6
+
+
+def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:
+    output = (folders["other hook"] / "output-0.txt").read_text()
+    assert "buckets: n/a, the model has a communication hook already (fp16_compress_hook)" in output
+    _, summary = profile(folders["other hook"])
+    assert summary["traffic"] is None
+    assert summary["reasons"]["traffic"]
+    assert summary["step_ms"]["mean"] > 0
+
+
+def test_a_folder_that_cannot_be_made_is_another_one(folders: dict[str, Path]) -> None:
+    found = {each["found"] for each in truth(folders["no folder"])}
+    assert len(found) == 1
+    other = Path(found.pop())
+    assert read_run(other).common_steps
+    assert f"the profile is in {other}" in (folders["no folder"] / "output-0.txt").read_text()
+    for path in other.iterdir():
+        path.unlink()
+    other.rmdir()
+
+
+def test_lines_of_other_disks_reach_rank_0(folders: dict[str, Path]) -> None:
+    first, second = truth(folders["own folders"])
+    assert first["ranks"] == ["rank0.jsonl", "rank1.jsonl"]
+    assert second["ranks"] == ["rank1.jsonl"]
+    disks = [folders["own folders"] / f"disk-{rank}" / "profiles" / "run-0" for rank in range(2)]
+    assert (disks[0] / "rank1.jsonl").read_bytes() == (disks[1] / "rank1.jsonl").read_bytes()
+    assert len(read_run(disks[0]).common_steps) == 230
+
+
+@pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])
+def test_a_callback_of_lightning(strategy: str, folders: dict[str, Path]) -> None:
+    folder = folders[f"lightning {strategy}"]
+    profiled, summary = profile(folder / "comm_profile")
+    assert profiled.common_steps == list(range(24))  # and no validation among them
+    assert summary["run"]["codec"] == ("ddp" if strategy == "ddp" else "Int8(block_size=256)")
+    output = (folder / "output-0.txt").read_text()
+    assert "of the step is exposed communication" in output
+    assert "of the step is exposed" not in (folder / "output-1.txt").read_text()
+    files = {path.name for path in (folder / "comm_profile" / "run-0").iterdir()}
+    made = {"summary.json", "report.html", "trace.json.gz", "steps.csv", "buckets.csv"}
+    assert files == {"rank0.jsonl", "rank1.jsonl", *made}
+    with gzip.open(folder / "comm_profile" / "run-0" / "trace.json.gz") as trace:
+        assert json.load(trace)["traceEvents"]
+
+
+@pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])
+def test_loggers_hear_of_it(strategy: str, folders: dict[str, Path]) -> None:
+    path = folders[f"lightning {strategy}"] / "csv" / "version_0" / "metrics.csv"
+    rows = list(csv.DictReader(path.open()))
+    live = [row for row in rows if row.get("comm/exposed_pct")]
+    assert len(live) >= 2
+    assert all(0 < float(row["comm/exposed_pct"]) < 100 for row in live)
+    ratio = float(live[-1]["comm/ratio"])
+    assert ratio == 1.0 if strategy == "ddp" else 3.5 < ratio < 4
+    assert float(live[-1]["comm/wait_ms"]) >= 0  # what only all ranks together know
+
+
+def test_wandb_gets_numbers_table_and_files(folders: dict[str, Path]) -> None:
+    (log,) = (folders["lightning compressed_ddp"]).glob("wandb/offline-run-*/run-profiled.wandb")
+    found = history(log)
+    metrics = {key for key in found if key.startswith("comm/")}
+    assert {"comm/exposed_pct", "comm/wait_ms", "comm/buckets", "comm/report"} <= metrics
+    assert len(metrics) <= 32  # wandb slows down with many keys
+    assert all(0 < float(value) < 100 for value in found["comm/exposed_pct"])
+    assert any(record.request.log_artifact.artifact.name for record in records(log))
+    assert list(log.parent.glob("files/media/html/comm/report*.html"))
+    assert list(log.parent.glob("files/media/table/comm/buckets*.json"))
+
+
+@pytest.mark.parametrize("name", ["fabric", "accelerate"])
+def test_other_loops(name: str, folders: dict[str, Path]) -> None:
+    profiled, summary = profile(folders[name])
+    assert profiled.common_steps == list(range(12))
+    assert summary["run"]["codec"] == "Int8(block_size=256)"
+    assert summary["traffic"]["wire_bytes"] < summary["traffic"]["raw_bytes"] / 3
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="with CommProfiler"):
+        CommProfiler().__enter__()
+    import torch
+
+    with pytest.raises(ValueError, match="DistributedDataParallel, got Linear"):
+        CommProfiler(torch.nn.Linear(1, 1)).__enter__()
