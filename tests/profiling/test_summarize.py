@@ -10,6 +10,7 @@ from planted import MS, Planted
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED, PARTS
 from lightning_dist.profiling.records import ErrorRecord, LinkRecord
+from lightning_dist.profiling.sample import sample
 from lightning_dist.profiling.summarize import pick_steps, summarize
 
 
@@ -239,6 +240,13 @@ def test_missing_ranks() -> None:
     assert len(pick_steps(run, summary)) == 1
 
 
+def test_one_exchange_without_a_record_is_told() -> None:
+    run = Planted().run()
+    steps = dict(run.ranks[1].steps)
+    steps[2] = replace(steps[2], spans=[each for each in steps[2].spans if each.bucket])
+    assert "record of rank 1" in summarize(replaced(run, 1, steps=steps)).reasons["wait"]
+
+
 def test_a_rank_that_died_early_and_one_that_never_began() -> None:
     run = Planted(world_size=3, steps=9).run()
     few = {step: run.ranks[1].steps[step] for step in range(5)}
@@ -420,3 +428,15 @@ def test_of_many_steps_a_part_is_looked_at() -> None:
     assert 20 < sum(step % 10 == 0 for step in looked_at) < 80
     assert summary.parts_ms["transfer"] == pytest.approx(31)
     assert summarize(run).series.steps == looked_at
+
+
+@pytest.mark.parametrize(("spans", "looked_at"), [(2_000, 125), (10_000, 50), (30_000, 50)])
+def test_of_steps_with_many_spans_fewer_are_looked_at(spans: int, looked_at: int) -> None:
+    run = Planted(world_size=2, steps=130).run()
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: replace(each, spans=each.spans[:1] * spans)
+            for step, each in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    assert len(sample(run, skip=0).detailed) == looked_at

@@ -103,3 +103,5 @@ def test_without_a_terminal_a_line_stays_a_line(capsys: pytest.CaptureFixture[st
 def test_a_narrow_terminal() -> None:
     lines = printed(summarize(Planted(late={1: 50}).run()), width=60).splitlines()
     assert max(map(len, lines)) <= 60
+    assert "…" not in "".join(lines)
+    assert "first 2" in " ".join(" ".join(lines).split())
