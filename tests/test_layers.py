@@ -35,7 +35,7 @@ UPPER = ("lightning_dist.reducer", "lightning_dist.integrations")
 
 
 def forbidden(layer: str) -> tuple[str, ...]:
-    above = UPPER[1:] if layer in ("reducer", "onebit_adam.py") else UPPER
+    above = UPPER[1:] if layer in ("profiling", "reducer", "onebit_adam.py") else UPPER
     return (*FRAMEWORKS, *above, *FORBIDDEN[layer])
 
 

@@ -20,3 +20,8 @@ def lanes(spans: Sequence[Interval]) -> list[int]:
         free[lane] = end
         chosen[index] = lane
     return chosen
+
+
+def count(chosen: Sequence[int]) -> int:
+    """How many lanes those are."""
+    return max(chosen, default=-1) + 1

@@ -49,6 +49,10 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
     hidden = sum(each.hidden for each in found.ranks.values())
     if not under_way:
         reasons["overlap"] = chosen.reason or _why_nothing(run)
+    if not any(each.errors for each in run.ranks.values()):
+        reasons["errors"] = "none was sampled"
+    if not any(each.links for each in run.ranks.values()):
+        reasons["links"] = "no link was measured"
     traffic = traffic_of(run, found.ranks, reasons)
     straggler = _straggler(run, found, reasons)
     summary = Summary(

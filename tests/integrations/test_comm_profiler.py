@@ -175,11 +175,11 @@ def test_loggers_hear_of_it(strategy: str, folders: dict[str, Path]) -> None:
 def test_wandb_gets_numbers_table_and_files(folders: dict[str, Path]) -> None:
     (log,) = (folders["lightning compressed_ddp"]).glob("wandb/offline-run-*/run-profiled.wandb")
     found = history(log)
-    metrics = {key for key in found if key.startswith("comm/")}
+    metrics = {"/".join(key.split("/")[:2]) for key in found if key.startswith("comm/")}
     assert {"comm/exposed_pct", "comm/wait_ms", "comm/buckets", "comm/report"} <= metrics
     assert len(metrics) <= 32  # wandb slows down with many keys
     assert all(0 < float(value) < 100 for value in found["comm/exposed_pct"])
-    assert any(record.request.log_artifact.artifact.name for record in records(log))
+    assert "comm-profile-profiled" in {record.artifact.name for record in records(log)}
     assert list(log.parent.glob("files/media/html/comm/report*.html"))
     assert list(log.parent.glob("files/media/table/comm/buckets*.json"))
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from summaries import a_summary, a_timeline, nothing_measured
 
+from lightning_dist.profiling.lanes import lanes
 from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline, Traffic
 from lightning_dist.profiling.report.bins import bins, mean, most_frequent
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_timeline import shown
 from lightning_dist.profiling.report.html import page, write_report
-from lightning_dist.profiling.report.lanes import lanes
 from lightning_dist.profiling.report.text import megabytes, ms, number, percent, rate
 from lightning_dist.profiling.report.words import PART_WORDS
 
@@ -50,8 +50,7 @@ def test_means_and_counts_leave_out_what_is_no_number() -> None:
 
 
 def test_spans_that_overlap_are_in_lanes_of_their_own() -> None:
-    spans = [Placed("exchange", 0, *times) for times in ((0, 5), (5, 9), (3, 6), (4, 8), (6, 7))]
-    assert lanes(spans) == [0, 0, 1, 2, 1]
+    assert lanes([(0, 5), (5, 9), (3, 6), (4, 8), (6, 7)]) == [0, 0, 1, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def test_bytes_are_compared_with_ddp(raw: float, words: str) -> None:
 
 def test_a_bandwidth_without_a_peak_says_why() -> None:
     traffic = Traffic(8e6, 8e6, 0, 8e6, wire_gbps=1.5)
-    reasons = {"peak_gbps": "not calibrated"}
+    reasons = {"traffic.peak_gbps": "not calibrated"}
     found = {
         each.label: each for each in facts(replace(a_summary(), traffic=traffic, reasons=reasons))
     }

@@ -49,7 +49,11 @@ def test_a_planted_run_in_numbers() -> None:
     assert summary.exposed == pytest.approx(58 / 150)
     assert summary.overhead == pytest.approx(0.05 / 150)
     assert summary.straggler == 1
-    assert summary.reasons == {"traffic.peak_gbps": "no link was measured"}
+    assert summary.reasons == {
+        "errors": "none was sampled",
+        "links": "no link was measured",
+        "traffic.peak_gbps": "no link was measured",
+    }
     assert summary.notes == []
     assert summary.run == {
         "codec": "int8",
@@ -118,7 +122,7 @@ def test_rates_are_over_the_time_in_which_something_moved() -> None:
     assert traffic.effective_gbps == pytest.approx(16e6 * 8 / 60e6)
     assert traffic.peak_gbps == pytest.approx(1.0)
     assert traffic.link_utilization == pytest.approx(4e6 * 8 / 60e6)
-    assert summary.reasons == {}
+    assert summary.reasons == {"errors": "none was sampled"}
     assert [each["sent"] for each in summary.links] == [100_000_000, 250_000_000, 1]
     assert {(each["rank"], each["group"]) for each in summary.links} == {(1, "flat")}
     for each in summary.ranks:

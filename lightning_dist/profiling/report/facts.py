@@ -66,10 +66,10 @@ def _traffic(summary: Summary) -> list[Fact]:
         f"{megabytes(traffic.inter_bytes)} to other hosts",
     )
     if traffic.wire_gbps is None:
-        return [sent, _missing("Bandwidth used", why(summary, "wire_gbps", "traffic.wire_gbps"))]
+        return [sent, _missing("Bandwidth used", why(summary, "traffic.wire_gbps"))]
     used = traffic.link_utilization
     if used is None:
-        because = why(summary, "peak_gbps", "traffic.peak_gbps", "link_utilization")
+        because = why(summary, "traffic.peak_gbps")
         detail = f"peak not measured: {because}"
     else:
         detail = f"{percent(used)} of the measured peak, {rate(traffic.peak_gbps)}"

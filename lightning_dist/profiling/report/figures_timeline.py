@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dist.profiling.parts import Summary, Timeline
+from lightning_dist.profiling.lanes import count, lanes
+from lightning_dist.profiling.parts import Placed, Summary, Timeline
 from lightning_dist.profiling.report.bars import Bars
 from lightning_dist.profiling.report.figure import axis, figure, legend_above
-from lightning_dist.profiling.report.lanes import count, lanes
 from lightning_dist.profiling.report.text import label, why
 from lightning_dist.profiling.report.view import Picture
 
@@ -97,7 +97,7 @@ def _draw(summary: Summary, timeline: Timeline, ranks: Sequence[int]) -> dict[st
     top = 0.0
     ticks: list[float] = []
     for rank in ranks:
-        codec_lanes, exchange_lanes = lanes(codec[rank]), lanes(exchange[rank])
+        codec_lanes, exchange_lanes = _lanes(codec[rank]), _lanes(exchange[rank])
         band = _Band(top, count(codec_lanes), count(exchange_lanes))
         for name, begin, end in timeline.phases.get(rank, ()):
             bars.phase(name, begin, end, rank=rank, top=band.top, bottom=band.bottom, strip=_STRIP)
@@ -127,3 +127,7 @@ def _draw(summary: Summary, timeline: Timeline, ranks: Sequence[int]) -> dict[st
         uniformtext={"minsize": 8, "mode": "hide"},
         hovermode="closest",
     )
+
+
+def _lanes(spans: Sequence[Placed]) -> list[int]:
+    return lanes([(span.begin, span.end) for span in spans])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lightning_dist.profiling.report.figures_links import links_between_hosts, l
 from lightning_dist.profiling.report.figures_steps import steps_over_time
 from lightning_dist.profiling.report.figures_timeline import timelines_of
 from lightning_dist.profiling.report.figures_waits import waits_over_time
+from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.tables import (
     buckets_table,
     parts_table,
@@ -38,14 +38,8 @@ def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timelin
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        # Text from a damaged file may hold half characters, which no encoding knows.
-        draft.write_bytes(page(summary, timelines).encode(errors="replace"))
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    # Text from a damaged file may hold half characters, which no encoding knows.
+    replace_file(path, page(summary, timelines).encode(errors="replace"))
 
 
 def page(summary: Summary, timelines: Sequence[Timeline]) -> str:

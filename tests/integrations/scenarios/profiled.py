@@ -251,6 +251,8 @@ def lightning(folder: Path, *, strategy: str) -> None:
         loggers.append(WandbLogger(save_dir=folder, offline=True, id="profiled"))
     profiler = CommProfiler(csv=True)
     fit(folder, profiler, strategy=strategy, logger=loggers)
+    if len(loggers) > 1:
+        loggers[1].experiment.finish()  # forks of multiprocessing have no atexit
     tell(folder)
 
 
