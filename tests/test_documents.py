@@ -29,7 +29,7 @@ def test_every_codec_is_in_the_guide_with_its_options() -> None:
 
 
 def test_public_names_are_documented() -> None:
-    documents = ("guide", "choosing-a-codec", "checkpoints")
+    documents = ("guide", "choosing-a-codec", "checkpoints", "profiling")
     files = ("README.md", *(f"docs/{name}.md" for name in documents))
     text = "".join((ROOT / file).read_text() for file in files)
     own = {"CODECS", "Codec", "__version__", *(make.__name__ for make in CODECS.values())}

@@ -41,6 +41,8 @@ class CommProfiler(pl.Callback):
         dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
             ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        calibrate: measure the links for about a second before the first step, to say how much of
+            them is used.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev.
         csv: write ``steps.csv`` and ``buckets.csv``.
@@ -56,6 +58,7 @@ class CommProfiler(pl.Callback):
         *,
         dirpath: str | Path | None = None,
         budget: float = 0.01,
+        calibrate: bool = True,
         html: bool = True,
         trace: bool = True,
         csv: bool = False,
@@ -64,6 +67,7 @@ class CommProfiler(pl.Callback):
         self._model = model
         self._dirpath = dirpath
         self._settings = SessionSettings(budget=budget)
+        self._calibrate = calibrate
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
         self._show = show
         self._run: ProfileRun | None = None
@@ -113,6 +117,7 @@ class CommProfiler(pl.Callback):
             settings=self._settings,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
+            calibrate=self._calibrate,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")

@@ -20,6 +20,7 @@ from lightning_dist._version import __version__
 from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.gathering import Gatherer, is_shared
@@ -46,6 +47,7 @@ class ProfileRun:
         parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
         first: number of the step that comes next.
         on_step: called with every step of this rank.
+        calibrate: measure the links first.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ProfileRun:
         settings: SessionSettings,
         first: int = 0,
         on_step: Callable[[StepRecord], None] = lambda step: None,
+        calibrate: bool = True,
     ) -> None:
         self.reasons: list[str] = []
         """What is not measured, and why."""
@@ -81,8 +84,12 @@ class ProfileRun:
             first=first,
             on_step=self._on_step,
         )
+        hosts = [each["host"] for each in facts]
         self._session.note(read_offset(self._group))
-        self._watch(model, [each["host"] for each in facts])
+        if calibrate and in_detail:
+            name = "inter" if "inter" in self.about.groups else "flat"
+            self._session.note(*measure_links(self._group, hosts=hosts, name=name))
+        self._watch(model, hosts)
         self._watching: Watching | None = Watching(model, self._session)
 
     def _watch(self, model: DistributedDataParallel, hosts: Sequence[str]) -> None:

@@ -76,7 +76,8 @@ def _overview(summary: Summary) -> Table:
 
 def _add_traffic(table: Table, summary: Summary, traffic: Traffic) -> None:
     sent, raw = traffic.wire_bytes / MB, traffic.raw_bytes / MB
-    remark = f"per step and rank, {traffic.ratio:.3g} times less than {raw:.3g} MB"
+    fewer = f"{traffic.ratio:.3g} times less than {raw:.3g} MB uncompressed"
+    remark = f"per step and rank, {fewer if traffic.ratio > 1.005 else 'uncompressed'}"
     table.add_row("sent", f"{sent:.3g} MB", remark)
     for name, label, remark in (
         ("wire_gbps", "rate", "Gbit/s of what was sent"),
@@ -114,6 +115,6 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             milliseconds(each.exposed_ms) if is_detailed else "n/a",
             waiting(each.wait_ms),
             waiting(each.caused_ms),
-            "" if clock is None else f"± {milliseconds(clock)}",
+            "" if clock is None else f"± {milliseconds(clock)}" if clock else "the same",
         )
     console.print(table)

@@ -21,7 +21,16 @@ from lightning_dist.profiling.parts import PARTS
 SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
 ODD = ("other hook", "no folder", "own folders")
-FRAMEWORKS = ("lightning compressed_ddp", "lightning ddp", "lightning failing", "fabric")
+FRAMEWORKS = (
+    *("lightning compressed_ddp", "lightning ddp", "lightning failing", "lightning told to end"),
+    "fabric",
+)
+    "lightning compressed_ddp",
+    "lightning ddp",
+    "lightning failing",
+    "lightning told to end",
+    "fabric",
+)
 CASES = (*LOOPS, *ODD, *FRAMEWORKS, "accelerate")
 MS = 1e6
 PLANTED = {4: 50, 6: 100, 8: 100}
@@ -103,13 +112,19 @@ def test_accumulated_passes_are_one_step_and_evaluation_is_none(folders: dict[st
 
 
 @pytest.mark.parametrize(
-    ("name", "inside"),
-    [("failing", ""), ("lightning failing", "comm_profile")],
+    ("name", "inside", "reason"),
+    [
+        ("failing", "", "ArithmeticError: the loss is odd"),
+        ("lightning failing", "comm_profile", "ArithmeticError: the loss is odd"),
+        ("lightning told to end", "comm_profile", "SIGTERMException"),
+    ],
 )
-def test_a_run_that_failed_has_a_report(name: str, inside: str, folders: dict[str, Path]) -> None:
+def test_a_run_that_failed_has_a_report(
+    name: str, inside: str, reason: str, folders: dict[str, Path]
+) -> None:
     profiled, summary = profile(folders[name] / inside)
     assert profiled.ranks[0].end is not None
-    assert profiled.ranks[0].end.reason == "ArithmeticError: the loss is odd"
+    assert profiled.ranks[0].end.reason.startswith(reason)
     assert 5 <= len(profiled.ranks[0].steps) <= 9
     assert summary["steps"] > 0
     assert (folders[name] / inside / "run-0" / "report.html").stat().st_size > 1e6

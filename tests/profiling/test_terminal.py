@@ -38,7 +38,7 @@ def test_a_planted_run() -> None:
     assert found["transfer"] == "45.5 ms 30 %, exposed"
     assert found["optimizer"] == "5 ms 3 %"
     assert found["hidden"] == "29 ms 34 % of exchanges"
-    assert found["sent"] == "4 MB per step and rank, 4 times less than 16 MB"
+    assert found["sent"] == "4 MB per step and rank, 4 times less than 16 MB uncompressed"
     assert found["rate"] == "0.533 Gbit/s of what was sent"
     assert found["use"] == "of link 67 %"
     assert found["0"] == "host-a 150 ms 83 ms 50 ms 0 ms"

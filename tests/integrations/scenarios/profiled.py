@@ -10,6 +10,7 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -223,7 +224,7 @@ def loader() -> DataLoader:
 
 
 def fit(folder: Path, profiler: CommProfiler, **settings: Any) -> L.Trainer:
-    fails_at = settings.pop("fails_at", -1)
+    module = settings.pop("module", None) or Module(settings.pop("fails_at", -1))
     trainer = L.Trainer(
         **{
             "strategy": "compressed_ddp",
@@ -241,7 +242,7 @@ def fit(folder: Path, profiler: CommProfiler, **settings: Any) -> L.Trainer:
             **settings,
         }
     )
-    trainer.fit(Module(fails_at), loader(), loader())
+    trainer.fit(module, loader(), loader())
     return trainer
 
 
@@ -260,6 +261,18 @@ def lightning_failing(folder: Path) -> None:
     try:
         fit(folder, CommProfiler(), fails_at=9)
     except ArithmeticError:
+        tell(folder)
+
+
+def lightning_told_to_end(folder: Path) -> None:
+    class Told(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        fit(folder, CommProfiler(), module=Told())
+    except SystemExit:
         tell(folder)
 
 
@@ -305,6 +318,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "lightning compressed_ddp": lambda folder: lightning(folder, strategy="compressed_ddp"),
     "lightning ddp": lambda folder: lightning(folder, strategy="ddp"),
     "lightning failing": lightning_failing,
+    "lightning told to end": lightning_told_to_end,
     "fabric": fabric,
     "accelerate": accelerate,
 }
