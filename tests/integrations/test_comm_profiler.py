@@ -22,9 +22,6 @@ SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
 ODD = ("other hook", "no folder", "own folders")
 FRAMEWORKS = (
-    *("lightning compressed_ddp", "lightning ddp", "lightning failing", "lightning told to end"),
-    "fabric",
-)
     "lightning compressed_ddp",
     "lightning ddp",
     "lightning failing",
