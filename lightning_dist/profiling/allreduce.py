@@ -15,12 +15,12 @@ from lightning_dist.profiling.recorder import Recorder
 from lightning_dist.profiling.records import BucketTimes
 
 
-@dataclass(frozen=True)
+@dataclass
 class WatchedAllReduce:
     """What the hook knows.
 
     Args:
-        recorder: takes the times.
+        recorder: takes the times; that of the newest profile of this model.
         group: of the model.
         crosses: whether the next rank of the ring is on another host.
     """
@@ -61,6 +61,10 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
     ) -> torch.futures.Future[Tensor]:
         return state.reduce(bucket)
 
+    for _, state in model._comm_hooks:
+        if isinstance(state, WatchedAllReduce):
+            state.recorder = watched.recorder
+            return True
     if model._comm_hooks:
         return False
     model.register_comm_hook(watched, watched_allreduce_hook)

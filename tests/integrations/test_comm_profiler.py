@@ -20,7 +20,7 @@ from lightning_dist.profiling.parts import PARTS
 
 SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
-ODD = ("other hook", "no folder", "own folders")
+ODD = ("twice", "alone", "other hook", "no folder", "own folders")
 FRAMEWORKS = (
     "lightning compressed_ddp",
     "lightning ddp",
@@ -125,6 +125,20 @@ def test_a_run_that_failed_has_a_report(
     assert 5 <= len(profiled.ranks[0].steps) <= 9
     assert summary["steps"] > 0
     assert (folders[name] / inside / "run-0" / "report.html").stat().st_size > 1e6
+
+
+def test_a_model_can_be_profiled_again(folders: dict[str, Path]) -> None:
+    for number in range(2):
+        profiled, summary = profile(folders["twice"], number)
+        assert profiled.common_steps == list(range(12))
+        assert summary["traffic"]["wire_bytes"] > 0
+
+
+def test_one_rank_has_nothing_to_exchange(folders: dict[str, Path]) -> None:
+    _, summary = profile(folders["alone"] / "0")
+    assert summary["traffic"] is None
+    assert summary["reasons"]["traffic"] == "one rank sends nothing"
+    assert summary["step_ms"]["mean"] > 0
 
 
 def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:

@@ -174,6 +174,25 @@ def failing(folder: Path) -> None:
         tell(folder)
 
 
+def twice(folder: Path) -> None:
+    model = ddp()
+    for _ in range(2):
+        with CommProfiler(model, dirpath=folder, show=False):
+            train(model)
+    tell(folder)
+
+
+def alone(folder: Path) -> None:
+    """A group of one rank, as on a machine with one device."""
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = ddp()
+    with CommProfiler(model, dirpath=folder / str(os.environ["RANK"]), show=False):
+        train(model)
+    (folder / f"truth-{os.environ['RANK']}.json").write_text("{}")
+
+
 def other_hook(folder: Path) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -312,6 +331,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "same bits": same_bits,
     "accumulation": accumulation,
     "failing": failing,
+    "twice": twice,
+    "alone": alone,
     "other hook": other_hook,
     "no folder": no_folder,
     "own folders": own_folders,
