@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
@@ -43,6 +44,9 @@ class CommProfiler(pl.Callback):
         budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
         calibrate: measure the links for about a second before the first step, to say how much of
             them is used.
+        zoom: steps, ``range(100, 103)``, that torch's own profiler looks at too, or a signal,
+            ``signal.SIGUSR2``, after which it looks at three; every rank writes
+            ``zoom-rank<r>-step<n>.json.gz``. Such steps are left out of everything else.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev.
         csv: write ``steps.csv`` and ``buckets.csv``.
@@ -59,6 +63,7 @@ class CommProfiler(pl.Callback):
         dirpath: str | Path | None = None,
         budget: float = 0.01,
         calibrate: bool = True,
+        zoom: range | Signals | None = None,
         html: bool = True,
         trace: bool = True,
         csv: bool = False,
@@ -68,6 +73,7 @@ class CommProfiler(pl.Callback):
         self._dirpath = dirpath
         self._settings = SessionSettings(budget=budget)
         self._calibrate = calibrate
+        self._zoom = zoom
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
         self._show = show
         self._run: ProfileRun | None = None
@@ -118,6 +124,7 @@ class CommProfiler(pl.Callback):
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
             calibrate=self._calibrate,
+            zoom=self._zoom,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_dist.profiling.report.write import Wanted, Written, write_files
 from lightning_dist.profiling.session import Session, SessionSettings
 from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.watching import Watching
+from lightning_dist.profiling.zoom import Zoom
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 
@@ -48,6 +50,7 @@ class ProfileRun:
         first: number of the step that comes next.
         on_step: called with every step of this rank.
         calibrate: measure the links first.
+        zoom: steps, or a signal after which steps, are looked at with torch's profiler.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ProfileRun:
         first: int = 0,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         calibrate: bool = True,
+        zoom: range | Signals | None = None,
     ) -> None:
         self.reasons: list[str] = []
         """What is not measured, and why."""
@@ -89,6 +93,10 @@ class ProfileRun:
         if calibrate and in_detail:
             name = "inter" if "inter" in self.about.groups else "flat"
             self._session.note(*measure_links(self._group, hosts=hosts, name=name))
+        self._zoom: Zoom | None = None
+        if zoom is not None:
+            self._zoom = Zoom(self.folder, rank=rank, wanted=zoom, on_change=self._disturb)
+            self._zoom.begin_step(first)
         self._watch(model, hosts)
         self._watching: Watching | None = Watching(model, self._session)
 
@@ -135,8 +143,13 @@ class ProfileRun:
         gatherer = Gatherer(self.folder, group=group, is_shared=sees)
         return Messenger(gatherer, self.folder / f"rank{dist.get_rank()}.jsonl")
 
+    def _disturb(self, is_on: bool) -> None:
+        self._session.is_disturbed = is_on
+
     def _on_step(self, record: StepRecord) -> None:
         self._tell(record)
+        if self._zoom is not None:
+            self._zoom.begin_step(record.step + 1)
         if self._messenger is not None and record.step % _EVERY == 0:
             self._messenger.send()
 
@@ -160,6 +173,8 @@ class ProfileRun:
             return
         self._watching.stop()
         self._watching = None
+        if self._zoom is not None:
+            self._zoom.close()
         if self._reducer is not None:
             self._reducer.leave_alone(self._session.recorder)
         if together:

@@ -68,6 +68,8 @@ class Session:
         self._governor = Governor(settings.budget)
         self._cost = cost_of_an_event()
         self._writing = 0
+        self.is_disturbed = False
+        """Whether something else makes steps longer than they are; they are not written down."""
         self.recorder = Recorder(clock)
         self.recorder.is_on = settings.in_detail and self._governor.wants(first)
         self._timer = StepTimer(clock())
@@ -124,9 +126,10 @@ class Session:
             detailed=is_detailed,
             overhead=overhead,
         )
-        self.note(record)
-        self._on_step(record)
+        if not self.is_disturbed:
+            self.note(record)
         self._step += 1
+        self._on_step(record)
         recorder.drop()
         recorder.is_on = self._settings.in_detail and self._governor.wants(self._step)
         self._flush_if_due(now)

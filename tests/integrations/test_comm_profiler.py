@@ -20,7 +20,7 @@ from lightning_dist.profiling.parts import PARTS
 
 SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
-ODD = ("twice", "alone", "other hook", "no folder", "own folders")
+ODD = ("twice", "zoomed", "alone", "other hook", "no folder", "own folders")
 FRAMEWORKS = (
     "lightning compressed_ddp",
     "lightning ddp",
@@ -132,6 +132,18 @@ def test_a_model_can_be_profiled_again(folders: dict[str, Path]) -> None:
         profiled, summary = profile(folders["twice"], number)
         assert profiled.common_steps == list(range(12))
         assert summary["traffic"]["wire_bytes"] > 0
+
+
+def test_zoom_writes_traces_of_steps_that_are_left_out(folders: dict[str, Path]) -> None:
+    for number, (first, steps) in enumerate([(3, {3, 4}), (4, {4, 5, 6})]):
+        profiled, _ = profile(folders["zoomed"], number)
+        assert set(range(12)) - set(profiled.common_steps) == steps
+        for rank in range(2):
+            name = f"zoom-rank{rank}-step{first}.json.gz"
+            with gzip.open(folders["zoomed"] / f"run-{number}" / name) as trace:
+                names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
+            assert any("AddmmBackward" in name for name in names)
+    assert all(each["usual"] for each in truth(folders["zoomed"]))
 
 
 def test_one_rank_has_nothing_to_exchange(folders: dict[str, Path]) -> None:

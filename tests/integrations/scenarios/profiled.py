@@ -182,6 +182,16 @@ def twice(folder: Path) -> None:
     tell(folder)
 
 
+def zoomed(folder: Path) -> None:
+    with CommProfiler(model := ddp(), dirpath=folder, budget=1, zoom=range(3, 5), show=False):
+        train(model)
+    with CommProfiler(model, dirpath=folder, budget=1, zoom=signal.SIGUSR2, show=False):
+        train(model, steps=4)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        train(model)
+    tell(folder, usual=signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
+
+
 def alone(folder: Path) -> None:
     """A group of one rank, as on a machine with one device."""
     dist.destroy_process_group()
@@ -332,6 +342,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "accumulation": accumulation,
     "failing": failing,
     "twice": twice,
+    "zoomed": zoomed,
     "alone": alone,
     "other hook": other_hook,
     "no folder": no_folder,
