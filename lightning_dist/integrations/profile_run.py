@@ -23,6 +23,7 @@ from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
+from lightning_dist.profiling.flight import dump_flight_record
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.gathering import Gatherer, is_shared
 from lightning_dist.profiling.messenger import Messenger
@@ -179,6 +180,9 @@ class ProfileRun:
             self._reducer.leave_alone(self._session.recorder)
         if together:
             self._session.note(read_offset(self._group))
+        else:
+            with suppress(OSError):
+                dump_flight_record(self.folder, rank=self.about.rank, environ=os.environ)
         self._session.close(reason)
         if self._messenger is not None:
             self.reasons += self._messenger.close(_PATIENCE if together else 0.0)

@@ -20,7 +20,7 @@ from lightning_dist.profiling.parts import PARTS
 
 SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
-ODD = ("twice", "zoomed", "alone", "other hook", "no folder", "own folders")
+ODD = ("hanging", "twice", "zoomed", "alone", "other hook", "no folder", "own folders")
 FRAMEWORKS = (
     "lightning compressed_ddp",
     "lightning ddp",
@@ -125,6 +125,15 @@ def test_a_run_that_failed_has_a_report(
     assert 5 <= len(profiled.ranks[0].steps) <= 9
     assert summary["steps"] > 0
     assert (folders[name] / inside / "run-0" / "report.html").stat().st_size > 1e6
+
+
+def test_a_hang_leaves_the_flight_record_beside_the_report(folders: dict[str, Path]) -> None:
+    found = folders["hanging"] / "run-0"
+    assert len(read_run(found).common_steps) == 4
+    assert (found / "report.html").is_file()
+    for rank in range(2):
+        entries = json.loads((found / f"flight-rank{rank}.json").read_text())["entries"]
+        assert any("all_reduce" in entry["profiling_name"] for entry in entries)
 
 
 def test_a_model_can_be_profiled_again(folders: dict[str, Path]) -> None:

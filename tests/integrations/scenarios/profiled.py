@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 faulthandler.dump_traceback_later(110, exit=True)
+os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
@@ -171,6 +172,19 @@ def failing(folder: Path) -> None:
         with CommProfiler(ddp(), dirpath=folder, show=False) as profiler:
             train(profiler._model, fails_at=7)
     except ArithmeticError:
+        tell(folder)
+
+
+def hanging(folder: Path) -> None:
+    """Rank 1 does not come to one collective of the model."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = ddp(process_group=group)
+    try:
+        with CommProfiler(model, dirpath=folder, show=False):
+            train(model, steps=4 if dist.get_rank() else 5)
+            if dist.get_rank():
+                raise TimeoutError("as if it hung here")
+    except (RuntimeError, TimeoutError):
         tell(folder)
 
 
@@ -341,6 +355,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "same bits": same_bits,
     "accumulation": accumulation,
     "failing": failing,
+    "hanging": hanging,
     "twice": twice,
     "zoomed": zoomed,
     "alone": alone,
