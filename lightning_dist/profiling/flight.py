@@ -21,5 +21,5 @@ def dump_flight_record(folder: Path, *, rank: int, environ: Mapping[str, str]) -
         return None
     path = folder / f"flight-rank{rank}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(c10d._dump_fr_trace_json())
+    path.write_bytes(c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
     return path

@@ -19,6 +19,7 @@ from lightning_dist.profiling.records import (
     from_line,
     to_line,
 )
+from lightning_dist.profiling.summarize import summarize
 
 
 def records_of(run: RankRun) -> list[Record]:
@@ -162,3 +163,12 @@ def test_the_clock_between_two_readings_drifts_evenly() -> None:
     run = RankRun(about, {}, clocks=readings)
     assert [run.offset(at * MS) for at in (0, 10, 15, 20, 99)] == [100, 100, 200, 300, 300]
     assert RankRun(about, {}).offset(7) == 0
+
+
+def test_a_folder_of_the_first_schema_still_loads() -> None:
+    """It was written once, and is never written again."""
+    run = read_run(Path(__file__).with_name("kept") / "schema-1")
+    assert run.notes == []
+    summary = summarize(run)
+    assert summary.headline.startswith("36 % of the step is exposed communication (43 ms)")
+    assert (len(summary.errors), len(summary.links)) == (2, 2)
