@@ -75,7 +75,9 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if words[script] != given.training_script:  # torchrun's parser drops a -- after it
         script -= 1
     options = [word for word in words[:script] if word not in ("--dry-run", "--")]
-    made.arguments += ["-m", "torch.distributed.run", *options, *added, *words[script:]]
+    # Behind -- torchrun takes nothing for an option of its own, such as --n for --nnodes.
+    after = words[script + 1 :] if words[script] == "--" else words[script:]
+    made.arguments += ["-m", "torch.distributed.run", *options, *added, "--", *after]
     return made
 
 

@@ -18,6 +18,8 @@ from lightning_dist.elastic.plan import EpochPlan, Position, full_size
 from lightning_dist.elastic.sampling import Cursor
 from lightning_dist.elastic.state import ElasticState
 from lightning_dist.elastic.stateful import Remembered, StatefulLoader
+from lightning_dist.elastic.workers import keep_workers
+from lightning_dist.integrations.elastic_signals import notice_signals
 
 
 class ElasticData:
@@ -95,6 +97,12 @@ class ElasticData:
             seed=self._seed,
             on_first=self._on_first if loader.num_workers == 0 else lambda: None,
         )
+
+    def keep_workers(self, *loaders: Any) -> None:
+        """Let their workers outlive a launcher's signal, as this process does."""
+        environment = self._trainer._accelerator_connector.cluster_environment
+        for loader in loaders:
+            keep_workers(loader, notice_signals(environment))
 
     def _leave(self, loader: Any, reason: NotExactError) -> Any:
         """Take a loader as it is."""
@@ -253,7 +261,9 @@ class ElasticSource(_DataLoaderSource):
 
     @override
     def dataloader(self) -> Any:
-        return self._data.deal(super().dataloader())
+        dealt = self._data.deal(super().dataloader())
+        self._data.keep_workers(dealt)
+        return dealt
 
 
 def require_plain_trainer(trainer: pl.Trainer) -> None:

@@ -154,5 +154,8 @@ class RunLife:
 def _is_of_a_peer(exception: BaseException) -> bool:
     """Whether an exception says that another rank is gone; torch's are all RuntimeErrors."""
     text = str(exception).lower()
-    signs = ("gloo", "nccl", "processgroup", "connection closed", "connection reset")
+    signs = (
+        *("gloo", "nccl", "processgroup", "connection closed", "connection reset"),
+        "killed by signal: terminated",  # a worker of a loader, by the launcher
+    )
     return isinstance(exception, RuntimeError) and any(sign in text for sign in signs)

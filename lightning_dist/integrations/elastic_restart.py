@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
@@ -129,6 +130,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             super().setup(trainer, pl_module, stage)
             return
         require_plain_trainer(trainer)
+        self._require_own_folder(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._state = self._data = self._at = None
@@ -210,6 +212,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             factor = lr_factor(self._policy, before=before, now=self._data.layout)
             scale_learning_rates(trainer, factor)
         self._at.restore_metrics()
+        self._data.keep_workers(*tree_leaves(trainer.val_dataloaders))
         self._account.begin(trainer, self._state, self._data)
         self._life.begin()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.checkpoint_last import folder_of
 
 _PATIENCE = 5.0
 """Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
@@ -41,6 +42,11 @@ class NewestCheckpoint(AsyncCheckpoint):
         _require_keywords(kwargs)
         if not dirpath:
             raise ValueError("dirpath is the folder that every start looks into; give one")
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ValueError(
+                f"every_n_train_steps has to be positive, got {every_n_train_steps}; leave it out "
+                "to save at the end of epochs only"
+            )
         if keep < 1 or (every_n_epochs is not None and every_n_epochs < 0):
             raise ValueError(
                 "keep has to be positive, and every_n_epochs not negative; got "
@@ -59,6 +65,15 @@ class NewestCheckpoint(AsyncCheckpoint):
             (0 if every_n_train_steps else 1) if every_n_epochs is None else every_n_epochs
         )
         self._patience = _PATIENCE
+
+    def _require_own_folder(self, trainer: pl.Trainer) -> None:
+        own = folder_of(self, trainer)
+        for other in trainer.checkpoint_callbacks:
+            if other is not self and folder_of(other, trainer) == own:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"{type(other).__name__} saves into {own} too, and a start would go on from "
+                    "its checkpoints; give it a folder of its own with dirpath="
+                )
 
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
         """That there are checkpoints is what a restart is for."""

@@ -45,7 +45,9 @@ def planned(*words: str | Path) -> tuple[dict[str, str], list[str]]:
     parts = shlex.split(result.stdout)
     start = parts.index(sys.executable)
     assert parts[start + 1 : start + 3] == ["-m", "torch.distributed.run"]
-    return dict(part.split("=") for part in parts[:start]), parts[start + 3 :]
+    arguments = parts[start + 3 :]
+    arguments.remove("--")
+    return dict(part.split("=") for part in parts[:start]), arguments
 
 
 def test_one_node(script: Path) -> None:

@@ -54,6 +54,14 @@ def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path) -> None:
     assert not (tmp_path / "ended").exists()
 
 
+def test_a_launcher_that_is_told_to_end_leaves_a_checkpoint(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("elastic_told.py")
+    command = [*PROGRAM, "--nproc-per-node", "2", str(script), str(tmp_path)]
+    (done,) = run_together([command], [{}], limit=LIMIT)
+    assert "everything is saved" in done.output
+    assert list(tmp_path.glob("*.ckpt"))
+
+
 def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "elastic_train.py"
     arguments = ["--folder", str(tmp_path / "out"), "--steps", "12"]

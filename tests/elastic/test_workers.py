@@ -1,0 +1,72 @@
+"""A signal to a whole process group, as a launcher sends it, while a loader has workers."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import textwrap
+
+import pytest
+from processes import run
+from torch.utils.data import DataLoader
+
+from lightning_dist.elastic.workers import ToldOnce, keep_workers
+
+SCRIPT = textwrap.dedent("""
+    import os, signal, sys
+    from torch.utils.data import DataLoader
+    from lightning_dist.elastic.workers import keep_workers
+
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    loader = DataLoader(range(40), num_workers=2)
+    if sys.argv[1] == "kept":
+        keep_workers(loader, [signal.SIGTERM])
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(int(batch))
+        if number == 5:
+            os.killpg(0, signal.SIGTERM)
+    assert told and seen == list(range(40))
+    workers = iter(loader)  # left behind: Python ends them at the end
+    next(workers)
+    print("all seen")
+""")
+
+
+def test_workers_outlive_the_first_signal() -> None:
+    done = run([sys.executable, "-c", SCRIPT, "kept"], limit=60).require_success()
+    assert "all seen" in done.output
+
+
+def test_without_it_they_take_the_training_down() -> None:
+    done = run([sys.executable, "-c", SCRIPT, "as they are"], limit=60)
+    assert done.returncode == 1
+    assert "killed by signal: Terminated" in done.output
+
+
+def first(worker: int) -> None:
+    raise RuntimeError(f"worker {worker} begins")
+
+
+def test_what_the_user_wants_of_a_worker_still_happens() -> None:
+    loader = DataLoader(range(4), num_workers=1, worker_init_fn=first)
+    keep_workers(loader, [signal.SIGTERM])
+    keep_workers(loader, [signal.SIGTERM])  # a second fit
+    assert isinstance(loader.worker_init_fn, ToldOnce)
+    assert loader.worker_init_fn.usual is first
+    again = pickle.loads(pickle.dumps(loader.worker_init_fn))  # for workers that are not forks
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RuntimeError, match="worker 3 begins"):
+            again(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loader_without_workers_stays_as_it_is() -> None:
+    loader = DataLoader(range(4))
+    keep_workers(loader, [signal.SIGTERM])
+    keep_workers([1, 2], [signal.SIGTERM])
+    assert loader.worker_init_fn is None
