@@ -1,0 +1,108 @@
+"""What compression loses: looked at now and then, on one bucket at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dist.profiling.records import ErrorRecord
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.observer import Sight
+
+MOST = 1 << 18
+"""Elements that are looked at: about 2 ms on a CPU. Smaller buckets are looked at as a whole."""
+
+
+class Losses:
+    """Is asked for a step, and looks at the next bucket in turn.
+
+    Args:
+        clock: in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._step: int | None = None
+        self._turn = 0
+        self._found: ErrorRecord | None = None
+        self._cost = 0
+
+    def ask(self, step: int | None) -> None:
+        """Look at a bucket of ``step``, which comes next; None: at nothing."""
+        self._step = step
+
+    def look(self, sights: Iterator[Sight]) -> Callable[[], None]:
+        """At one of them; what is returned is called when the residuals are written."""
+        if self._step is None:
+            return _nothing
+        begin = self._clock()
+        losing = list(sights)
+        if not losing:
+            return _nothing
+        step, self._step = self._step, None
+        sight = losing[self._turn % len(losing)]
+        self._turn += 1
+        # All ranks draw the same elements.
+        sampler = Sampler(step, share=MOST / max(sight.numel, 1))
+        glimpses = list(sight.glimpses(sampler))
+        squares = _squares(glimpses)
+        residuals = [each.residual for each in glimpses if each.residual is not None]
+        del glimpses
+        scale = float(sight.scale)
+        self._cost += self._clock() - begin
+
+        def settled() -> None:
+            begin = self._clock()
+            owed = None
+            if residuals:
+                owed = _square([residual() for residual in residuals]) * scale**2
+            self._found = _record(step, sight.bucket, squares, owed)
+            self._cost += self._clock() - begin
+
+        return settled
+
+    def take(self) -> tuple[Sequence[ErrorRecord], int]:
+        """What was found since the last call, and the nanoseconds that it took."""
+        found, cost = self._found, self._cost
+        self._found, self._cost = None, 0
+        return [] if found is None else [found], cost
+
+
+def _squares(glimpses: Sequence[Glimpse]) -> tuple[float, ...]:
+    """Of the gradient, what is pending, what is sent, what is lost; and pending times sent."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    for each in glimpses:
+        gradient, pending = each.gradient.double(), each.pending.double()
+        sent = each.sent.double()
+        lost = pending - sent
+        pairs = ((gradient, gradient), (pending, pending), (sent, sent), (lost, lost))
+        sums += torch.stack([torch.dot(*pair) for pair in (*pairs, (pending, sent))])
+    return tuple(sums.tolist())
+
+
+def _square(tensors: Sequence[Tensor]) -> float:
+    wide = [tensor.double() for tensor in tensors]
+    return sum(float(torch.dot(each, each)) for each in wide)
+
+
+def _record(
+    step: int, bucket: int, squares: tuple[float, ...], owed: float | None
+) -> ErrorRecord | None:
+    """None where there is nothing to compare: no elements, zeros, or a gradient that overflowed."""
+    gradient, pending, sent, lost, product = squares
+    if not pending or not math.isfinite(sum(squares)) or not math.isfinite(owed or 0.0):
+        return None
+    return ErrorRecord(
+        step,
+        bucket,
+        relative_l2=math.sqrt(lost / pending),
+        cosine=product / math.sqrt(pending * sent) if sent else None,
+        residual_ratio=None if owed is None or not gradient else math.sqrt(owed / gradient),
+    )
+
+
+def _nothing() -> None:
+    pass
