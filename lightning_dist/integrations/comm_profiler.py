@@ -15,7 +15,9 @@ from typing_extensions import override
 
 from lightning_dist.integrations.live_profile import LiveProfile, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.profiling.divergence import ResidualAlarm
 from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.records import ErrorRecord
 from lightning_dist.profiling.report.write import Wanted
 from lightning_dist.profiling.session import SessionSettings
 
@@ -36,11 +38,16 @@ class CommProfiler(pl.Callback):
     writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
     exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
 
+    Now and then it also looks at what the codec loses of a bucket. Where the residual of one grows
+    without end, a warning says so, once.
+
     Args:
         model: to be profiled, outside of Lightning.
         dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
             ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        error_every: steps between two looks at what compression loses, at one bucket in turn; 0:
+            never.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev.
         csv: write ``steps.csv`` and ``buckets.csv``.
@@ -56,6 +63,7 @@ class CommProfiler(pl.Callback):
         *,
         dirpath: str | Path | None = None,
         budget: float = 0.01,
+        error_every: int = 50,
         html: bool = True,
         trace: bool = True,
         csv: bool = False,
@@ -63,11 +71,12 @@ class CommProfiler(pl.Callback):
     ) -> None:
         self._model = model
         self._dirpath = dirpath
-        self._settings = SessionSettings(budget=budget)
+        self._settings = SessionSettings(budget=budget, error_every=error_every)
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
         self._show = show
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
+        self._alarm: ResidualAlarm | None = None
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
 
@@ -113,9 +122,18 @@ class CommProfiler(pl.Callback):
             settings=self._settings,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
+            on_error=self._on_error,
         )
+        self._alarm = ResidualAlarm()
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")
+
+    def _on_error(self, error: ErrorRecord) -> None:
+        if self._live is not None:
+            self._live.add_error(error)
+        if self._alarm is not None and (growth := self._alarm.add(error)) is not None:
+            self._alarm = None  # once
+            rank_zero_warn(f"CommProfiler: {growth}")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

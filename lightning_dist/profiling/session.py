@@ -33,13 +33,13 @@ class SessionSettings:
         budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
         flush_s: seconds after which records are in the file at the latest (and a step).
         in_detail: record phases, buckets and spans; False: only how long steps take.
-        errors_every: steps between two looks at what compression loses, of one bucket; 0: never.
+        error_every: steps between two looks at what compression loses, of one bucket; 0: never.
     """
 
     budget: float = 0.01
     flush_s: float = 1.0
     in_detail: bool = True
-    errors_every: int = 50
+    error_every: int = 50
 
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
@@ -47,10 +47,10 @@ class SessionSettings:
                 f"budget is the share of a step that the profiler may take, above 0 and at most 1; "
                 f"got {self.budget}"
             )
-        if self.errors_every < 0:
+        if self.error_every < 0:
             raise ValueError(
-                "errors_every is the number of steps after which compression errors are looked at, "
-                f"0 for never; got {self.errors_every}"
+                "error_every is the number of steps after which compression errors are looked at, "
+                f"0 for never; got {self.error_every}"
             )
 
 
@@ -157,14 +157,14 @@ class Session:
         self._flush_if_due(now)
         self._writing = self._clock() - now
         if looking:
-            every = self._settings.errors_every
+            every = self._settings.error_every
             self._losses_governor.spent(looking / every, of=record.duration)
         if is_detailed:
             self._governor.spent(len(spans) * 2 * self._cost + self._writing, of=record.duration)
 
     def _begin_step(self) -> None:
         """Decide what to look at."""
-        step, every, recorder = self._step, self._settings.errors_every, self.recorder
+        step, every, recorder = self._step, self._settings.error_every, self.recorder
         in_detail = self._settings.in_detail
         recorder.is_on = in_detail and self._governor.wants(step)
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)
