@@ -116,6 +116,7 @@ class CommProfiler(pl.Callback):
 
     def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
         self.summary = None
+        self._alarm = ResidualAlarm()
         self._run = ProfileRun(
             model,
             parent=self._dirpath or parent,
@@ -124,7 +125,6 @@ class CommProfiler(pl.Callback):
             on_step=(lambda step: None) if self._live is None else self._live.add,
             on_error=self._on_error,
         )
-        self._alarm = ResidualAlarm()
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")
 

@@ -13,7 +13,7 @@ from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.observer import Sight
 
 MOST = 1 << 18
-"""Elements that are looked at: about 2 ms on a CPU. Smaller buckets are looked at as a whole."""
+"""Elements that are looked at: a few milliseconds on a CPU. Smaller buckets are looked at as a whole."""
 
 
 class Losses:
@@ -72,34 +72,32 @@ class Losses:
 
 
 def _squares(glimpses: Sequence[Glimpse]) -> tuple[float, ...]:
-    """Of the gradient, what is pending, what is sent, what is lost; and pending times sent."""
-    sums = torch.zeros(5, dtype=torch.float64)
-    for each in glimpses:
-        gradient, pending = each.gradient.double(), each.pending.double()
-        sent = each.sent.double()
-        lost = pending - sent
-        pairs = ((gradient, gradient), (pending, pending), (sent, sent), (lost, lost))
-        sums += torch.stack([torch.dot(*pair) for pair in (*pairs, (pending, sent))])
-    return tuple(sums.tolist())
+    """Of the gradient, what is pending, what is sent, and what is lost."""
+    return (
+        _square([each.gradient for each in glimpses]),
+        _square([each.pending for each in glimpses]),
+        _square([each.sent for each in glimpses]),
+        _square([each.pending - each.sent for each in glimpses]),
+    )
 
 
 def _square(tensors: Sequence[Tensor]) -> float:
-    wide = [tensor.double() for tensor in tensors]
-    return sum(float(torch.dot(each, each)) for each in wide)
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 def _record(
     step: int, bucket: int, squares: tuple[float, ...], owed: float | None
 ) -> ErrorRecord | None:
     """None where there is nothing to compare: no elements, zeros, or a gradient that overflowed."""
-    gradient, pending, sent, lost, product = squares
+    gradient, pending, sent, lost = squares
     if not pending or not math.isfinite(sum(squares)) or not math.isfinite(owed or 0.0):
         return None
     return ErrorRecord(
         step,
         bucket,
         relative_l2=math.sqrt(lost / pending),
-        cosine=product / math.sqrt(pending * sent) if sent else None,
+        cosine=(pending + sent - lost) / 2 / math.sqrt(pending * sent) if sent else None,
         residual_ratio=None if owed is None or not gradient else math.sqrt(owed / gradient),
     )
 

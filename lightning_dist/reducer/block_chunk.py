@@ -77,11 +77,13 @@ class BlockChunk(Chunk):
             keys, filled = self._keys_of(piece), piece.filled()
             chosen = None if filled is None else filled[:, at]
             gradient, pending, sent = self.kernels.passes.look(
-                piece.grad[:, at],
-                tuple(held[:, at] for held in piece.state),
+                piece.grad.index_select(1, at),
+                tuple(held.index_select(1, at) for held in piece.state),
                 scale,
-                None if keys is None else keys[:, at],
-                tuple(plane[:, at] for plane in own) if self.exchange.own_stays else None,
+                None if keys is None else keys.index_select(1, at),
+                tuple(plane.index_select(1, at) for plane in own)
+                if self.exchange.own_stays
+                else None,
             )
             residual = None
             if "residual" in self.kernels.memory.kinds:
@@ -124,4 +126,4 @@ def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
 
 
 def _residual(held: Tensor, at: Tensor, chosen: Tensor | None) -> Tensor:
-    return _chosen(held[:, at], chosen)
+    return _chosen(held.index_select(1, at), chosen)

@@ -89,12 +89,11 @@ class SparseChunk(Chunk):
             yield Glimpse(gradient, pending, self._said(at + slot.offset).to(pending), residual)
 
     def _said(self, places: Tensor) -> Tensor:
-        """What the own payload says of these elements of the bucket."""
+        """What the own payload says of these elements of the bucket, which ascend."""
         indices, values = self._own
-        if not len(indices):
-            return values.new_zeros(len(places))
-        at = torch.searchsorted(indices, places.to(indices.dtype)).clamp_(max=len(indices) - 1)
-        return torch.where(indices[at] == places, values[at], 0)
+        at = torch.searchsorted(places, indices.to(places.dtype)).clamp_(max=len(places) - 1)
+        found = places[at] == indices
+        return values.new_zeros(len(places)).index_put_((at[found],), values[found])
 
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:

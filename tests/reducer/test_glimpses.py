@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-from feeding import EVERY_CODEC, SHAPES, Fed, Tensors, backward, compressed, feed, step_digest
-from layouts import FORMS
+from feeding import EVERY_CODEC, Fed, Tensors, backward, compressed, feed, step_digest
+from layouts import FORMS, Layout
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -167,3 +166,111 @@ def test_stochastic_codecs_use_the_keys_of_the_step(codec: str) -> None:
     whole = torch.cat([arrived[name].flatten() for name in ("first", "second")])
     assert norm(mean) == pytest.approx(norm(whole), rel=1e-6)
     assert mean.double().sum().item() == pytest.approx(whole.double().sum().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", FORMS, ids=str)
+@pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "fp16"])
+def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
+    """All shares of the hosts together are the mean of their gradients, once each."""
+
+    def body(rank: Rank) -> tuple[Looking, Tensors]:
+        looking = Looking()
+        form = {"tree": layout.tree, "leader": layout.leader}
+        with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            backward(model, feed(rank.rank, 0))
+            return looking, held(reducer, "residuals")
+
+    total, elements = 0.0, 0
+    for looking, owed in run_threads(body, layout.size):
+        if not looking.steps[0]:  # leaves the way to another rank
+            assert norm(owed) == 0 if owed else True
+            continue
+        gradient, pending, sent, residual = looking.steps[0]
+        assert torch.equal(gradient, pending)  # nothing was owed before
+        assert 0 < norm(pending - sent) < norm(pending)
+        if owed:
+            assert norm(residual) == pytest.approx(norm(owed), rel=1e-6)
+        elements += gradient.numel()
+        total += float(gradient.double().sum())
+    of_hosts = len(layout.tree)
+    assert elements == of_hosts * (40 * 48 + 33 * 50)
+    given = [feed(rank, 0) for rank in range(layout.size)]
+    whole = sum(float(each[name].double().sum()) for each in given for name in ("first", "second"))
+    # Weighted, so that the plain mean over hosts is the mean over ranks.
+    assert total / of_hosts == pytest.approx(whole / layout.size, abs=1e-3)
+
+
+@pytest.mark.parametrize("codec", [*lossy, "none"])
+def test_looking_changes_no_bit(codec: str) -> None:
+    def body(rank: Rank, looks: bool) -> list[str]:
+        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+            if looks:
+                reducer.observe(Looking(share=0.4))
+            before = torch.get_rng_state()
+            found = [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(3)]
+            assert torch.equal(before, torch.get_rng_state())
+            return found
+
+    looked = run_threads(lambda rank: body(rank, True), 3)
+    assert looked == run_threads(lambda rank: body(rank, False), 3)
+
+
+def test_what_is_lossless_is_not_shown() -> None:
+    def body(rank: Rank) -> Looking:
+        looking = Looking()
+        with compressed(rank, Fed(), "none") as (model, reducer):
+            reducer.observe(looking)
+            backward(model, feed(rank.rank, 0))
+        return looking
+
+    for looking in run_threads(body, 2):
+        assert looking.buckets == []
+        assert looking.steps == [[]]
+
+
+@pytest.mark.parametrize("codec", ["int8", "threshold:tau=1.5", "powersgd:rank=2", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_other_types(codec: str, dtype: torch.dtype) -> None:
+    def body(rank: Rank) -> Looking:
+        looking = Looking()
+        with compressed(rank, Fed(dtype=dtype), codec, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            for step in range(2):
+                backward(model, feed(rank.rank, step, dtype=dtype))
+        return looking
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for rank, looking in enumerate(run_threads(body, 2)):
+        given = [feed(rank, 1, dtype=dtype)[name].flatten() for name in ("first", "second")]
+        gradient, *others, residual = looking.steps[1]
+        assert norm(gradient) == pytest.approx(norm(torch.cat(given)), rel=1e-6)
+        assert {each.dtype for each in (gradient, *others)} == {wide}
+        assert residual.numel() in (0, gradient.numel())
+
+
+def test_a_sampler_draws_each_element_as_often() -> None:
+    device, share = torch.device("cpu"), 0.2
+    counts = torch.zeros(100_003)
+    few = torch.zeros(3)
+    for seed in range(400):
+        sampler = Sampler(seed, share=share)
+        counts[sampler.items(len(counts), of=1, device=device)] += 1
+        few[sampler.items(3, of=2000, device=device)] += 1
+    assert counts.mean() / 400 == pytest.approx(share, rel=0.05)
+    assert 0.1 < counts.min() / 400 <= counts.max() / 400 < 0.3
+    assert few.mean() / 400 == pytest.approx(share, rel=0.3)
+
+
+def test_a_sampler_is_its_seed() -> None:
+    def drawn(seed: int) -> Tensor:
+        sampler = Sampler(seed, share=0.3)
+        parts = [sampler.items(50_000, of=1, device=torch.device("cpu")) for _ in range(2)]
+        assert not torch.equal(*parts)
+        assert all(torch.equal(each, each.unique()) for each in parts)
+        return torch.cat(parts)
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    everything = Sampler(1, share=1).items(50_000, of=1, device=torch.device("cpu"))
+    assert torch.equal(everything, torch.arange(50_000))
