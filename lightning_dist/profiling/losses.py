@@ -13,7 +13,7 @@ from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.observer import Sight
 
 MOST = 1 << 18
-"""Elements that are looked at: a few milliseconds on a CPU. Smaller buckets are looked at as a whole."""
+"""Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""
 
 
 class Losses:
