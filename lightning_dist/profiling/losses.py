@@ -93,13 +93,14 @@ def _record(
     gradient, pending, sent, lost = squares
     if not pending or not math.isfinite(sum(squares)) or not math.isfinite(owed or 0.0):
         return None
-    return ErrorRecord(
-        step,
-        bucket,
-        relative_l2=math.sqrt(lost / pending),
-        cosine=(pending + sent - lost) / 2 / math.sqrt(pending * sent) if sent else None,
-        residual_ratio=None if owed is None or not gradient else math.sqrt(owed / gradient),
-    )
+    cosine = ratio = None
+    if sent:
+        product = (pending + sent - lost) / 2
+        # The products of tiny norms are zero before these are.
+        cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
+    if owed is not None and gradient:
+        ratio = math.sqrt(owed) / math.sqrt(gradient)
+    return ErrorRecord(step, bucket, math.sqrt(lost / pending), cosine, ratio)
 
 
 def _nothing() -> None:

@@ -83,6 +83,16 @@ def test_what_cannot_be_said_is_none() -> None:
     assert (found.relative_l2, found.residual_ratio) == (0.8, None)
 
 
+@pytest.mark.parametrize("size", [1e-140, 1e-42, 1e30, 1e140])
+def test_tiny_and_huge_gradients(size: float) -> None:
+    pending = torch.tensor([3.0, 4.0], dtype=torch.float64) * size
+    sent = torch.tensor([3.0, 0.0], dtype=torch.float64) * size
+    found = looked(losses(), [Planted(gradient=pending, pending=pending, sent=sent)])
+    assert found is not None
+    assert found.relative_l2 == pytest.approx(0.8)
+    assert found.cosine == pytest.approx(0.6)
+
+
 def test_nobody_looks_unasked_and_once_where_asked() -> None:
     taking, sight = losses(), Planted()
     taking.look(iter([sight]))()
