@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 
 class ToldOnce:
-    """A ``worker_init_fn``: the first of each signal is left to the process that has the worker.
+    """A ``worker_init_fn``: a signal from elsewhere is left to the process that has the worker.
 
     A launcher sends its signal to the whole process group. A worker that ends at it takes the
-    training down before there is a checkpoint. The second ends it: Python sends one at the end.
+    training down before there is a checkpoint. At one from its own process it ends, and at the
+    second from anywhere.
 
     Args:
         usual: what the user wants a worker to begin with.
@@ -26,10 +28,22 @@ class ToldOnce:
         self._signals = tuple(signals)
 
     def __call__(self, worker: int) -> None:
-        for each in self._signals:
-            signal.signal(each, _leave_it)
+        if hasattr(signal, "sigwaitinfo"):
+            # Who sent a signal is told to those who wait for it, not to handlers.
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+            threading.Thread(target=self._listen, args=(os.getppid(),), daemon=True).start()
         if self.usual is not None:
             self.usual(worker)
+
+    def _listen(self, process: int) -> None:
+        told: set[int] = set()
+        while True:
+            came = signal.sigwaitinfo(self._signals)
+            if came.si_pid == process:
+                os._exit(0)
+            if came.si_signo in told:
+                os._exit(128 + came.si_signo)
+            told.add(came.si_signo)
 
 
 def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
@@ -37,7 +51,3 @@ def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
     usual = getattr(loader, "worker_init_fn", None)
     if getattr(loader, "num_workers", 0) > 0 and not isinstance(usual, ToldOnce):
         loader.worker_init_fn = ToldOnce(usual, signals)
-
-
-def _leave_it(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)

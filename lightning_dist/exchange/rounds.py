@@ -34,6 +34,7 @@ class Exchange(ABC):
     """See the module's docstring. ``own (rows, ...)`` is where the caller encodes."""
 
     own: Payload
+    own_stays = True  # or the network writes its sum there
     payloads: Sequence[Payload]  # to be decoded and added in this order
     sent: Sent  # bytes of one use
     nbytes: int  # of the buffers
@@ -69,6 +70,7 @@ class AllReduce(Exchange):
         else:
             self._summed = in_place
         self.own = (torch.zeros_like(self._summed),) if keep_own else (self._summed,)
+        self.own_stays = keep_own
         self.payloads = ((self._summed,),)
         self.sent = traffic.ring_allreduce(self._summed.nbytes, topology)
         self.nbytes = self._summed.nbytes * (keep_own + (in_place is None))

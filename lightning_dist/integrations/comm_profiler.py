@@ -16,7 +16,9 @@ from typing_extensions import override
 
 from lightning_dist.integrations.live_profile import LiveProfile, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.profiling.divergence import ResidualAlarm
 from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.records import ErrorRecord
 from lightning_dist.profiling.report.write import Wanted
 from lightning_dist.profiling.session import SessionSettings
 
@@ -37,6 +39,9 @@ class CommProfiler(pl.Callback):
     writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
     exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
 
+    Now and then it also looks at what the codec loses of a bucket. Where the residual of one grows
+    without end, a warning says so, once.
+
     Args:
         model: to be profiled, outside of Lightning.
         dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
@@ -47,6 +52,8 @@ class CommProfiler(pl.Callback):
         zoom: steps, ``range(100, 103)``, that torch's own profiler looks at too, or a signal,
             ``signal.SIGUSR2``, after which it looks at three; every rank writes
             ``zoom-rank<r>-step<n>.json.gz``. Such steps are left out of everything else.
+        error_every: steps between two looks at what compression loses, at one bucket in turn; 0:
+            never.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev.
         csv: write ``steps.csv`` and ``buckets.csv``.
@@ -64,6 +71,7 @@ class CommProfiler(pl.Callback):
         budget: float = 0.01,
         calibrate: bool = True,
         zoom: range | Signals | None = None,
+        error_every: int = 50,
         html: bool = True,
         trace: bool = True,
         csv: bool = False,
@@ -71,13 +79,14 @@ class CommProfiler(pl.Callback):
     ) -> None:
         self._model = model
         self._dirpath = dirpath
-        self._settings = SessionSettings(budget=budget)
         self._calibrate = calibrate
         self._zoom = zoom
+        self._settings = SessionSettings(budget=budget, error_every=error_every)
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
         self._show = show
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
+        self._alarm: ResidualAlarm | None = None
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
 
@@ -117,6 +126,7 @@ class CommProfiler(pl.Callback):
 
     def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
         self.summary = None
+        self._alarm = ResidualAlarm()
         self._run = ProfileRun(
             model,
             parent=self._dirpath or parent,
@@ -125,9 +135,17 @@ class CommProfiler(pl.Callback):
             on_step=(lambda step: None) if self._live is None else self._live.add,
             calibrate=self._calibrate,
             zoom=self._zoom,
+            on_error=self._on_error,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")
+
+    def _on_error(self, error: ErrorRecord) -> None:
+        if self._live is not None:
+            self._live.add_error(error)
+        if self._alarm is not None and (growth := self._alarm.add(error)) is not None:
+            self._alarm = None  # once
+            rank_zero_warn(f"CommProfiler: {growth}")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_dist.profiling.live import of_one_rank
+from lightning_dist.profiling.live import of_errors, of_one_rank
 from lightning_dist.profiling.parts import BucketSummary, Summary
-from lightning_dist.profiling.records import StepRecord
+from lightning_dist.profiling.records import ErrorRecord, StepRecord
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
@@ -26,12 +26,17 @@ class LiveProfile:
 
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=_STEPS)
+        self._errors: deque[ErrorRecord] = deque(maxlen=_STEPS)
         self._means: dict[str, MeanMetric] = {}
 
     def add(self, step: StepRecord) -> None:
         """A step is over."""
         if step.detailed:
             self._steps.append(step)
+
+    def add_error(self, error: ErrorRecord) -> None:
+        """The error of a compression was looked at."""
+        self._errors.append(error)
 
     def log(self, trainer: pl.Trainer) -> None:
         """Tell loggers and progress bar the means of the newest steps."""
@@ -42,6 +47,9 @@ class LiveProfile:
         metrics = {
             f"comm/{name}": self._mean(name, [row[name] for row in rows]) for name in rows[0]
         }
+        errors = of_errors(asdict(each) for each in self._errors)
+        metrics |= {f"comm/{name}": value for name, value in errors.items()}
+        self._errors.clear()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
         for name in ("exposed_pct", "ratio"):
@@ -93,6 +101,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         }
         if traffic.link_utilization is not None:
             found["comm/link_util_pct"] = 100 * traffic.link_utilization
+    found |= {f"comm/{name}": value for name, value in of_errors(summary.errors).items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from signal import Signals
@@ -28,7 +29,7 @@ from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.gathering import Gatherer, is_shared
 from lightning_dist.profiling.messenger import Messenger
 from lightning_dist.profiling.parts import Summary
-from lightning_dist.profiling.records import RankRecord, StepRecord
+from lightning_dist.profiling.records import ErrorRecord, RankRecord, StepRecord
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
 from lightning_dist.profiling.session import Session, SessionSettings
 from lightning_dist.profiling.summarize import summarize
@@ -52,6 +53,7 @@ class ProfileRun:
         on_step: called with every step of this rank.
         calibrate: measure the links first.
         zoom: steps, or a signal after which steps, are looked at with torch's profiler.
+        on_error: called with every compression error that this rank has looked at.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ProfileRun:
         on_step: Callable[[StepRecord], None] = lambda step: None,
         calibrate: bool = True,
         zoom: range | Signals | None = None,
+        on_error: Callable[[ErrorRecord], None] = lambda error: None,
     ) -> None:
         self.reasons: list[str] = []
         """What is not measured, and why."""
@@ -78,16 +81,17 @@ class ProfileRun:
         in_detail = settings.in_detail and model.device.type == "cpu"
         if settings.in_detail and not in_detail:
             self.reasons.append(
-                f"phases and buckets: n/a, the times of work on {model.device.type} are not taken "
-                "yet; step times and bytes are"
+                "phases, buckets and compression errors: n/a, the times of work on "
+                f"{model.device.type} are not taken yet; step times and bytes are"
             )
         self.about = _about(model, self._reducer)
         self._session = Session(
             self.folder,
             self.about,
-            settings=SessionSettings(settings.budget, settings.flush_s, in_detail),
+            settings=replace(settings, in_detail=in_detail),
             first=first,
             on_step=self._on_step,
+            on_error=on_error,
         )
         hosts = [each["host"] for each in facts]
         self._session.note(read_offset(self._group))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
 from lightning_dist.profiling.intervals import difference, length, union
 from lightning_dist.profiling.records import StepRecord
 
 _MS, _MB = 1e6, 1e6
+_OF_ERRORS = {
+    "err_rel_l2": "relative_l2",
+    "err_cos": "cosine",
+    "ef_norm_ratio": "residual_ratio",
+}
 
 
 def of_one_rank(record: StepRecord) -> dict[str, float]:
@@ -31,3 +40,13 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
         "ratio": raw / wire if wire else 1.0,
         "profiler_overhead_pct": 100 * record.overhead / record.duration,
     }
+
+
+def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics by name, of compression errors by field: medians, without what no error has."""
+    values: dict[str, list[float]] = {name: [] for name in _OF_ERRORS}
+    for error in errors:
+        for name, field in _OF_ERRORS.items():
+            if error[field] is not None:
+                values[name].append(error[field])
+    return {name: median(found) for name, found in values.items() if found}

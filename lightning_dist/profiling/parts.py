@@ -189,7 +189,7 @@ class Summary:
         straggler: the rank that others wait for, if most of the waiting is for one.
         overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
-            "residual_ratio"}``.
+            "residual_ratio"}``, as in :class:`~lightning_dist.profiling.records.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
         reasons: by field, why it is None.
         notes: what is missing or odd.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from typing_extensions import override
 
+from lightning_dist.profiling.losses import Losses
 from lightning_dist.profiling.records import BucketTimes, Span
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.observer import Observer, Phase
+from lightning_dist.reducer.observer import Observer, Phase, Sight
 
 _CALIBRATION = 500
 
@@ -29,7 +30,8 @@ class Recorder(Observer):
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
         self.is_on = True
-        """Whether anything is recorded."""
+        """Whether anything is recorded, besides losses that were asked for."""
+        self.losses = Losses(clock)
         self._ready: list[tuple[int, int]] = []
         self._buckets: list[BucketTimes] = []
         self._spans: list[Span] = []
@@ -86,6 +88,10 @@ class Recorder(Observer):
             self._spans.append(Span("exchange", bucket, begin, end, op, group, sent, order))
 
         return ended
+
+    @override
+    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
+        return self.losses.look(sights)
 
     @override
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:

@@ -140,17 +140,23 @@ class StepRecord:
 class ErrorRecord:
     """What compression lost of one bucket, on this rank; of a sample of its elements.
 
+    ``p`` is what was encoded: the gradient of this rank, and the residual where one is kept (with
+    ``dgc`` the momentum too); ``C(p)`` what the payload of this rank says of it. What is rounded
+    once more on the way to the mean is not in it. Parameters that travel uncompressed are left out.
+    In a hierarchical exchange the gradient is the mean of the host, on the share of this rank.
+
     Args:
-        relative_l2: ``|g - g'| / |g|``, with ``g'`` what the codec makes of ``g``.
-        cosine: of ``g`` and ``g'``.
-        residual_ratio: norm of the residual over that of the gradient; None without residual.
+        relative_l2: ``|p - C(p)| / |p|``.
+        cosine: of ``p`` and ``C(p)``; None: nothing was sent.
+        residual_ratio: ``|e| / |g|``, of the residual that is kept after the step, with all that
+            the exchange adds to it, and the gradient; None without residual.
     """
 
     kind: ClassVar[str] = "error"
     step: int
     bucket: int
     relative_l2: float
-    cosine: float
+    cosine: float | None
     residual_ratio: float | None = None
 
 

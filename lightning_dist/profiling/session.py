@@ -10,8 +10,19 @@ from pathlib import Path
 from lightning_dist.profiling.folder import RankFile
 from lightning_dist.profiling.governor import Governor
 from lightning_dist.profiling.recorder import Recorder, cost_of_an_event
-from lightning_dist.profiling.records import EndRecord, RankRecord, Record, StepRecord
+from lightning_dist.profiling.records import (
+    EndRecord,
+    ErrorRecord,
+    RankRecord,
+    Record,
+    StepRecord,
+)
 from lightning_dist.profiling.timer import Cut, StepTimer
+
+_FOR_LOSSES = 0.25
+"""Share of the budget."""
+_AT = 2
+"""The first two steps have other buckets: DDP builds them anew."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +33,24 @@ class SessionSettings:
         budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
         flush_s: seconds after which records are in the file at the latest (and a step).
         in_detail: record phases, buckets and spans; False: only how long steps take.
+        error_every: steps between two looks at what compression loses, of one bucket; 0: never.
     """
 
     budget: float = 0.01
     flush_s: float = 1.0
     in_detail: bool = True
+    error_every: int = 50
 
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
             raise ValueError(
                 f"budget is the share of a step that the profiler may take, above 0 and at most 1; "
                 f"got {self.budget}"
+            )
+        if self.error_every < 0:
+            raise ValueError(
+                "error_every is the number of steps after which compression errors are looked at, "
+                f"0 for never; got {self.error_every}"
             )
 
 
@@ -44,6 +62,7 @@ class Session:
         about: of this rank.
         first: number of the step that comes next.
         on_step: called with every step that was recorded.
+        on_error: called with every compression error that was.
         clock: in nanoseconds.
 
     Raises:
@@ -58,20 +77,23 @@ class Session:
         settings: SessionSettings,
         first: int = 0,
         on_step: Callable[[StepRecord], None] = lambda step: None,
+        on_error: Callable[[ErrorRecord], None] = lambda error: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._settings, self._on_step, self._clock = settings, on_step, clock
+        self._settings, self._clock = settings, clock
+        self._on_step, self._on_error = on_step, on_error
         self._step = first
         self._file = None if folder is None else RankFile(folder, rank=about.rank)
         self._unwritten: list[Record] = [about]
         self._written_at = clock()
-        self._governor = Governor(settings.budget)
+        self._governor = Governor((1 - _FOR_LOSSES) * settings.budget)
+        self._losses_governor = Governor(_FOR_LOSSES * settings.budget)
         self._cost = cost_of_an_event()
         self._writing = 0
         self.is_disturbed = False
         """Whether something else makes steps longer than they are; they are not written down."""
         self.recorder = Recorder(clock)
-        self.recorder.is_on = settings.in_detail and self._governor.wants(first)
+        self._begin_step()
         self._timer = StepTimer(clock())
 
     def forward(self) -> None:
@@ -114,7 +136,8 @@ class Session:
     def _close(self, cut: Cut, now: int) -> None:
         is_detailed, recorder = self.recorder.is_on, self.recorder
         # Writing down the step before was in the time of this one.
-        overhead = round(recorder.events * self._cost) + self._writing
+        errors, looking = recorder.losses.take()
+        overhead = round(recorder.events * self._cost) + self._writing + looking
         buckets, spans = recorder.take(cut.begin) if is_detailed else ((), ())
         record = StepRecord(
             self._step,
@@ -128,14 +151,29 @@ class Session:
         )
         if not self.is_disturbed:
             self.note(record)
+        self.note(*errors)
+        for error in errors:
+            self._on_error(error)
         self._step += 1
         self._on_step(record)
         recorder.drop()
-        recorder.is_on = self._settings.in_detail and self._governor.wants(self._step)
+        self._begin_step()
         self._flush_if_due(now)
         self._writing = self._clock() - now
+        if looking:
+            every = self._settings.error_every
+            self._losses_governor.spent(looking / every, of=record.duration)
         if is_detailed:
             self._governor.spent(len(spans) * 2 * self._cost + self._writing, of=record.duration)
+
+    def _begin_step(self) -> None:
+        """Decide what to look at."""
+        step, every, recorder = self._step, self._settings.error_every, self.recorder
+        in_detail = self._settings.in_detail
+        recorder.is_on = in_detail and self._governor.wants(step)
+        due = in_detail and every > 0 and step % every == min(_AT, every - 1)
+        looks = due and self._losses_governor.wants(step // every)
+        recorder.losses.ask(step if looks else None)
 
     def _flush_if_due(self, now: int) -> None:
         if now - self._written_at >= self._settings.flush_s * 1e9:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_dist.profiling.breakdown import timeline
 from lightning_dist.profiling.clock_check import uncertainty_of
+from lightning_dist.profiling.divergence import growth_of
 from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline
@@ -50,7 +51,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
     if not under_way:
         reasons["overlap"] = chosen.reason or _why_nothing(run)
     if not any(each.errors for each in run.ranks.values()):
-        reasons["errors"] = "none was sampled"
+        reasons["errors"] = _why_no_errors(run, chosen)
     if not any(each.links for each in run.ranks.values()):
         reasons["links"] = "no link was measured"
     traffic = traffic_of(run, found.ranks, reasons)
@@ -78,7 +79,12 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.links
         ],
         reasons=reasons,
-        notes=[*run.notes, *chosen.notes, *_doubts(run, found, step_ms["mean"])],
+        notes=[
+            *run.notes,
+            *chosen.notes,
+            *_doubts(run, found, step_ms["mean"]),
+            *_divergence(run),
+        ],
     )
     return replace(summary, headline=headline(summary))
 
@@ -192,6 +198,15 @@ def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:
     return "one rank exchanges nothing" if run.world_size < 2 else otherwise
 
 
+def _why_no_errors(run: Run, chosen: Sample) -> str:
+    if _about(run).get("codec") == "ddp":
+        return "DDP itself exchanges the gradients, without a codec"
+    last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
+    if {bucket.codec for step in last for bucket in step.buckets} == {"none"}:
+        return "nothing is compressed"
+    return "none was sampled"
+
+
 def _overhead(chosen: Sample) -> float:
     records = [each.steps[step] for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in records)
@@ -208,3 +223,13 @@ def _doubts(run: Run, found: Findings, mean_ms: float) -> list[str]:
             f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {mean_ms:.1f} ms"
         )
     return [*doubts, *found.clocks.notes(run)]
+
+
+def _divergence(run: Run) -> list[str]:
+    """Of the rank whose residual has grown the most."""
+    growths = {rank: growth_of(each.errors) for rank, each in run.ranks.items()}
+    found = {rank: growth for rank, growth in growths.items() if growth is not None}
+    if not found:
+        return []
+    rank = max(found, key=lambda rank: found[rank].now)
+    return [f"rank {rank}: {found[rank]}"]

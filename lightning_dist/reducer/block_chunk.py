@@ -6,7 +6,8 @@ ones 96 %, and one chunk is encoded while another travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 from typing_extensions import override
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lightning_dist.exchange.rounds import Exchange, TwoShot
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.keys import ChunkKeys
 from lightning_dist.reducer.pieces import Piece, columns_of
@@ -66,6 +68,31 @@ class BlockChunk(Chunk):
         self.exchange.wait()
 
     @override
+    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+        for piece, own in zip(self.pieces, self._own, strict=True):
+            rows, columns, block = piece.grad.shape
+            at = sampler.items(columns, of=rows * block, device=piece.grad.device)
+            if not len(at):
+                continue
+            keys, filled = self._keys_of(piece), piece.filled()
+            chosen = None if filled is None else filled[:, at]
+            gradient, pending, sent = self.kernels.passes.look(
+                piece.grad.index_select(1, at),
+                tuple(held.index_select(1, at) for held in piece.state),
+                scale,
+                None if keys is None else keys.index_select(1, at),
+                tuple(plane.index_select(1, at) for plane in own)
+                if self.exchange.own_stays
+                else None,
+            )
+            residual = None
+            if "residual" in self.kernels.memory.kinds:
+                residual = partial(_residual, piece.state[0], at, chosen)
+            yield Glimpse(
+                _chosen(gradient, chosen), _chosen(pending, chosen), _chosen(sent, chosen), residual
+            )
+
+    @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         self.wait()
         if self._in_place:
@@ -92,3 +119,11 @@ class BlockChunk(Chunk):
 
     def _keys_of(self, piece: Piece) -> Tensor | None:
         return None if self._keys is None else self._keys.encode[:, piece.columns]
+
+
+def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
+    return tensor.flatten() if chosen is None else tensor[chosen]
+
+
+def _residual(held: Tensor, at: Tensor, chosen: Tensor | None) -> Tensor:
+    return _chosen(held.index_select(1, at), chosen)

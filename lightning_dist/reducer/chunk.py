@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.policy import Slot
 
 
@@ -43,6 +44,10 @@ class Chunk(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Until the last collective has landed."""
+
+    @abstractmethod
+    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+        """Some of what was encoded. Between :meth:`advance` and :meth:`settle`; changes nothing."""
 
     @abstractmethod
     def settle(self, scale: Tensor, ok: Tensor) -> None:

@@ -10,7 +10,7 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange.shares import Shares
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.chunk import Chunk, begun, settle_all
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.pieces import Piece, columns_of
 
@@ -109,6 +110,12 @@ class HierarchicalChunk(Chunk):
         self._exchange.wait()
         for chunk in self._across:
             chunk.wait()
+
+    @override
+    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+        """Of the mean of the host, on its way to the others; of no interest is the way inside."""
+        for chunk in self._across:
+            yield from chunk.glimpses(sampler, scale)
 
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:

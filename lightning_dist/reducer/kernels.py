@@ -69,11 +69,30 @@ class Passes:
         x = _widened(grad)
         if state:
             pending = self.memory.pending(x, state, scale)
-            sent = self.codec.decode(own, x.dtype, keys) * self.factors.own
+            sent = self.said(own, x.dtype, keys)
             after = self.memory.after(x, pending, sent, state, scale)
             for held, new in zip(state, after, strict=True):
                 held.copy_(torch.where(ok, new, held))
         grad.copy_(self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys))
+
+    def look(
+        self,
+        grad: Tensor,
+        state: State,
+        scale: Tensor,
+        keys: Tensor | None,
+        own: Payload | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient, what is pending, and what is sent of it: by ``own``, or encoded once more."""
+        x = _widened(grad)
+        pending = self.memory.pending(x, state, scale)
+        if own is None:
+            own = self.codec.encode(pending * self.factors.encode, keys)
+        return x, pending, self.said(own, x.dtype, keys)
+
+    def said(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
+        """What a payload of this rank stands for."""
+        return self.codec.decode(own, dtype, keys) * self.factors.own
 
     def carry(
         self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from typing_extensions import override
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
@@ -112,6 +114,23 @@ class LowRankChunk(Chunk):
         self._sums[-1].wait()
 
     @override
+    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+        for i, matrix in enumerate(self._matrices):
+            rows, width = matrix.pending.shape
+            at = sampler.items(rows, of=width, device=matrix.pending.device)
+            if not len(at):
+                continue
+            (left, right), _ = self._products(i)
+            pending, residual = matrix.pending[at], None
+            gradient = matrix.gradient[at].to(pending.dtype)
+            if matrix.residual is not None:
+                if matrix.pending is matrix.gradient:
+                    gradient = pending - matrix.residual[at] * scale
+                residual = partial(_rows, matrix.residual, at)
+            sent = left[at] @ right.T
+            yield Glimpse(gradient.flatten(), pending.flatten(), sent.flatten(), residual)
+
+    @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         self.wait()
         # Both wait for a GPU; the branch saves a pass over every residual.
@@ -172,6 +191,10 @@ def _matrix(
         flat = state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
         residual = flat.view(size)
     return _Matrix(gradient, pending, residual, left, right)
+
+
+def _rows(matrix: Tensor, at: Tensor) -> Tensor:
+    return matrix[at].flatten()
 
 
 def _views(flat: Tensor, sizes: Sequence[tuple[int, int]]) -> Sequence[Tensor]:

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.exchange.channel import Watch
 from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.job import Job
 
 Phase = Literal["encode", "decode"]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A bucket that has been encoded, with what loses something of it."""
+
+    bucket: int
+    lanes: Sequence[Lane]
+    scale: Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of it that are compressed."""
+        return sum(slot.numel for lane in self.lanes for slot in lane.slots)
+
+    def glimpses(self, sampler: Sampler) -> Iterator[Glimpse]:
+        """Of the elements that ``sampler`` draws. Only before the step is settled."""
+        for lane in self.lanes:
+            for chunk in lane.chunks:
+                yield from chunk.glimpses(sampler, self.scale)
 
 
 class Observer(Watch):
@@ -28,6 +52,13 @@ class Observer(Watch):
 
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
         """The reducer begins to compute for a bucket; what is returned is called after that."""
+        return _nothing
+
+    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
+        """All buckets of a step are encoded; these lose something.
+
+        Who looks at one looks here; what is returned is called when the residuals are written.
+        """
         return _nothing
 
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
@@ -49,6 +80,14 @@ def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterato
         for observer in observers:
             stack.callback(observer.works(bucket, phase))
         yield
+
+
+def sights(jobs: Sequence[Job], scale: Tensor) -> Iterator[Sight]:
+    """The buckets of a step that a codec loses something of."""
+    for job in jobs:
+        lanes = [lane for lane in job.lanes if not lane.codec.lossless]
+        if lanes:
+            yield Sight(job.index, lanes, scale)
 
 
 def _nothing() -> None:

@@ -29,6 +29,15 @@ class Piece:
                 copy.zero_()
             torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
 
+    def filled(self) -> Tensor | None:
+        """Which elements of ``grad`` are of the parameter; None: all of them."""
+        if not self.staged:
+            return None
+        filled = torch.zeros_like(self.grad, dtype=torch.bool)
+        for _, copy in self.staged[: len(self.staged) // (1 + len(self.state))]:
+            filled.as_strided(copy.shape, copy.stride(), copy.storage_offset()).fill_(True)
+        return filled
+
     def store(self) -> None:
         if self.staged:
             torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])

@@ -21,7 +21,7 @@ from lightning_dist.reducer.chunk import Lane, begun
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer, working
+from lightning_dist.reducer.observer import Observer, sights, working
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import matrices, slots_by_codec
 from lightning_dist.reducer.state import ReducerState
@@ -128,12 +128,15 @@ class Reducer:
         ok = torch.ones((), dtype=torch.bool) if verdict is None else verdict.ok()
         ok = ok.to(self.network.device)
         unused = set() if verdict is None else verdict.unused()
+        looked = [observer.looks(sights(jobs, self._scale)) for observer in self._observers]
         for job in jobs:
             with working(self._observers, job.index, "decode"):
                 for lane in job.lanes:
                     settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
                     self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
                     job.restore(lane, unused)
+        for over in looked:
+            over()
         for observer in self._observers:
             observer.settled([(job.index, job.lanes) for job in jobs])
         self._observers = tuple(each for each in self._observers if not each.done)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.variable import GatherVariable
 from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
@@ -71,6 +73,27 @@ class SparseChunk(Chunk):
     @override
     def wait(self) -> None:
         self._exchange.wait()
+
+    @override
+    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+        for i, slot in enumerate(self._slots):
+            at = sampler.items(slot.numel, of=1, device=self._bucket.device)
+            if not len(at):
+                continue
+            pending, residual = slot.of(self._pending)[at], None
+            gradient = slot.of(self._bucket)[at].to(pending.dtype)
+            if self._residuals:
+                if self._pending is self._bucket:
+                    gradient = pending - self._residuals[i][at] * scale
+                residual = partial(torch.take, self._residuals[i], at)
+            yield Glimpse(gradient, pending, self._said(at + slot.offset).to(pending), residual)
+
+    def _said(self, places: Tensor) -> Tensor:
+        """What the own payload says of these elements of the bucket, which ascend."""
+        indices, values = self._own
+        at = torch.searchsorted(places, indices.to(places.dtype)).clamp_(max=len(places) - 1)
+        found = places[at] == indices
+        return values.new_zeros(len(places)).index_put_((at[found],), values[found])
 
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:

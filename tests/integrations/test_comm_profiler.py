@@ -20,6 +20,7 @@ from lightning_dist.profiling.parts import PARTS
 
 SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 LOOPS = ("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing")
+RESIDUALS = ("residual healthy", "residual growing")
 ODD = ("hanging", "twice", "zoomed", "alone", "other hook", "no folder", "own folders")
 FRAMEWORKS = (
     "lightning compressed_ddp",
@@ -28,7 +29,7 @@ FRAMEWORKS = (
     "lightning told to end",
     "fabric",
 )
-CASES = (*LOOPS, *ODD, *FRAMEWORKS, "accelerate")
+CASES = (*LOOPS, *RESIDUALS, *ODD, *FRAMEWORKS, "accelerate")
 MS = 1e6
 PLANTED = {4: 50, 6: 100, 8: 100}
 
@@ -93,6 +94,29 @@ def test_weights_are_those_without_it(folders: dict[str, Path]) -> None:
         assert found["None True"] == found["None False"]
         assert found["int8 True"] == found["int8 False"]
         assert found["None True"] != found["int8 True"]
+
+
+def test_a_residual_that_grows_without_end_is_told_once(folders: dict[str, Path]) -> None:
+    profiled, summary = profile(folders["residual growing"])
+    (note,) = [note for note in summary["notes"] if "residual of bucket" in note]
+    assert "has grown from" in note
+    output = (folders["residual growing"] / "output-0.txt").read_text()
+    assert output.count("CommProfiler: the residual of bucket") == 1
+    assert "Use a codec or options that lose less" in output
+    for of_rank in profiled.ranks.values():
+        assert len(of_rank.errors) >= 10  # a machine that is busy looks less often
+        assert all(each.relative_l2 == pytest.approx(1.2, abs=0.01) for each in of_rank.errors)
+        assert all(each.cosine == pytest.approx(-1, abs=0.01) for each in of_rank.errors)
+
+
+def test_a_residual_that_levels_off_is_no_reason_to_warn(folders: dict[str, Path]) -> None:
+    profiled, summary = profile(folders["residual healthy"])
+    assert not [note for note in summary["notes"] if "residual" in note]
+    assert "the residual of" not in (folders["residual healthy"] / "output-0.txt").read_text()
+    for of_rank in profiled.ranks.values():
+        assert len(of_rank.errors) >= 10
+        assert all(0 < each.relative_l2 < 1 and 0 < each.cosine < 1 for each in of_rank.errors)
+        assert max(each.residual_ratio for each in of_rank.errors) > 1
 
 
 def test_accumulated_passes_are_one_step_and_evaluation_is_none(folders: dict[str, Path]) -> None:
@@ -214,6 +238,9 @@ def test_loggers_hear_of_it(strategy: str, folders: dict[str, Path]) -> None:
     live = [row for row in rows if row.get("comm/exposed_pct")]
     assert len(live) >= 2
     assert all(0 < float(row["comm/exposed_pct"]) < 100 for row in live)
+    lost = [float(row["comm/err_rel_l2"]) for row in rows if row.get("comm/err_rel_l2")]
+    assert (strategy == "ddp") == (lost == [])
+    assert all(0 < each < 0.02 for each in lost)
     ratio = float(live[-1]["comm/ratio"])
     assert ratio == 1.0 if strategy == "ddp" else 3.5 < ratio < 4
     assert float(live[-1]["comm/wait_ms"]) >= 0  # what only all ranks together know

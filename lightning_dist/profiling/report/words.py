@@ -72,9 +72,12 @@ DEFINITIONS: Mapping[str, str] = {
         "that was measured on the idle link, not what the hardware promises."
     ),
     "compression error": (
-        "Of the gradient g and what the codec makes of it, g': the relative error is |g - g'| / "
-        "|g|, the cosine that of the angle between them, the residual ratio the norm of what is "
-        "carried over to the next step over that of the gradient. Of a sample of the elements."
+        "Of p, what a rank has encoded (its gradient, and the residual: what it still owed), and "
+        "C(p), what its payload says of that: the relative error is |p - C(p)| / |p|, the cosine "
+        "that of the angle between them, the residual ratio the norm of what is owed after the "
+        "step over that of the gradient. A ratio that keeps growing is a codec that loses too "
+        "much. One bucket in turn, of a random sample of its elements; what travels uncompressed "
+        "is left out, and where hosts reduce among themselves first, it is of the way between them."
     ),
     "profiler overhead": "Time that the profiler itself took, as it has clocked it.",
     "-": "Not measured.",

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import lightning_dist  # noqa: E402
 from lightning_dist import CommProfiler, compress_ddp  # noqa: E402
+from lightning_dist.codecs import Int8  # noqa: E402
 from lightning_dist.reducer.block_chunk import BlockChunk  # noqa: E402
 
 STEPS = 12
@@ -142,12 +144,29 @@ def same_bits(folder: Path) -> None:
             if codec is not None:
                 compress_ddp(model, codec, compile_kernels=False)
             if profiled:
-                with CommProfiler(model, dirpath=folder, show=False, html=False):
+                with CommProfiler(model, dirpath=folder, error_every=1, show=False, html=False):
                     train(model)
             else:
                 train(model)
             found[f"{codec} {profiled}"] = digest(model)
     tell(folder, **found)
+
+
+@dataclass(frozen=True)
+class Losing(Int8):
+    """Says the opposite of a fifth of what it is given: a residual grows by that in each step."""
+
+    def decode(self, payload: Any, dtype: torch.dtype, keys: Any = None) -> torch.Tensor:
+        return -0.2 * super().decode(payload, dtype, keys)
+
+
+def residual(folder: Path, codec: str | Int8) -> None:
+    """One bucket, so that it is looked at often."""
+    model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
+    compress_ddp(model, codec, error_feedback=True, compile_kernels=False)
+    with CommProfiler(model, dirpath=folder, budget=1, error_every=1, html=False):
+        train(model, steps=150)
+    tell(folder)
 
 
 def accumulation(folder: Path) -> None:
@@ -353,6 +372,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "skew int8": lambda folder: skew(folder, codec="int8"),
     "codec time": codec_time,
     "same bits": same_bits,
+    "residual healthy": lambda folder: residual(folder, "topk:ratio=0.05"),
+    "residual growing": lambda folder: residual(folder, Losing()),
     "accumulation": accumulation,
     "failing": failing,
     "hanging": hanging,

@@ -1,0 +1,57 @@
+"""Some elements of a gradient on their way: what was encoded, and what the payload says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_RUN = 4096
+"""Elements that are drawn together: scattered ones cost more to read than to look at."""
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """The same elements of four tensors, flat and in the compute dtype.
+
+    All but the residual carry the GradScaler's scale.
+
+    Args:
+        gradient: as it was given to the codec and its memory.
+        pending: what was encoded: the gradient and what was still owed.
+        sent: what the own payload says of ``pending``.
+        residual: what is owed from now on, once the step is settled; None: nothing is kept.
+    """
+
+    gradient: Tensor
+    pending: Tensor
+    sent: Tensor
+    residual: Callable[[], Tensor] | None
+
+
+class Sampler:
+    """Draws runs of elements at random, the same ones for the same seed and the same questions.
+
+    At random, because every n-th element says little of a codec that chooses among neighbours.
+    torch's own generator is left alone.
+
+    Args:
+        share: of the elements, 0 to 1; with 1 or more it takes all.
+    """
+
+    def __init__(self, seed: int, *, share: float) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._share = share
+
+    def items(self, count: int, *, of: int, device: torch.device) -> Tensor:
+        """Which of ``count`` items of ``of`` elements each, ascending int64; at times none."""
+        run = max(1, _RUN // of)
+        runs = -(-count // run)
+        # A part of a run is taken as often as it is large: few elements are seen as often as many.
+        part = float(torch.rand((), generator=self._generator))
+        wanted = runs if self._share >= 1 else int(self._share * runs + part)
+        first = torch.randperm(runs, generator=self._generator)[:wanted].sort().values * run
+        items = (first.unsqueeze(-1) + torch.arange(run)).flatten()
+        return items[items < count].to(device)

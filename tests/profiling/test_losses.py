@@ -1,0 +1,195 @@
+"""What a profile says of compression errors, next to arithmetic in float64 of our own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dist.profiling.losses import MOST, Losses
+from lightning_dist.profiling.records import ErrorRecord, RankRecord
+from lightning_dist.profiling.session import Session, SessionSettings
+from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.observer import Sight
+
+MS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Planted(Sight):
+    """A bucket whose way is known: no reducer is behind it."""
+
+    bucket: int = 0
+    lanes: Sequence[object] = ()  # type: ignore[assignment]
+    scale: Tensor = field(default_factory=lambda: torch.ones(()))
+    gradient: Tensor = field(default_factory=lambda: torch.tensor([3.0, 4.0]))
+    pending: Tensor = field(default_factory=lambda: torch.tensor([6.0, 8.0]))
+    sent: Tensor = field(default_factory=lambda: torch.tensor([6.0, 0.0]))
+    owed: Callable[[], Tensor] | None = None
+    seeds: list[int] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return len(self.gradient)
+
+    def glimpses(self, sampler: Sampler) -> Iterator[Glimpse]:
+        at = sampler.items(len(self.gradient), of=1, device=torch.device("cpu"))
+        self.seeds.append(len(at))
+        yield Glimpse(self.gradient[at], self.pending[at], self.sent[at], self.owed)
+
+
+def losses() -> Losses:
+    ticks = count(0, 10)
+    return Losses(lambda: next(ticks))
+
+
+def looked(taking: Losses, sights: Sequence[Sight], step: int = 5) -> ErrorRecord | None:
+    taking.ask(step)
+    taking.look(iter(sights))()
+    found, _ = taking.take()
+    return found[0] if found else None
+
+
+def test_by_hand() -> None:
+    owed = torch.tensor([0.0, 8.0])
+    assert looked(losses(), [Planted(bucket=3, owed=lambda: owed)]) == ErrorRecord(
+        5, 3, relative_l2=0.8, cosine=pytest.approx(0.6), residual_ratio=pytest.approx(1.6)
+    )
+
+
+def test_residuals_do_not_carry_the_scale_of_a_grad_scaler() -> None:
+    sight = Planted(scale=torch.tensor(4.0), owed=lambda: torch.tensor([0.0, 2.0]))
+    found = looked(losses(), [sight])
+    assert found is not None
+    assert found.residual_ratio == pytest.approx(1.6)
+
+
+def test_what_cannot_be_said_is_none() -> None:
+    nothing, zeros = torch.zeros(0), torch.zeros(2)
+    assert looked(losses(), [Planted(gradient=zeros, pending=zeros, sent=zeros)]) is None
+    assert looked(losses(), [Planted(gradient=nothing, pending=nothing, sent=nothing)]) is None
+    inf = torch.tensor([1.0, math.inf])
+    assert looked(losses(), [Planted(gradient=inf, pending=inf, sent=inf)]) is None
+    assert looked(losses(), [Planted(sent=torch.tensor([math.nan, 0]))]) is None
+    assert looked(losses(), [Planted(sent=zeros)]) == ErrorRecord(5, 0, 1.0, None, None)
+    only_residual = Planted(gradient=zeros, owed=lambda: torch.ones(2))
+    found = looked(losses(), [only_residual])
+    assert found is not None
+    assert (found.relative_l2, found.residual_ratio) == (0.8, None)
+
+
+@pytest.mark.parametrize("size", [1e-140, 1e-42, 1e30, 1e140])
+def test_tiny_and_huge_gradients(size: float) -> None:
+    pending = torch.tensor([3.0, 4.0], dtype=torch.float64) * size
+    sent = torch.tensor([3.0, 0.0], dtype=torch.float64) * size
+    found = looked(losses(), [Planted(gradient=pending, pending=pending, sent=sent)])
+    assert found is not None
+    assert found.relative_l2 == pytest.approx(0.8)
+    assert found.cosine == pytest.approx(0.6)
+
+
+def test_nobody_looks_unasked_and_once_where_asked() -> None:
+    taking, sight = losses(), Planted()
+    taking.look(iter([sight]))()
+    assert taking.take() == ([], 0)
+    taking.ask(7)
+    taking.look(iter([sight]))()
+    taking.look(iter([sight]))()
+    found, cost = taking.take()
+    assert [each.step for each in found] == [7]
+    assert len(sight.seeds) == 1
+    assert cost == 20  # once before the step is settled, and once after
+    taking.ask(8)
+    taking.look(iter([]))()  # nothing is compressed
+    assert taking.take() == ([], 0)
+
+
+def test_buckets_take_turns() -> None:
+    taking = losses()
+    sights = [Planted(bucket=index) for index in (0, 2, 5)]
+    found = [looked(taking, sights, step) for step in range(5)]
+    assert [each and each.bucket for each in found] == [0, 2, 5, 0, 2]
+
+
+def test_a_large_bucket_is_sampled() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(20 * MOST, generator=generator)
+    sent = torch.where(gradient.abs() > 1, gradient, 0)
+    sight = Planted(gradient=gradient, pending=gradient, sent=sent)
+    found = [looked(losses(), [sight], step) for step in (5, 5, 6)]
+    assert all(0.9 * MOST < seen < 1.1 * MOST for seen in sight.seeds)
+    assert found[0] == found[1]  # the seed is the step
+    assert found[0] != found[2]
+    exact = float((gradient - sent).double().norm() / gradient.double().norm())
+    for each in found:
+        assert each is not None
+        assert each.relative_l2 == pytest.approx(exact, rel=0.02)
+        assert each.cosine == pytest.approx(math.sqrt(1 - exact**2), rel=0.02)
+
+
+class Steps:
+    """A session whose steps take 10 ms each, and in which looking costs ``cost``."""
+
+    def __init__(self, cost: int, **settings: object) -> None:
+        self.now = 0
+        self.cost = cost
+        self.errors: list[ErrorRecord] = []
+        self.overheads: list[int] = []
+        about = RankRecord(0, 2, "a", {"flat": [0, 1]}, clock=0, unix=0.0)
+        self.session = Session(
+            None,
+            about,
+            settings=SessionSettings(**settings),  # type: ignore[arg-type]
+            on_step=lambda step: self.overheads.append(step.overhead),
+            on_error=self.errors.append,
+            clock=lambda: self.now,
+        )
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.session.forward()
+            self.session.backward()
+            self.session.recorder.looks(iter([Planted(owed=self.takes_time)]))()
+            self.now += 10 * MS
+            self.session.backward_ended(synchronised=True)
+            self.session.stepped()
+        self.session.forward()
+
+    def takes_time(self) -> Tensor:
+        self.now += self.cost
+        return torch.ones(2)
+
+
+def test_every_so_many_steps_from_the_third_on() -> None:
+    steps = Steps(cost=0)
+    steps.run(120)
+    assert [each.step for each in steps.errors] == [2, 52, 102]
+    often = Steps(cost=0, error_every=1)
+    often.run(5)
+    assert [each.step for each in often.errors] == [0, 1, 2, 3, 4]
+    never = Steps(cost=0, error_every=0)
+    never.run(60)
+    coarse = Steps(cost=0, in_detail=False)
+    coarse.run(60)
+    assert never.errors == coarse.errors == []
+
+
+def test_what_it_costs_is_counted_and_bounded() -> None:
+    steps = Steps(cost=1 * MS, error_every=10, budget=0.01)
+    steps.run(4000)
+    assert sum(steps.overheads) >= len(steps.errors) * MS
+    late = [each for each in steps.errors if each.step >= 2000]
+    assert 0 < len(late) * MS / (2000 * 10 * MS) <= 0.01 / 4
+    cheap = Steps(cost=1000, error_every=10, budget=0.01)
+    cheap.run(400)
+    assert len(cheap.errors) == 40
+
+
+def test_settings_out_of_range() -> None:
+    with pytest.raises(ValueError, match="0 for never; got -1"):
+        SessionSettings(error_every=-1)

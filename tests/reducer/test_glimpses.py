@@ -1,0 +1,275 @@
+"""What a glimpse says is what the reducer did: compared with arithmetic in float64 of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from feeding import EVERY_CODEC, Fed, Tensors, backward, compressed, feed, step_digest
+from layouts import FORMS, Layout
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.reducer.glimpse import Sampler
+from lightning_dist.reducer.observer import Observer, Sight
+from lightning_dist.reducer.reducer import Reducer
+
+SETTINGS = {"min_compress_numel": 256}
+STEPS = 4
+lossy = [codec for codec in EVERY_CODEC if not resolve_codec(codec).lossless]
+
+
+@dataclass
+class Looking(Observer):
+    """Looks at everything in every step."""
+
+    steps: list[list[Tensor]] = field(default_factory=list)
+    buckets: list[int] = field(default_factory=list)
+
+    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
+        seen = list(sights)
+        self.buckets += [sight.bucket for sight in seen]
+        sampler = Sampler(7, share=1)
+        glimpses = [each for sight in seen for each in sight.glimpses(sampler)]
+        rows = [[g.gradient, g.pending, g.sent] for g in glimpses]
+
+        def settled() -> None:
+            kept = [torch.zeros(0) if g.residual is None else g.residual() for g in glimpses]
+            rows.append(kept)
+            parts = [torch.cat([row[i] for row in rows[:-1]]) for i in range(3)] if glimpses else []
+            self.steps.append([*parts, torch.cat(kept)] if glimpses else [])
+
+        return settled
+
+
+def held(reducer: Reducer, kind: str) -> Tensors:
+    store = getattr(reducer.state, kind)
+    return {name: store[name].double().clone() for name in store.names()}
+
+
+def norm(tensors: Mapping[str, Tensor] | Tensor) -> float:
+    flat = tensors if isinstance(tensors, Tensor) else torch.cat([*tensors.values()])
+    return float(flat.double().norm())
+
+
+@dataclass
+class Reference:
+    """Norms of what goes in, of what is pending, and of what is owed after it, by step."""
+
+    gradient: list[float] = field(default_factory=list)
+    pending: list[float] = field(default_factory=list)
+    owed: list[float] = field(default_factory=list)
+
+
+def observed(rank: Rank, codec: str, size: int) -> tuple[Looking, Reference]:
+    """A run, with what error feedback has to be by its definition."""
+    looking, known = Looking(), Reference()
+    resolved = resolve_codec(codec)
+    with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+        reducer.observe(looking)
+        for step in range(STEPS):
+            given = {n: g for n, g in feed(rank.rank, step).items() if len(g.shape) > 1}
+            given = {name: g.double().flatten() for name, g in given.items()}
+            before = held(reducer, "residuals"), held(reducer, "momenta")
+            backward(model, feed(rank.rank, step))
+            if clip := resolved.local_clip:
+                most = clip / size**0.5
+                given = {n: g * min(1.0, most / norm(g)) for n, g in given.items()}
+            pending = {
+                name: g
+                + before[0].get(name, torch.zeros(()))
+                + resolved.momentum_correction * before[1].get(name, torch.zeros(()))
+                for name, g in given.items()
+            }
+            known.gradient.append(norm(given))
+            known.pending.append(norm(pending))
+            owed = held(reducer, "residuals")
+            known.owed.append(norm(owed) if owed else 0.0)
+    return looking, known
+
+
+@pytest.mark.parametrize("codec", lossy)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_glimpse_of_everything(codec: str, size: int) -> None:
+    """What goes in, what is pending and what is owed are those of the definition; for two ranks
+    what is lost is what is owed."""
+    for looking, known in run_threads(lambda rank: observed(rank, codec, size), size):
+        assert looking.buckets == [0] * STEPS
+        for i, (gradient, pending, sent, residual) in enumerate(looking.steps):
+            assert gradient.numel() == pending.numel() == sent.numel() == 40 * 48 + 33 * 50
+            assert norm(gradient) == pytest.approx(known.gradient[i], rel=1e-6)
+            assert norm(pending) == pytest.approx(known.pending[i], rel=1e-6)
+            assert norm(residual) == pytest.approx(known.owed[i], rel=1e-6)
+            assert (residual.numel() > 0) == resolve_codec(codec).keeps_residual
+            if residual.numel() and size == 2:
+                lost = (pending - sent).double()
+                assert norm(residual.double() - lost) < 1e-6 * norm(pending)
+
+
+def by_hand(codec: BlockCodec, given: Tensor, size: int) -> Tensor:
+    """What a codec without keys and residual makes of a tensor: blocks of it, alone."""
+    share = 1 / size if codec.exchange == "allreduce" else 1.0
+    rows = size if codec.exchange == "two_shot" and size > 2 else 1
+    per_row = -(-given.numel() // (codec.block * rows))
+    padded = given.new_zeros(rows * per_row * codec.block)
+    padded[: given.numel()] = given.flatten()
+    payload = codec.encode(padded.view(-1, codec.block) * share)
+    return codec.decode(payload, torch.float32).flatten()[: given.numel()].double() / share
+
+
+@pytest.mark.parametrize(
+    "codec", ["fp16", "bf16", "int8", "fp8:block_size=64", "int4:block_size=64,hadamard=true"]
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_sent_is_what_the_codec_makes_of_it(codec: str, size: int) -> None:
+    """In a step without a residual yet; elements may come in another order."""
+
+    def body(rank: Rank) -> Looking:
+        looking = Looking()
+        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            backward(model, feed(rank.rank, 0))
+        return looking
+
+    resolved = resolve_codec(codec)
+    assert isinstance(resolved, BlockCodec)
+    for rank, looking in enumerate(run_threads(body, size)):
+        given = [feed(rank, 0)[name] for name in ("first", "second")]
+        if resolved.block == 1:
+            given = [torch.cat([each.flatten() for each in given])]
+        sent = torch.cat([by_hand(resolved, each, size) for each in given])
+        whole = torch.cat([each.flatten() for each in given]).double()
+        (_, pending, seen, _) = (each.double() for each in looking.steps[0])
+        lost = norm(whole - sent)
+        assert lost > 0
+        assert norm(pending - seen) == pytest.approx(lost, rel=1e-5)
+        assert float(pending @ seen) == pytest.approx(float(whole @ sent), rel=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
+def test_stochastic_codecs_use_the_keys_of_the_step(codec: str) -> None:
+    """With error feedback off and two ranks the mean of what was sent is the mean that arrives."""
+
+    def body(rank: Rank) -> tuple[Looking, Tensors]:
+        looking = Looking()
+        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            found = backward(model, feed(rank.rank, 0))
+        return looking, found
+
+    (first, arrived), (second, _) = run_threads(body, 2)
+    mean = (first.steps[0][2] + second.steps[0][2]) / 2
+    whole = torch.cat([arrived[name].flatten() for name in ("first", "second")])
+    assert norm(mean) == pytest.approx(norm(whole), rel=1e-6)
+    assert mean.double().sum().item() == pytest.approx(whole.double().sum().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", FORMS, ids=str)
+@pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "fp16"])
+def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
+    """All shares of the hosts together are the mean of their gradients, once each."""
+
+    def body(rank: Rank) -> tuple[Looking, Tensors]:
+        looking = Looking()
+        form = {"tree": layout.tree, "leader": layout.leader}
+        with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            backward(model, feed(rank.rank, 0))
+            return looking, held(reducer, "residuals")
+
+    total, elements = 0.0, 0
+    for looking, owed in run_threads(body, layout.size):
+        if not looking.steps[0]:  # leaves the way to another rank
+            assert norm(owed) == 0 if owed else True
+            continue
+        gradient, pending, sent, residual = looking.steps[0]
+        assert torch.equal(gradient, pending)  # nothing was owed before
+        assert 0 < norm(pending - sent) < norm(pending)
+        if owed:
+            assert norm(residual) == pytest.approx(norm(owed), rel=1e-6)
+        elements += gradient.numel()
+        total += float(gradient.double().sum())
+    of_hosts = len(layout.tree)
+    assert elements == of_hosts * (40 * 48 + 33 * 50)
+    given = [feed(rank, 0) for rank in range(layout.size)]
+    whole = sum(float(each[name].double().sum()) for each in given for name in ("first", "second"))
+    # Weighted, so that the plain mean over hosts is the mean over ranks.
+    assert total / of_hosts == pytest.approx(whole / layout.size, abs=1e-3)
+
+
+@pytest.mark.parametrize("codec", [*lossy, "none"])
+def test_looking_changes_no_bit(codec: str) -> None:
+    def body(rank: Rank, looks: bool) -> list[str]:
+        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+            if looks:
+                reducer.observe(Looking())
+            before = torch.get_rng_state()
+            found = [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(3)]
+            assert torch.equal(before, torch.get_rng_state())
+            return found
+
+    looked = run_threads(lambda rank: body(rank, True), 3)
+    assert looked == run_threads(lambda rank: body(rank, False), 3)
+
+
+def test_what_is_lossless_is_not_shown() -> None:
+    def body(rank: Rank) -> Looking:
+        looking = Looking()
+        with compressed(rank, Fed(), "none") as (model, reducer):
+            reducer.observe(looking)
+            backward(model, feed(rank.rank, 0))
+        return looking
+
+    for looking in run_threads(body, 2):
+        assert looking.buckets == []
+        assert looking.steps == [[]]
+
+
+@pytest.mark.parametrize("codec", ["int8", "threshold:tau=1.5", "powersgd:rank=2", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_other_types(codec: str, dtype: torch.dtype) -> None:
+    def body(rank: Rank) -> Looking:
+        looking = Looking()
+        with compressed(rank, Fed(dtype=dtype), codec, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            for step in range(2):
+                backward(model, feed(rank.rank, step, dtype=dtype))
+        return looking
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for rank, looking in enumerate(run_threads(body, 2)):
+        given = [feed(rank, 1, dtype=dtype)[name].flatten() for name in ("first", "second")]
+        gradient, *others, residual = looking.steps[1]
+        assert norm(gradient) == pytest.approx(norm(torch.cat(given)), rel=1e-6)
+        assert {each.dtype for each in (gradient, *others)} == {wide}
+        assert residual.numel() in (0, gradient.numel())
+
+
+def test_a_sampler_draws_each_element_as_often() -> None:
+    device, share = torch.device("cpu"), 0.2
+    counts = torch.zeros(100_003)
+    few = torch.zeros(3)
+    for seed in range(400):
+        sampler = Sampler(seed, share=share)
+        counts[sampler.items(len(counts), of=1, device=device)] += 1
+        few[sampler.items(3, of=2000, device=device)] += 1
+    assert counts.mean() / 400 == pytest.approx(share, rel=0.05)
+    assert 0.1 < counts.min() / 400 <= counts.max() / 400 < 0.3
+    assert few.mean() / 400 == pytest.approx(share, rel=0.3)
+
+
+def test_a_sampler_is_its_seed() -> None:
+    def drawn(seed: int) -> Tensor:
+        sampler = Sampler(seed, share=0.3)
+        parts = [sampler.items(50_000, of=1, device=torch.device("cpu")) for _ in range(2)]
+        assert not torch.equal(*parts)
+        assert all(torch.equal(each, each.unique()) for each in parts)
+        return torch.cat(parts)
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    everything = Sampler(1, share=1).items(50_000, of=1, device=torch.device("cpu"))
+    assert torch.equal(everything, torch.arange(50_000))
