@@ -43,9 +43,13 @@ class RankFile:
 
     def write(self, records: Sequence[Record]) -> None:
         """Append them, in one call of the operating system."""
+        self.write_lines([to_line(each) for each in records])
+
+    def write_lines(self, lines: Sequence[str]) -> None:
+        """The same of what :func:`to_line` has made of them."""
         assert self._handle is not None
-        if records:
-            os.write(self._handle, "".join(f"{to_line(each)}\n" for each in records).encode())
+        if lines:
+            os.write(self._handle, "".join(f"{each}\n" for each in lines).encode())
 
     def close(self) -> None:
         """Make what was written durable."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_dist.profiling.folder import RankFile
 from lightning_dist.profiling.governor import Governor
 from lightning_dist.profiling.recorder import Recorder, cost_of_an_event
-from lightning_dist.profiling.records import EndRecord, RankRecord, Record, StepRecord
+from lightning_dist.profiling.records import EndRecord, RankRecord, Record, StepRecord, to_line
 from lightning_dist.profiling.timer import Cut, StepTimer
 
 
@@ -63,7 +63,7 @@ class Session:
         self._settings, self._on_step, self._clock = settings, on_step, clock
         self._step = first
         self._file = None if folder is None else RankFile(folder, rank=about.rank)
-        self._unwritten: list[Record] = [about]
+        self._unwritten: list[str] = []
         self._written_at = clock()
         self._governor = Governor(settings.budget)
         self._cost = cost_of_an_event()
@@ -71,6 +71,7 @@ class Session:
         self.recorder = Recorder(clock)
         self.recorder.is_on = settings.in_detail and self._governor.wants(first)
         self._timer = StepTimer(clock())
+        self.note(about)
 
     def forward(self) -> None:
         """A forward pass of training begins."""
@@ -98,7 +99,9 @@ class Session:
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
-        self._unwritten += records
+        # Lines are made in the step that they are of, so that each bears what it costs.
+        if self._file is not None:
+            self._unwritten += map(to_line, records)
 
     def close(self, reason: str) -> None:
         """The training is over."""
@@ -140,11 +143,11 @@ class Session:
             self._flush()
 
     def _flush(self) -> None:
-        records, self._unwritten = self._unwritten, []
+        lines, self._unwritten = self._unwritten, []
         if self._file is None:
             return
         try:
-            self._file.write(records)
+            self._file.write_lines(lines)
         except OSError:  # a full disk is no reason to stop training
             self._file.close()
             self._file = None
