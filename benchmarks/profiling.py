@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.profiling_cases import LINKS_MBIT, TRUTHS, cost_cases, run_cases
+from benchmarks.profiling_cases import CODECS, LINKS_MBIT, TRUTHS, cost_cases, run_cases
 from benchmarks.profiling_outputs import outputs
 from benchmarks.profiling_tables import show
 from benchmarks.ranks import RankFailed
@@ -24,7 +24,7 @@ from benchmarks.report import collect_meta, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
 Row = dict[str, Any]
-KINDS = ("skew", "codec", "wire", "clocks", "cost", "outputs")
+KINDS = ("skew", "codec", "wire", "clocks", "outputs", "cost")
 _SIZES = ((2, 100), (2, 5000), (8, 100), (8, 5000))
 """Ranks and steps of profiles whose files are made."""
 
@@ -53,19 +53,22 @@ def main() -> None:
 def _measured(kinds: list[str], rounds: int) -> Iterator[list[Row]]:
     """The rows of one kind after the other."""
     links: dict[str, tuple[float | None, ...]] = {"wire": LINKS_MBIT, "clocks": (200.0,)}
-    ranks: dict[str, Callable[[], Any]] = {**TRUTHS, "cost": lambda: cost_cases(rounds)}
     for kind in kinds:
         if kind == "outputs":
             with tempfile.TemporaryDirectory() as folder:
                 yield [
                     outputs(Path(folder) / f"{r}-{s}", ranks=r, steps=s, seed=0) for r, s in _SIZES
                 ]
-            continue
-        of_kind: list[Row] = []
-        for link in links.get(kind, (None,)):
-            with Testbed(hosts=2, link_mbit=link) as testbed:
-                of_kind += run_cases(testbed, ranks[kind]())
-        yield of_kind
+        elif kind == "cost":
+            for codec in CODECS:
+                with Testbed(hosts=2, link_mbit=None) as testbed:
+                    yield run_cases(testbed, cost_cases(codec, rounds=rounds))
+        else:
+            of_kind: list[Row] = []
+            for link in links.get(kind, (None,)):
+                with Testbed(hosts=2, link_mbit=link) as testbed:
+                    of_kind += run_cases(testbed, TRUTHS[kind]())
+            yield of_kind
 
 
 if __name__ == "__main__":

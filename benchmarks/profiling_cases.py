@@ -22,13 +22,13 @@ from benchmarks.testbed import Testbed
 Row = dict[str, Any]
 
 LINKS_MBIT = (50.0, 200.0, 1000.0)
-_CODECS = ("ddp", "int8")
+CODECS = ("ddp", "int8")
 _LATE_MS = (50.0, 100.0)
 _LATE_STEPS = 20
-_STEPS_MS = (20.0, 50.0, 200.0)
+_STEPS_MS = {"ddp": (20.0, 50.0, 200.0), "int8": (50.0, 200.0)}
 _BUCKETS = (1, 8, 40)
-_BLOCK_S = 0.4
-_LIMIT_S = 280.0
+_BLOCK_S = 0.3
+_LIMIT_S = 200.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def skew_cases() -> list[Case]:
             {"codec": codec, "late_ms": late},
             lambda folder, truth, _, codec=codec: skew_rows(folder, truth, late, codec=codec),
         )
-        for codec in _CODECS
+        for codec in CODECS
     ]
 
 
@@ -77,7 +77,7 @@ def wire_cases() -> list[Case]:
             {"codec": codec, "steps": steps},
             lambda folder, _, link, codec=codec: [wire_row(folder, codec=codec, link_mbit=link)],
         )
-        for codec, steps in zip(_CODECS, (7, 12), strict=True)
+        for codec, steps in zip(CODECS, (7, 12), strict=True)
     ]
 
 
@@ -93,7 +93,7 @@ def clock_cases() -> list[Case]:
     ]
 
 
-def cost_cases(rounds: int) -> list[Case]:
+def cost_cases(codec: str, *, rounds: int) -> list[Case]:
     """Steps of several lengths, in one bucket or many."""
     return [
         Case(
@@ -106,11 +106,10 @@ def cost_cases(rounds: int) -> list[Case]:
                 "block_s": _BLOCK_S,
                 "budget": 0.01,
             },
-            lambda folder, truth, _, codec=codec: [cost_row(folder, truth, codec=codec)],
+            lambda folder, truth, _: [cost_row(folder, truth, codec=codec)],
         )
-        for codec in _CODECS
         for buckets in _BUCKETS
-        for step_ms in _STEPS_MS
+        for step_ms in _STEPS_MS[codec]
     ]
 
 
