@@ -115,7 +115,7 @@ class Session:
     def _close(self, cut: Cut, now: int) -> None:
         is_detailed, recorder = self.recorder.is_on, self.recorder
         # Writing down the step before was in the time of this one.
-        overhead = round(recorder.events * self._cost) + self._writing
+        overhead = round(recorder.events * self._cost) + recorder.spent + self._writing
         buckets, spans = recorder.take(cut.begin) if is_detailed else ((), ())
         record = StepRecord(
             self._step,

@@ -103,3 +103,15 @@ def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
         step(session, clock, 0.6)
     session.close("finished")
     assert [each.duration for each in told] == [600 * MS, 600 * MS]
+
+
+def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
+    clock, told = Clock(), []
+    about = Planted(steps=0).run().ranks[0].about
+    session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
+    for spent in (7 * MS, 0, 0):
+        session.recorder.spent += spent
+        step(session, clock, 0.6)
+    session.close("finished")
+    assert told[0].overhead >= 7 * MS
+    assert [each.overhead for each in told[1:]] == [0, 0]
