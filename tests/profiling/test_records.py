@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,6 +61,20 @@ def test_a_folder_is_the_run(tmp_path: Path) -> None:
     assert run.world_size == 2
     assert run.ranks[1].steps == planted.ranks[1].steps
     assert run.ranks[1].end == EndRecord("finished")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_reading_leaves_the_collector_as_it_was(tmp_path: Path, is_on: bool) -> None:
+    write(tmp_path, Planted(steps=400).run().ranks.values())
+    before = gc.isenabled()
+    try:
+        gc.enable() if is_on else gc.disable()
+        collections = gc.get_stats()[2]["collections"]
+        read_run(tmp_path)
+        assert gc.isenabled() == is_on
+        assert gc.get_stats()[2]["collections"] == collections
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 def test_what_a_later_version_adds_is_skipped(tmp_path: Path) -> None:
