@@ -70,6 +70,7 @@ def wire_row(folder: Path, *, codec: str, link_mbit: float | None) -> Row:
         "payload_gbps": link_mbit / 1000 * PAYLOAD,
         "wire_gbps": wire,
         "of_payload": None if wire is None else wire / (link_mbit / 1000 * PAYLOAD),
+        "step_gbps": summary.traffic.wire_bytes * 8 / (summary.step_ms["mean"] * MS),
         "step_ms": summary.step_ms["median"],
         "transfer_ms": summary.parts_ms["transfer"],
         "steps": summary.steps,

@@ -40,6 +40,7 @@ _KINDS: Mapping[str, tuple[str, Columns]] = {
             "link": lambda row: link_name(row["link_mbit"]),
             "codec": lambda row: row["codec"],
             "wire, Gbit/s": lambda row: f"{row['wire_gbps']:.4f}",
+            "over the step": lambda row: f"{row['step_gbps']:.4f}",
             "of the payload rate": lambda row: f"{row['of_payload']:.1%}",
             "step, ms": lambda row: row["step_ms"],
         },

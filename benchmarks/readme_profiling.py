@@ -37,7 +37,7 @@ def wire(result: Result) -> str | None:
     rows = _of(result, "wire")
     if not rows:
         return None
-    heads = ["link", "gradients", "payload rate", "`wire_gbps`", "of it", "step"]
+    heads = ["link", "gradients", "payload rate", "`wire_gbps`", "of it", "bytes over step", "step"]
     lines = [
         [
             link_of(row["link_mbit"]),
@@ -45,13 +45,15 @@ def wire(result: Result) -> str | None:
             f"{row['payload_gbps']:.3f} Gbit/s",
             "n/a" if row["wire_gbps"] is None else f"{row['wire_gbps']:.3f} Gbit/s",
             "n/a" if row["of_payload"] is None else f"{100 * row['of_payload']:.0f} %",
+            f"{row['step_gbps']:.3f} Gbit/s",
             f"{number(row['step_ms'], 0)} ms",
         ]
         for row in rows
     ]
     text = (
         "2 hosts, 17 MB of gradients of one sample; payload: 1448 of the 1514 bytes of a frame. "
-        "What an exchange does beside sending, such as adding up, is in the time of its transfer."
+        "What an exchange does beside sending, such as adding up or waiting for a busy core, is in "
+        "the time of its transfer. Bytes over the whole step: the least that the rate can be."
     )
     return "\n\n".join([table(heads, lines), caption(text, result)])
 
@@ -102,9 +104,9 @@ def cost(result: Result) -> str | None:
         f"2 ranks, `budget=0.01`, blocks with and without in turn, {rows[0]['rounds']} of each; "
         "medians over blocks, of the differences with quartiles; CPU of all threads of a rank. "
         "Counted: what the profiler says it took; in detail: steps in which it looked at buckets. "
-        "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps; that is not "
-        f"counted. The load of the machine was {result['meta']['machine']['load_before']:g} at the "
-        "begin."
+        "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which divides the "
+        "gradients in a pass of its own; the switch to Python is not counted. The load of the "
+        f"machine was {result['meta']['machine']['load_before']:g} at the begin."
     )
     return "\n\n".join([table(heads, lines), caption(text, result)])
 

@@ -95,6 +95,7 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
             "payload_gbps": 0.048,
             "wire_gbps": 0.047,
             "of_payload": 0.98,
+            "step_gbps": 0.046,
             "step_ms": 3000.0,
         },
         of_clocks,
