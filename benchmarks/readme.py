@@ -28,6 +28,7 @@ if not __package__:  # run as a file: let `benchmarks` be found, as with `python
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import readme_elastic as elastic
+from benchmarks import readme_profiling as profiling
 from benchmarks import readme_tables as tables
 from benchmarks.readme_checkpoints import checkpoint, crash_campaign
 from benchmarks.readme_forms import curve, forms
@@ -39,6 +40,7 @@ DOCUMENTS = (
     "docs/hierarchical.md",
     "docs/checkpoints.md",
     "docs/elastic.md",
+    "docs/profiling.md",
 )
 
 Section = tuple[str, Callable[[Mapping[str, Any]], str | None]]
@@ -59,6 +61,11 @@ SECTIONS: dict[str, Section] = {
     "restart-figures": ("faults_figures", elastic.figures),
     "restart-rendezvous": ("restart_rendezvous", elastic.rendezvous),
     "elastic-overhead": ("elastic_overhead", elastic.overhead),
+    "profile-truth": ("profiling", profiling.truth),
+    "profile-wire": ("profiling", profiling.wire),
+    "profile-clocks": ("profiling", profiling.clocks),
+    "profile-cost": ("profiling", profiling.cost),
+    "profile-outputs": ("profiling", profiling.outputs),
     "time-to-accuracy": ("time_to_accuracy", tables.time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""

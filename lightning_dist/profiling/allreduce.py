@@ -32,6 +32,7 @@ class WatchedAllReduce:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin the mean of ``bucket`` over all ranks."""
         recorder, world, index = self.recorder, self.group.size(), bucket.index()
+        entered = recorder.now()
         recorder.ready(index)
         gradients = bucket.buffer()
         sent = 2 * (world - 1) * gradients.nbytes // world
@@ -39,6 +40,8 @@ class WatchedAllReduce:
         gradients.div_(world)
         recorder.is_for(index)
         ended = recorder.launched("all_reduce", group="flat", sent=sent)
+        # DDP divides as it fills the bucket; here that is a pass of its own.
+        recorder.spent += recorder.now() - entered
         work = dist.all_reduce(gradients, group=self.group, async_op=True)
 
         def on_end(future: torch.futures.Future[list[Tensor]]) -> Tensor:

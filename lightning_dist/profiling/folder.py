@@ -5,10 +5,12 @@ The lines are the truth; everything else in the folder can be made again from th
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +45,13 @@ class RankFile:
 
     def write(self, records: Sequence[Record]) -> None:
         """Append them, in one call of the operating system."""
+        self.write_lines([to_line(each) for each in records])
+
+    def write_lines(self, lines: Sequence[str]) -> None:
+        """The same of what :func:`to_line` has made of them."""
         assert self._handle is not None
-        if records:
-            os.write(self._handle, "".join(f"{to_line(each)}\n" for each in records).encode())
+        if lines:
+            os.write(self._handle, "".join(f"{each}\n" for each in lines).encode())
 
     def close(self) -> None:
         """Make what was written durable."""
@@ -118,9 +124,10 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(f"{folder} is not a folder; give one that CommProfiler has written")
     notes: list[str] = []
     ranks: dict[int, RankRun] = {}
-    for path in sorted(folder.glob("rank*.jsonl")):
-        if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
-            ranks[of_rank.about.rank] = of_rank
+    with _without_collector():
+        for path in sorted(folder.glob("rank*.jsonl")):
+            if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
+                ranks[of_rank.about.rank] = of_rank
     if not ranks:
         because = f" ({'; '.join(notes)})" if notes else ""
         raise ValueError(f"{folder} has no rank*.jsonl of a communication profile{because}")
@@ -135,6 +142,18 @@ def read_run(folder: str | Path) -> Run:
         elif newest is not None and step < newest:
             notes.append(f"rank {rank} is missing from step {step + 1} on")
     return run
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Records hold no cycles, and looking for some takes longer than reading them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _read_rank(path: Path, notes: list[str]) -> RankRun | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_dist.profiling.records import (
     RankRecord,
     Record,
     StepRecord,
+    to_line,
 )
 from lightning_dist.profiling.timer import Cut, StepTimer
 
@@ -84,7 +86,7 @@ class Session:
         self._on_step, self._on_error = on_step, on_error
         self._step = first
         self._file = None if folder is None else RankFile(folder, rank=about.rank)
-        self._unwritten: list[Record] = [about]
+        self._unwritten: list[str] = []
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_LOSSES) * settings.budget)
         self._losses_governor = Governor(_FOR_LOSSES * settings.budget)
@@ -95,6 +97,7 @@ class Session:
         self.recorder = Recorder(clock)
         self._begin_step()
         self._timer = StepTimer(clock())
+        self.note(about)
 
     def forward(self) -> None:
         """A forward pass of training begins."""
@@ -122,7 +125,9 @@ class Session:
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
-        self._unwritten += records
+        # Lines are made in the step that they are of, so that each bears what it costs.
+        if self._file is not None:
+            self._unwritten += map(to_line, records)
 
     def close(self, reason: str) -> None:
         """The training is over."""
@@ -137,7 +142,7 @@ class Session:
         is_detailed, recorder = self.recorder.is_on, self.recorder
         # Writing down the step before was in the time of this one.
         errors, looking = recorder.losses.take()
-        overhead = round(recorder.events * self._cost) + self._writing + looking
+        overhead = round(recorder.events * self._cost) + self._writing + looking + recorder.spent
         buckets, spans = recorder.take(cut.begin) if is_detailed else ((), ())
         record = StepRecord(
             self._step,
@@ -181,11 +186,12 @@ class Session:
             self._flush()
 
     def _flush(self) -> None:
-        records, self._unwritten = self._unwritten, []
+        lines, self._unwritten = self._unwritten, []
         if self._file is None:
             return
         try:
-            self._file.write(records)
+            self._file.write_lines(lines)
         except OSError:  # a full disk is no reason to stop training
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None

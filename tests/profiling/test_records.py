@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,6 +62,25 @@ def test_a_folder_is_the_run(tmp_path: Path) -> None:
     assert run.world_size == 2
     assert run.ranks[1].steps == planted.ranks[1].steps
     assert run.ranks[1].end == EndRecord("finished")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_reading_leaves_the_collector_as_it_was(tmp_path: Path, is_on: bool) -> None:
+    write(tmp_path, Planted(steps=400).run().ranks.values())
+    before, searches = gc.isenabled(), []
+
+    def on_search(phase: str, info: dict[str, int]) -> None:
+        searches.append(phase)
+
+    gc.callbacks.append(on_search)
+    try:
+        gc.enable() if is_on else gc.disable()
+        read_run(tmp_path)
+        assert gc.isenabled() == is_on
+    finally:
+        gc.callbacks.remove(on_search)
+        gc.enable() if before else gc.disable()
+    assert len(searches) < 10  # one can come right before, and one right after
 
 
 def test_what_a_later_version_adds_is_skipped(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""What a profile says beside what is known: one row for every case of benchmarks/profiling.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.profiling_rank_planted import FIRST
+from benchmarks.report import quantile
+from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.summarize import summarize
+
+Row = dict[str, Any]
+MS = 1e6
+PAYLOAD = 1448 / 1514
+"""Of a full frame, which is what the shaper counts: the rest is headers."""
+
+
+def skew_rows(
+    folder: Path, launched: Sequence[Sequence[int]], late_ms: Sequence[float], *, codec: str
+) -> list[Row]:
+    """How far waiting is from the time between the two launches of each step."""
+    run = read_run(folder / "run-0")
+    misses: dict[float, list[float]] = {planted: [] for planted in sorted(set(late_ms))}
+    for step, planted in enumerate(late_ms, start=FIRST):
+        first, _ = parts_of(run, step)
+        known = (launched[1][step] - launched[0][step]) / MS
+        misses[planted].append(first.waited_for.get(1, 0) / MS - max(known, 0.0))
+    return [
+        {"kind": "skew", "codec": codec, "planted_ms": planted, **deviations(found)}
+        for planted, found in misses.items()
+    ]
+
+
+def codec_row(folder: Path, known_ms: Sequence[Sequence[float]], planted_ms: float) -> Row:
+    """How far the spans of the encodings of a step are from what was timed."""
+    run = read_run(folder / "run-0")
+    misses = []
+    for rank, of_rank in run.ranks.items():
+        for step, known in enumerate(known_ms[rank]):
+            spans = [each for each in of_rank.steps[step].spans if each.phase == "encode"]
+            misses.append(sum(each.end - each.begin for each in spans) / MS - known)
+    known = statistics.median(each for of_rank in known_ms for each in of_rank)
+    return {"kind": "codec", "planted_ms": planted_ms, "known_ms": known, **deviations(misses)}
+
+
+def deviations(misses: Sequence[float]) -> Row:
+    """Median and worst of them, in milliseconds, with the sign of the worst."""
+    return {
+        "count": len(misses),
+        "median_ms": statistics.median(map(abs, misses)),
+        "bias_ms": statistics.median(misses),
+        "worst_ms": max(misses, key=abs),
+    }
+
+
+def wire_row(folder: Path, *, codec: str, link_mbit: float | None) -> Row:
+    """The rate that the summary says beside that of the link."""
+    assert link_mbit is not None
+    summary = summarize(read_run(folder / "run-0"))
+    assert summary.traffic is not None
+    wire = summary.traffic.wire_gbps
+    return {
+        "kind": "wire",
+        "codec": codec,
+        "link_mbit": link_mbit,
+        "payload_gbps": link_mbit / 1000 * PAYLOAD,
+        "wire_gbps": wire,
+        "of_payload": None if wire is None else wire / (link_mbit / 1000 * PAYLOAD),
+        "step_gbps": summary.traffic.wire_bytes * 8 / (summary.step_ms["mean"] * MS),
+        "step_ms": summary.step_ms["median"],
+        "transfer_ms": summary.parts_ms["transfer"],
+        "steps": summary.steps,
+    }
+
+
+def clock_row(
+    readings: Sequence[Sequence[tuple[int, int]]], *, load: str, link_mbit: float | None
+) -> Row:
+    """How far rank 1's readings are from 0: both hosts have one clock."""
+    offsets = [abs(offset) / 1000 for offset, _ in readings[1]]
+    uncertainties = [uncertainty / 1000 for _, uncertainty in readings[1]]
+    pairs = zip(offsets, uncertainties, strict=True)
+    return {
+        "kind": "clocks",
+        "load": load,
+        "link_mbit": link_mbit,
+        "count": len(offsets),
+        "median_us": statistics.median(offsets),
+        "worst_us": max(offsets),
+        "uncertainty_us": statistics.median(uncertainties),
+        "within": sum(offset <= uncertainty for offset, uncertainty in pairs) / len(offsets),
+    }
+
+
+def cost_row(folder: Path, truth: Sequence[dict[str, Any]], *, codec: str) -> Row:
+    """Steps with and without; what the profiler itself counts; how many steps it looked at."""
+    run = read_run(folder / "run-0")
+    row: Row = {"kind": "cost", "codec": codec, "buckets": _buckets(run), "rounds": 0}
+    for place, name in enumerate(("step", "cpu")):
+        without = [_mean(pair, place) for pair in _blocks(truth, "without")]
+        profiled = [_mean(pair, place) for pair in _blocks(truth, "with")]
+        more = [b - a for a, b in zip(without, profiled, strict=True)]
+        row["rounds"] = len(more)
+        row[f"{name}_ms"] = statistics.median(without)
+        row[f"{name}_with_ms"] = statistics.median(profiled)
+        row[f"{name}_more_ms"] = statistics.median(more)
+        row[f"{name}_more_low_ms"] = quantile(more, 0.25)
+        row[f"{name}_more_high_ms"] = quantile(more, 0.75)
+    records = [step for each in run.ranks.values() for step in each.steps.values()]
+    row["overhead"] = sum(e.overhead for e in records) / sum(e.duration for e in records)
+    row["detailed"] = sum(each.detailed for each in records) / len(records)
+    return row
+
+
+def _blocks(truth: Sequence[dict[str, Any]], name: str) -> list[tuple[list[float], ...]]:
+    """Of each round what all ranks have measured."""
+    return list(zip(*(of_rank[name] for of_rank in truth), strict=True))
+
+
+def _mean(block: Sequence[Sequence[float]], place: int) -> float:
+    return statistics.mean(of_rank[place] for of_rank in block)
+
+
+def _buckets(run: Run) -> int:
+    """As DDP has built them."""
+    return max(
+        len(step.buckets)
+        for each in run.ranks.values()
+        for number, step in each.steps.items()
+        if number > 1 or len(each.steps) < 3
+    )

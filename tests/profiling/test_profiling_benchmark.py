@@ -1,0 +1,129 @@
+"""The benchmark of the profiler: its rows say what its ranks and profiles say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import MS, Planted
+
+from benchmarks import readme_profiling as tables
+from benchmarks.profiling_outputs import outputs, write_run
+from benchmarks.profiling_rank_planted import FIRST
+from benchmarks.profiling_rows import clock_row, codec_row, cost_row, skew_rows
+from benchmarks.profiling_tables import show
+from lightning_dist.profiling.folder import RankFile, Run, read_run
+from lightning_dist.profiling.summarize import summarize
+
+META = {
+    "date": "2026-11-22T03:00:00+00:00",
+    "versions": {"torch": "2.13.0"},
+    "machine": {"cpu": "a CPU", "cores": 2, "load_before": 0.5},
+}
+
+
+def write(folder: Path, run: Run) -> None:
+    for rank, each in run.ranks.items():
+        file = RankFile(folder / "run-0", rank=rank)
+        file.write([each.about, *each.clocks, *each.steps.values()])
+        file.close()
+
+
+def test_skew_is_compared_with_the_launches(tmp_path: Path) -> None:
+    planted = Planted(steps=FIRST + 4, late={1: 50}, buckets=1)
+    write(tmp_path, planted.run())
+    # The ranks say 49 and 51 ms in turn, the profile 50.
+    launched = [[0] * (FIRST + 4), [0] * FIRST + [49 * MS, 51 * MS] * 2]
+    rows = skew_rows(tmp_path, launched, [50.0, 100.0] * 2, codec="int8")
+    assert [row["planted_ms"] for row in rows] == [50, 100]
+    assert [row["bias_ms"] for row in rows] == pytest.approx([1, -1])
+    assert [row["count"] for row in rows] == [2, 2]
+    assert rows[1]["median_ms"] == pytest.approx(1)
+
+
+def test_codec_time_is_that_of_the_encodings(tmp_path: Path) -> None:
+    write(tmp_path, Planted(steps=3, encode=2, decode=7, buckets=4).run())
+    row = codec_row(tmp_path, [[8.0, 8.0, 8.0], [8.0, 8.0, 5.0]], 2.0)
+    assert (row["median_ms"], row["worst_ms"], row["count"]) == (0, 3, 6)
+
+
+def test_a_clock_that_is_further_off_than_it_says_is_counted() -> None:
+    readings = [[(0, 0)] * 4, [(10_000, 20_000), (-30_000, 20_000), (0, 1_000), (500, 500)]]
+    row = clock_row(readings, load="idle", link_mbit=200.0)
+    assert row["within"] == 0.75
+    assert (row["median_us"], row["worst_us"]) == (5.25, 30)
+
+
+def test_cost_is_the_difference_of_neighbours(tmp_path: Path) -> None:
+    run = Planted(steps=6, buckets=3).run()
+    steps = dict(run.ranks[1].steps)
+    steps[5] = replace(steps[5], buckets=(), spans=(), detailed=False)
+    write(tmp_path, Run({0: run.ranks[0], 1: replace(run.ranks[1], steps=steps)}))
+    of_rank = {"without": [(10, 5), (20, 6), (90, 7)], "with": [(11, 7), (21, 8), (91, 9)]}
+    row = cost_row(tmp_path, [of_rank, of_rank], codec="int8")
+    assert (row["step_ms"], row["step_more_ms"], row["cpu_more_ms"]) == (20, 1, 2)
+    assert row["step_more_low_ms"] == row["step_more_high_ms"] == 1
+    assert row["buckets"] == 3
+    assert row["detailed"] == pytest.approx(11 / 12)
+    assert 0 < row["overhead"] < 0.01
+
+
+def test_a_run_that_never_was_is_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=3, steps=5, seed=0)
+    run = read_run(tmp_path)
+    assert run.notes == []
+    summary = summarize(run)
+    assert summary.steps == 3
+    assert len(summary.buckets) == 8
+    assert summary.traffic is not None
+    assert summary.parts_ms["transfer"] > 0
+
+
+def a_result(tmp_path: Path) -> dict[str, Any]:
+    miss = {"planted_ms": 50.0, "count": 2, "median_ms": 0.1, "bias_ms": 0.1, "worst_ms": -0.25}
+    of_clocks = clock_row([[(0, 0)], [(9_000, 20_000)]], load="one way", link_mbit=200.0)
+    more = {f"{n}_more{p}_ms": 0.1 for n in ("step", "cpu") for p in ("", "_low", "_high")}
+    rows = [
+        {"kind": "skew", "codec": "int8", **miss},
+        {"kind": "codec", "known_ms": 8.0, **miss},
+        {
+            "kind": "wire",
+            "codec": "ddp",
+            "link_mbit": 50.0,
+            "payload_gbps": 0.048,
+            "wire_gbps": 0.047,
+            "of_payload": 0.98,
+            "step_gbps": 0.046,
+            "step_ms": 3000.0,
+        },
+        of_clocks,
+        {
+            "kind": "cost",
+            "codec": "ddp",
+            "buckets": 8,
+            "rounds": 6,
+            "step_ms": 20.0,
+            "cpu_ms": 10.0,
+            "overhead": 0.004,
+            "detailed": 0.5,
+            **more,
+        },
+        outputs(tmp_path / "run", ranks=2, steps=10, seed=0),
+    ]
+    return {"meta": META, "rows": rows}
+
+
+def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = a_result(tmp_path)
+    made = [tables.truth, tables.wire, tables.clocks, tables.cost, tables.outputs]
+    texts = [make(result) for make in made]
+    assert all("2026-11-22, commit unknown" in str(text) for text in texts)
+    assert "0.25 ms" in str(texts[0])
+    assert "98 %" in str(texts[1])
+    assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
+    assert "| 0.4 % | 50 % |" in str(texts[3])
+    assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5
+    show(result["rows"])
+    assert capsys.readouterr().out.count("┏") == 6

@@ -1,0 +1,117 @@
+"""What a step costs the process that is profiled, and when its lines are in the file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from planted import MS, Planted
+
+from lightning_dist.profiling.recorder import Recorder
+from lightning_dist.profiling.records import BucketTimes, StepRecord, from_line, to_line
+from lightning_dist.profiling.session import Session, SessionSettings
+
+BUCKETS = 40
+
+
+def record(recorder: Recorder) -> None:
+    """A step as a reducer tells of it."""
+    for bucket in range(BUCKETS):
+        recorder.ready(bucket)
+        recorder.works(bucket, "encode")()
+        recorder.launched("all_gather", group="flat", sent=1)()
+        recorder.works(bucket, "decode")()
+        recorder.note(BucketTimes(bucket, 0, recorder.now(), 4, 0, 1, "int8"))
+
+
+def calls_of(call: Callable[[], Any]) -> int:
+    """How many functions of Python it takes; unlike its time the same on any machine."""
+    count = 0
+
+    def on_event(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_detailed_step_costs_about_one_call_a_row() -> None:
+    recorder = Recorder()
+    record(recorder)
+    rows = 4 * BUCKETS
+
+    def write_down() -> None:
+        buckets, spans = recorder.take(0)
+        assert len(buckets) + len(spans) == rows
+        to_line(StepRecord(0, 0, 1, (), buckets, spans))
+
+    assert calls_of(write_down) < 1.5 * rows + 50
+
+
+class Clock:
+    """Shows what it is set to."""
+
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def step(session: Session, clock: Clock, seconds: float) -> None:
+    """Forward, backward, optimizer, a third each."""
+    session.forward()
+    for event in (session.backward, lambda: session.backward_ended(synchronised=True)):
+        clock.now += round(seconds / 3 * 1e9)
+        event()
+    clock.now += round(seconds / 3 * 1e9)
+    session.stepped()
+
+
+def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
+    clock = Clock()
+    about = Planted(steps=0).run().ranks[1].about
+    session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
+    path = tmp_path / "rank1.jsonl"
+
+    def steps() -> list[int]:
+        records = map(from_line, path.read_text().splitlines())
+        return [each.step for each in records if isinstance(each, StepRecord)]
+
+    for _ in range(3):
+        step(session, clock, 0.6)
+    assert steps() == [0, 1]  # the third is over when the next begins
+    step(session, clock, 0.6)
+    session.close("finished")
+    assert steps() == [0, 1, 2, 3]
+    assert from_line(path.read_text().splitlines()[0]) == about
+
+
+def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
+    clock, told = Clock(), []
+    about = Planted(steps=0).run().ranks[0].about
+    session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
+    for _ in range(2):
+        step(session, clock, 0.6)
+    session.close("finished")
+    assert [each.duration for each in told] == [600 * MS, 600 * MS]
+
+
+def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
+    clock, told = Clock(), []
+    about = Planted(steps=0).run().ranks[0].about
+    session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
+    for spent in (7 * MS, 0, 0):
+        session.recorder.spent += spent
+        step(session, clock, 0.6)
+    session.close("finished")
+    assert told[0].overhead >= 7 * MS
+    assert [each.overhead for each in told[1:]] == [0, 0]
