@@ -4,14 +4,14 @@
                                 [--steps 12] [--json PATH]
 
 Needs root. Hosts on one machine (`benchmarks/testbed.py`) train the model of
-`benchmarks/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under CommProfiler.
-A setting is `ddp`, a codec, or FORM/CODEC as in `benchmarks/hierarchical.py`. Then every pair of
-setting and rate is predicted from ONE profile, that of ddp at the rate `--base`, with the costs of
-codecs that `calibrate()` finds on this machine, compiled as in the run. Hierarchical settings need
-the rate inside a host, which ddp does not show: `--inside-gbit`.
+`benchmarks/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under
+CommProfiler. A setting is `ddp`, a codec, or FORM/CODEC as in `benchmarks/hierarchical.py`. Then
+every pair of setting and rate is predicted from ONE profile, that of ddp at the rate `--base`, with
+the costs of codecs that `calibrate()` finds on this machine, compiled as in the run. Hierarchical
+settings need the rate inside a host, which ddp does not show: `--inside-gbit`.
 
-JSON: in meta `errors`, the median and the largest of them without the pair that was the profile, and
-`base`; rows with `kind` "pair" (setting, link_mbit, measured_ms, predicted_ms, relative_error,
+JSON: in meta `errors`, the median and the largest of them without the pair that was the profile,
+and `base`; rows with `kind` "pair" (setting, link_mbit, measured_ms, predicted_ms, relative_error,
 is_base) and "scaling": what the same profile says of 2 to 1,024 hosts, which is a PREDICTION and
 nothing else (hosts, codec, form, gbps, step_ms). Of a step's time the median over steps counts, of
 the mean over ranks, as in the profile.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -93,11 +94,13 @@ def measure(arguments: argparse.Namespace) -> dict[Place, Observed]:
 def wish_of(setting: str, link: float, arguments: argparse.Namespace) -> Wish:
     """The question whose answer was measured. At the profile's own rate the measured one counts."""
     form, codec = split_row(setting)
+    cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
     return Wish(
         codec=codec,
         form=form or FLAT,
         gbps=None if link == arguments.base else link / 1e3,
         inside_gbps=arguments.inside_gbit,
+        one_core=cores_per_rank < 2,
     )
 
 

@@ -76,7 +76,9 @@ def _cost(name: str, codec: Codec, *, fused: bool, chunks: int, rounds: int) -> 
         encode / elements,
         min(decode, settle_one) / elements,
         max(settle_one - decode, 0.0) / elements,
-        source="fused kernels of this machine" if can_fuse else "kernels of this machine",
+        source="compiled, alone on this machine"
+        if can_fuse
+        else "not compiled, alone on this machine",
         assumes=assumes,
     )
 

@@ -19,18 +19,19 @@ def candidates(
     *,
     like: Wish,
     forms: Sequence[str] | None = None,
+    ddp: bool = True,
 ) -> list[Wish]:
-    """Stock DDP and every codec, flat and, where hosts have several ranks, by hosts.
+    """Every codec, flat and, where hosts have several ranks, by hosts.
 
     Args:
         like: what is the same for all: links, hosts.
         forms: only these.
+        ddp: stock DDP too.
     """
     several = max(observed.setting.counts) > 1
     chosen = forms or (FORMS if several else (FLAT,))
-    wishes = [replace(like, codec=DDP, form=FLAT)] if FLAT in chosen else []
-    names = [name for name in codecs if name != DDP]
-    return wishes + [replace(like, codec=name, form=form) for form in chosen for name in names]
+    wishes = [replace(like, codec=DDP, form=FLAT)] if ddp and FLAT in chosen else []
+    return wishes + [replace(like, codec=name, form=form) for form in chosen for name in codecs]
 
 
 def scaled(wishes: Sequence[Wish], hosts: Sequence[int] = SCALE) -> list[Wish]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, FORMS, Link, Setting, impossible
-from lightning_dist.profiling.whatif.simulate import Played, play
+from lightning_dist.profiling.whatif.simulate import play
 from lightning_dist.reducer.costs import CodecCost
 
 SCHEMA = 1
@@ -19,6 +19,8 @@ LEAST_MARGIN = 0.02
 """Two runs of the same differ by as much, whatever the model says of one of them."""
 
 NO_DIFFERENCE = "no difference that the model could tell"
+
+NO_ERROR = "the model has no error to be judged by"
 
 MS = 1e3
 
@@ -32,6 +34,7 @@ class Wish:
         hosts: as many, each with the ranks of one of the run.
         inside_gbps: of a rank inside its host.
         latency: seconds of a round between hosts.
+        one_core: a rank has one core for the backward pass and the codec.
     """
 
     codec: str | None = None
@@ -40,6 +43,7 @@ class Wish:
     gbps: float | None = None
     inside_gbps: float | None = None
     latency: float | None = None
+    one_core: bool = False
 
     def __post_init__(self) -> None:
         if self.form is not None and self.form not in FORMS:
@@ -67,6 +71,7 @@ class Prediction:
         change: of the step against the prediction for the run itself, -0.5: half as long.
         place: 1 for the best; those that the model cannot tell apart share one.
         verdict: in words; empty where ``change`` says it.
+        source: where the cost of the codec is from.
         assumes: what has to be so.
     """
 
@@ -81,6 +86,7 @@ class Prediction:
     change: float | None = None
     place: int | None = None
     verdict: str = ""
+    source: str = ""
     assumes: str = ""
     reason: str = ""
 
@@ -122,7 +128,9 @@ def predict(
     if current.step_ms is not None:
         error = current.step_ms / (observed.step * MS) - 1
     margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    played = [_play(observed, _wished(observed, wish), known) for wish in wishes]
+    played = [
+        _play(observed, _wished(observed, wish), known, one_core=wish.one_core) for wish in wishes
+    ]
     return WhatIf(
         measured_ms=observed.step * MS,
         current=current,
@@ -190,14 +198,21 @@ def _wished(observed: Observed, wish: Wish) -> Setting:
     )
 
 
-def _play(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost]) -> Prediction:
+def _play(
+    observed: Observed,
+    setting: Setting,
+    costs: Mapping[str, CodecCost],
+    *,
+    one_core: bool = False,
+) -> Prediction:
     about = Prediction(
         setting.codec, setting.form, setting.hosts, setting.world_size, setting.link.gbps
     )
     cost = costs.get(setting.codec)
     if reason := _unknown(observed, setting, costs):
         return replace(about, reason=reason)
-    played: Played = play(observed.buckets, setting, cost=cost, plain=costs.get("none"))
+    plain = costs.get("none")
+    played = play(observed.buckets, setting, cost=cost, plain=plain, one_core=one_core)
     last = max(bucket.ready for bucket in observed.buckets)
     done = max(played.done, last)
     return replace(
@@ -205,6 +220,7 @@ def _play(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost]) 
         step_ms=(done + observed.tail) * MS,
         exposed_ms=(done - last) * MS,
         sent_mb=played.sent / 1e6,
+        source="" if cost is None else cost.source,
         assumes="" if cost is None else cost.assumes,
     )
 
@@ -225,24 +241,19 @@ def _unknown(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost
 def _placed(
     played: Sequence[Prediction], current: Prediction, margin: float | None
 ) -> list[Prediction]:
-    """The best first. One that is within the margin of the best of a place shares it."""
-    told = sorted(
-        (each for each in played if each.step_ms is not None), key=lambda each: each.step_ms or 0.0
-    )
+    """The best first. One that is within the margin of the one before it shares its place."""
+    told = [(each.step_ms, each) for each in played if each.step_ms is not None]
     found: list[Prediction] = []
-    best, place = 0.0, 0
-    for number, each in enumerate(told, start=1):
-        assert each.step_ms is not None
+    before, place = None, 1
+    for number, (step_ms, each) in enumerate(sorted(told, key=lambda of: of[0]), start=1):
         if margin is None or current.step_ms is None:
-            found.append(replace(each, verdict="the model has no error to be judged by"))
+            found.append(replace(each, verdict=NO_ERROR))
             continue
-        if not found or each.step_ms > best * (1 + margin):
-            best, place = each.step_ms, number
-        change = each.step_ms / current.step_ms - 1
-        within = abs(change) <= margin
-        found.append(
-            replace(each, change=change, place=place, verdict=NO_DIFFERENCE if within else "")
-        )
+        if before is not None and step_ms > before * (1 + margin):
+            place = number
+        before, change = step_ms, step_ms / current.step_ms - 1
+        verdict = NO_DIFFERENCE if abs(change) <= margin else ""
+        found.append(replace(each, change=change, place=place, verdict=verdict))
     return [*found, *(each for each in played if each.step_ms is None)]
 
 

@@ -87,19 +87,22 @@ def play(
     *,
     cost: CodecCost | None = None,
     plain: CodecCost | None = None,
+    one_core: bool = False,
 ) -> Played:
     """One step.
 
     Args:
         cost: of the codec; None for stock DDP.
         plain: of a pass without a codec, inside a host.
+        one_core: a rank has no second core for its worker, which then takes turns with the backward
+            pass: what it encodes meanwhile takes twice as long and delays the gradients to come.
     """
     assert not impossible(setting), impossible(setting)
     assert buckets
     if setting.codec == DDP:
         return _ddp(buckets, setting)
     assert cost is not None
-    return _Worker(setting, cost, plain).play(buckets)
+    return _Worker(setting, cost, plain).play(buckets, one_core=one_core)
 
 
 def _ddp(buckets: Sequence[Bucket], setting: Setting) -> Played:
@@ -116,6 +119,7 @@ class _Worker:
         self.setting, self.cost = setting, cost
         self.now = 0.0
         self.wire = _Wire(setting.link)
+        self.pace = 1.0  # of what it encodes: how many times as long
         self.flat = setting.form == FLAT
         self.peers = setting.peers if self.flat else (1,) * setting.hosts
         self.world = sum(self.peers)
@@ -123,11 +127,14 @@ class _Worker:
         self.copy = 0.0 if plain is None else plain.encode
         self.inner = _Wire(setting.inside) if setting.inside is not None else None
 
-    def play(self, buckets: Sequence[Bucket]) -> Played:
+    def play(self, buckets: Sequence[Bucket], *, one_core: bool) -> Played:
         done: list[_Chunk] = []
+        late = 0.0
         for bucket in buckets:
-            self.now = max(self.now, bucket.ready)
+            self.now = max(self.now, bucket.ready + late)
             chunks = list(self._chunks(bucket.elements))
+            self.pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
+            late += bucket.elements / self._shares * self.cost.encode * (self.pace - 1)
             self._encode(chunks)
             if len(self._collectives(1.0)) == 2:
                 self._reduce(chunks)
@@ -139,7 +146,7 @@ class _Worker:
         return Played(self.now, self.wire.sent)
 
     def _chunks(self, elements: float) -> Iterator[_Chunk]:
-        shares = 1 if self.flat else self.setting.owners
+        shares = self._shares
         two_shot = self.cost.exchange == "two_shot" and self.world > 2
         most: float = shares * chunk_elements(self.world if two_shot else 1)
         if self.cost.exchange == "allreduce" and self.flat:
@@ -149,11 +156,15 @@ class _Worker:
             yield _Chunk(min(left, most), min(left, most) / shares)
             left -= most
 
+    @property
+    def _shares(self) -> int:
+        """Of how many ranks each encodes a part between hosts."""
+        return 1 if self.flat else self.setting.owners
+
     def _collectives(self, elements: float) -> tuple[Collective, ...]:
         """Of a rank's part, on the link that its host's ranks share."""
         found = collectives(self.cost.exchange, self.cost.wire * elements, self.peers)
-        owners = 1 if self.flat else self.setting.owners
-        return tuple(replace(each, nbytes=each.nbytes * owners) for each in found)
+        return tuple(replace(each, nbytes=each.nbytes * self._shares) for each in found)
 
     def _encode(self, chunks: Sequence[_Chunk]) -> None:
         for chunk in chunks[:1]:
@@ -163,7 +174,7 @@ class _Worker:
                 self._up(following)
             # What the ranks of the host have sent of this share is added up.
             self.now = max(self.now, chunk.up) + (0 if self.flat else chunk.elements * self.copy)
-            self.now += chunk.share * self.cost.encode
+            self.now += chunk.share * self.cost.encode * self.pace
             chunk.end = self.wire.send(self.now, self._collectives(chunk.share)[0])
 
     def _up(self, chunk: _Chunk) -> None:
