@@ -4,8 +4,8 @@
                                 [--steps 12] [--json PATH]
 
 Needs root. Hosts on one machine (`benchmarks/testbed.py`) train the model of
-`benchmarks/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under
-CommProfiler. A setting is `ddp`, a codec, or FORM/CODEC as in `benchmarks/hierarchical.py`. Then
+`benchmarks/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under the
+profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in `benchmarks/hierarchical.py`. Then
 every pair of setting and rate is predicted from ONE profile, that of ddp at the rate `--base`, with
 the costs of codecs that `calibrate()` finds on this machine, compiled as in the run. Hierarchical
 settings need the rate inside a host, which ddp does not show: `--inside-gbit`.
@@ -99,6 +99,7 @@ def wish_of(setting: str, link: float, arguments: argparse.Namespace) -> Wish:
         codec=codec,
         form=form or FLAT,
         gbps=None if link == arguments.base else link / 1e3,
+        was_gbps=None if link == arguments.base else arguments.base / 1e3,
         inside_gbps=arguments.inside_gbit,
         one_core=cores_per_rank < 2,
     )

@@ -1,7 +1,7 @@
-"""One rank of `benchmarks/whatif.py`: trains under CommProfiler, one setting after the other.
+"""One rank of `benchmarks/whatif.py`: trains with every setting in turn, each under a profile.
 
-Reads its settings from the command line as JSON; the profile of every setting goes to a folder of
-its own.
+Settings take turns step by step, so that what else the machine does is the same for all. Reads its
+settings from the command line as JSON; the profile of every setting goes to a folder of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from benchmarks.allreduce_rows import Row
 from benchmarks.allreduce_settings import WIDTH
-from lightning_dist import CommProfiler
+from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.profiling.session import SessionSettings
 
 _TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
 
@@ -33,28 +34,46 @@ class Settings:
     seed: int
 
 
-def train(row: Row, folder: Path, *, steps: int, batch: int) -> None:
-    """Some steps, of which the profile is in `folder`/run-0."""
-    inputs, targets = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
-    with CommProfiler(row.ddp, dirpath=folder, budget=1.0, html=False, trace=False, show=False):
-        for _ in range(steps):
-            row.step(inputs, targets)
-            row.forget()
+class Turn:
+    """A model, what communicates for it, and the profile of its steps and of nothing else."""
+
+    def __init__(self, name: str, folder: Path, *, seed: int) -> None:
+        self.row = Row(name, seed=seed)
+        self.profile = ProfileRun(self.row.ddp, parent=folder, settings=SessionSettings(budget=1.0))
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """One step."""
+        dist.barrier()
+        self.profile.set_apart()  # the turns of others are no part of it
+        self.row.step(inputs, targets)
+        self.profile.set_apart()
+        self.row.forget()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.profile.close("finished", together=True)
+        if self.row.handle is not None:
+            self.row.handle.close()
 
 
 def run(settings: Settings) -> None:
     """All of them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    torch.manual_seed(settings.seed + 1 + dist.get_rank())
+    turns = []
     for name, folder in zip(settings.rows, settings.folders, strict=True):
-        row = Row(name, seed=settings.seed)
+        turns.append(Turn(name, Path(folder), seed=settings.seed))
         dist.barrier()
-        train(row, Path(folder), steps=settings.steps, batch=settings.batch)
-        if row.handle is not None:
-            row.handle.close()
+    torch.manual_seed(settings.seed + 1 + dist.get_rank())
+    inputs, targets = (torch.randn(settings.batch, WIDTH) for _ in range(2))
+    for number in range(settings.steps):
+        first = number % len(turns)
+        for turn in turns[first:] + turns[:first]:
+            turn.step(inputs, targets)
         if dist.get_rank() == 0:
-            print(f"  {name}", flush=True)
+            print(f"  step {number + 1} of {settings.steps}", flush=True)
+    for turn in turns:
+        turn.close()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -27,6 +27,10 @@ def whatif_command(
     bandwidth: Annotated[
         str | None, typer.Option(metavar="RATE", help="Of a host's link, like 100mbit or 10gbit.")
     ] = None,
+    was: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Of that link in the run: as much is lost of the other."),
+    ] = None,
     hosts: Annotated[
         list[int] | None,
         typer.Option(metavar="N", help="So many, each as large as the largest; repeatable."),
@@ -64,6 +68,7 @@ def whatif_command(
     observed = observe(read_run(folder))
     like = Wish(
         gbps=None if bandwidth is None else gbps_of(bandwidth, option="--bandwidth"),
+        was_gbps=None if was is None else gbps_of(was, option="--was"),
         inside_gbps=None if inside is None else gbps_of(inside, option="--inside"),
         latency=None if latency_us is None else latency_us / 1e6,
         one_core=one_core,

@@ -112,6 +112,11 @@ def test_a_slower_link_is_predicted() -> None:
     assert half.change == pytest.approx(half.step_ms / duration(DDP) - 1)
 
 
+def test_what_was_lost_of_one_link_is_lost_of_another() -> None:
+    (half,) = asked(DDP, Wish(gbps=0.5, was_gbps=1.0)).others
+    assert half.step_ms == pytest.approx(duration(replace(DDP, transfer=80)))
+
+
 def test_another_codec_is_predicted() -> None:
     (int8,) = asked(DDP, Wish(codec="int8")).others
     assert int8.step_ms == pytest.approx(duration(INT8), rel=0.03)
@@ -221,6 +226,7 @@ def test_a_profile_that_says_too_little_is_refused(planted: Planted, what: str) 
         ({"form": "ring"}, "form must be one of flat, sharded, leader"),
         ({"hosts": 1}, "hosts must be 2 or more"),
         ({"gbps": 0.0}, "gbps must be above 0"),
+        ({"was_gbps": 1.0}, "give gbps too"),
         ({"latency": -1.0}, "latency must not be negative"),
     ],
 )

@@ -31,6 +31,8 @@ class Wish:
 
     Args:
         gbps: of a host's link, headers included.
+        was_gbps: what the link of the run was called: what was lost of it there is lost of ``gbps``
+            too. None: only headers are.
         hosts: as many, each with the ranks of one of the run.
         inside_gbps: of a rank inside its host.
         latency: seconds of a round between hosts.
@@ -41,6 +43,7 @@ class Wish:
     form: str | None = None
     hosts: int | None = None
     gbps: float | None = None
+    was_gbps: float | None = None
     inside_gbps: float | None = None
     latency: float | None = None
     one_core: bool = False
@@ -52,10 +55,15 @@ class Wish:
             raise ValueError(
                 f"hosts must be 2 or more, got {self.hosts}; on one host nothing is between hosts"
             )
-        for name in ("gbps", "inside_gbps"):
+        for name in ("gbps", "was_gbps", "inside_gbps"):
             rate = getattr(self, name)
             if rate is not None and rate <= 0:
                 raise ValueError(f"{name} must be above 0 Gbit/s, got {rate}")
+        if self.was_gbps is not None and self.gbps is None:
+            raise ValueError(
+                f"was_gbps={self.was_gbps} says of the run's link what another one is compared "
+                "with; give gbps too, or leave it out"
+            )
         if self.latency is not None and self.latency < 0:
             raise ValueError(f"latency must not be negative, got {self.latency} s")
 
@@ -183,7 +191,9 @@ def _wished(observed: Observed, wish: Wish) -> Setting:
     if wish.hosts is not None:
         counts = [max(counts)] * wish.hosts
     if wish.gbps is not None:
-        link = Link.of_gbps(wish.gbps, link.latency)
+        whole = Link.of_gbps(wish.gbps, link.latency)
+        share = 1.0 if wish.was_gbps is None else link.gbps / wish.was_gbps
+        link = replace(whole, rate=whole.rate * share)
     if wish.latency is not None:
         link = replace(link, latency=wish.latency)
     inside = setting.inside
