@@ -5,10 +5,13 @@
 
 Needs root. Hosts on one machine (`benchmarks/testbed.py`) train the model of
 `benchmarks/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under the
-profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in `benchmarks/hierarchical.py`. Then
-every pair of setting and rate is predicted from ONE profile, that of ddp at the rate `--base`, with
-the costs of codecs that `calibrate()` finds on this machine, compiled as in the run. Hierarchical
-settings need the rate inside a host, which ddp does not show: `--inside-gbit`.
+profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in
+`benchmarks/hierarchical.py`. Then every pair of setting and rate is predicted from ONE profile,
+that of ddp at the rate `--base`, with the costs of codecs that `calibrate()` finds before the first
+step, compiled as in the run and on all ranks at once. What was lost of the rate at `--base` is
+taken to be lost of the others too. Hierarchical settings need the rate inside a host, which ddp
+does not show: `--inside-gbit`. Nor does it show the latency of a round, which counts nothing unless
+`--latency-us` gives it; many hosts multiply it.
 
 JSON: in meta `errors`, the median and the largest of them without the pair that was the profile,
 and `base`; rows with `kind` "pair" (setting, link_mbit, measured_ms, predicted_ms, relative_error,
@@ -46,7 +49,6 @@ from lightning_dist.profiling.whatif.candidates import SCALE, scaled
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import LABEL, Wish, predict
 from lightning_dist.profiling.whatif.setting import DDP, FLAT
-from lightning_dist.reducer.calibration import calibrate
 from lightning_dist.reducer.costs import CodecCost
 
 RANK_MODULE = "benchmarks.whatif_rank"
@@ -57,10 +59,12 @@ JsonRow = dict[str, Any]
 Place = tuple[str, float]  # setting, link
 
 
-def measure(arguments: argparse.Namespace) -> dict[Place, Observed]:
-    """Train everywhere, and read the profiles."""
+def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[str, CodecCost]]:
+    """Train everywhere, and read the profiles; and the costs, as measured at the base rate."""
     layout = Layout.parse(arguments.layout)
     found: dict[Place, Observed] = {}
+    costs: dict[str, CodecCost] = {}
+    names = {split_row(setting)[1] for setting in arguments.setting} - {DDP} | {"none"}
     with (
         tempfile.TemporaryDirectory() as directory,
         Testbed(layout.hosts, link_mbit=arguments.link[0]) as testbed,
@@ -72,9 +76,11 @@ def measure(arguments: argparse.Namespace) -> dict[Place, Observed]:
                 name: Path(directory) / f"{link:g}" / f"setting{number}"
                 for number, name in enumerate(arguments.setting)
             }
-            settings = {
+            settings: JsonRow = {
                 "rows": list(folders),
                 "folders": [str(folder) for folder in folders.values()],
+                "codecs": sorted(names),
+                "costs": str(Path(directory) / f"costs{link:g}.json"),
                 "steps": arguments.steps,
                 "batch": arguments.batch,
                 "seed": arguments.seed,
@@ -88,7 +94,10 @@ def measure(arguments: argparse.Namespace) -> dict[Place, Observed]:
             )
             for name, folder in folders.items():
                 found[name, link] = observe(read_run(folder / "run-0"))
-    return found
+            if link == arguments.base:
+                listed = json.loads(Path(settings["costs"]).read_text())
+                costs = {name: CodecCost(**cost) for name, cost in listed.items()}
+    return found, costs
 
 
 def wish_of(setting: str, link: float, arguments: argparse.Namespace) -> Wish:
@@ -101,6 +110,7 @@ def wish_of(setting: str, link: float, arguments: argparse.Namespace) -> Wish:
         gbps=None if link == arguments.base else link / 1e3,
         was_gbps=None if link == arguments.base else arguments.base / 1e3,
         inside_gbps=arguments.inside_gbit,
+        latency=None if arguments.latency_us is None else arguments.latency_us / 1e6,
         one_core=cores_per_rank < 2,
     )
 
@@ -178,11 +188,8 @@ def show(rows: Sequence[JsonRow], arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Measure, predict, show, and write."""
     arguments = parse_arguments(argv)
-    say("costs of codecs")
-    names = {split_row(setting)[1] for setting in arguments.setting} - {DDP} | {"none"}
-    costs = calibrate(sorted(names), fused=True)
     try:
-        found = measure(arguments)
+        found, costs = measure(arguments)
     except KeyboardInterrupt:
         sys.exit(130)
     except (TestbedUnavailable, RankFailed) as error:

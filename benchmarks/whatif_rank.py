@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.allreduce_rank import write_whole
 from benchmarks.allreduce_rows import Row
 from benchmarks.allreduce_settings import WIDTH
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.session import SessionSettings
+from lightning_dist.reducer.calibration import calibrate
 
+_CHUNKS = 24  # of a megabyte: about what the gradients of the model take
 _TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
 
 
@@ -29,6 +33,8 @@ class Settings:
 
     rows: list[str]
     folders: list[str]  # one for every row
+    codecs: list[str]  # whose costs are to be measured
+    costs: str  # path of what was found
     steps: int
     batch: int
     seed: int
@@ -56,10 +62,21 @@ class Turn:
             self.row.handle.close()
 
 
+def measure_costs(settings: Settings) -> None:
+    """What codecs cost where all ranks use them at once, as they do in a step."""
+    dist.barrier()
+    clock = time.perf_counter
+    costs = calibrate(settings.codecs, fused=True, chunks=_CHUNKS, clock=clock)
+    if dist.get_rank() == 0:
+        listed = {name: asdict(cost) for name, cost in costs.items()}
+        write_whole(Path(settings.costs), json.dumps(listed))
+
+
 def run(settings: Settings) -> None:
     """All of them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
+    measure_costs(settings)
     turns = []
     for name, folder in zip(settings.rows, settings.folders, strict=True):
         turns.append(Turn(name, Path(folder), seed=settings.seed))

@@ -103,11 +103,21 @@ class BlockPasses(Passes):
             torch.zeros(1, size, dtype=torch.uint8, device=self.device), planes, self.blocks
         )
 
+    @override
+    def prepare(self) -> None:
+        # What others have sent looks like the own payload: a sparse one of zeros is no work.
+        for own, *others in self.payloads:
+            for other in others:
+                for plane, same in zip(other, own, strict=True):
+                    plane.copy_(same)
+
+    @override
     def encode(self) -> None:
         for i in range(len(self.payloads)):
             state = tuple(kept[i] for kept in self.state)
             self.kernels.encode(self.grad[i], state, self.scale, self.keys, self.payloads[i][0])
 
+    @override
     def settle(self) -> None:
         for i in range(len(self.payloads)):
             state = tuple(kept[i] for kept in self.state)
@@ -116,6 +126,7 @@ class BlockPasses(Passes):
                 self.grad[i], state, self.scale, self.ok, self.keys, own, tuple(received)
             )
 
+    @override
     def bytes_per_element(self) -> dict[str, float]:
         wire = self.codec.wire_bytes(CHUNK_ELEMENTS) / CHUNK_ELEMENTS
         kept = 4 * len(self.state)
@@ -155,18 +166,22 @@ class ChunkPasses(Passes):
         self.ok = torch.ones((), dtype=torch.bool, device=device)
         self.step = 0
 
+    @override
     def prepare(self) -> None:
         self.step += 1
         self.bucket.normal_()  # it holds the result of the last step
 
+    @override
     def encode(self) -> None:
         self.chunk.encode(self.scale, step=self.step)
 
+    @override
     def settle(self) -> None:
         self.chunk.issue()
         self.chunk.advance()
         self.chunk.settle(self.scale, self.ok)
 
+    @override
     def bytes_per_element(self) -> dict[str, float]:
         kept = 4 if self.feedback else 0
         return {"encode": 4 + 2 * kept, "settle": 4 + (8 if self.feedback else 0)}

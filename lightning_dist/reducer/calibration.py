@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,8 +15,8 @@ from lightning_dist.reducer.alone import WIDTH, Passes, make_passes
 from lightning_dist.reducer.costs import CodecCost
 
 CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
-_CHUNKS = 4
-_ROUNDS = 5
+_CHUNKS = 12
+_ROUNDS = 3
 
 
 def calibrate(
@@ -24,12 +25,15 @@ def calibrate(
     fused: bool = False,
     chunks: int = _CHUNKS,
     rounds: int = _ROUNDS,
+    clock: Callable[[], float] = time.thread_time,
 ) -> dict[str, CodecCost]:
     """The cost of each of ``codecs``, by name: medians, in one thread, of the kernels themselves.
 
     Args:
         fused: compile the kernels first, as the reducer does for large models; takes seconds each.
-        chunks: of a megabyte of gradient.
+        chunks: of a megabyte of gradient; few stay in a cache, as gradients do not.
+        clock: in seconds. That of the thread leaves out what else the machine does; with
+            ``time.perf_counter`` that counts, for ranks that measure all at once.
 
     Raises:
         ValueError: an unknown codec, or one whose bytes depend on the values.
@@ -39,14 +43,27 @@ def calibrate(
     try:
         with torch.no_grad():
             return {
-                name: _cost(name, resolve_codec(name), fused=fused, chunks=chunks, rounds=rounds)
+                name: _cost(
+                    name,
+                    resolve_codec(name),
+                    fused=fused,
+                    chunks=chunks,
+                    seconds=partial(_seconds, rounds=rounds, clock=clock),
+                )
                 for name in codecs
             }
     finally:
         torch.set_num_threads(threads)
 
 
-def _cost(name: str, codec: Codec, *, fused: bool, chunks: int, rounds: int) -> CodecCost:
+def _cost(
+    name: str,
+    codec: Codec,
+    *,
+    fused: bool,
+    chunks: int,
+    seconds: Callable[[Passes], tuple[float, float]],
+) -> CodecCost:
     wire, assumes = _wire(name, codec)
     can_fuse = fused and isinstance(codec, BlockCodec) and codec.fusable and not codec.lossless
 
@@ -63,12 +80,12 @@ def _cost(name: str, codec: Codec, *, fused: bool, chunks: int, rounds: int) -> 
     linear = codec.exchange == "allreduce"
     one = passes(1)
     elements = one.numel
-    encode, settle_one = _seconds(one, rounds)
+    encode, settle_one = seconds(one)
     decode = 0.0
     if codec.lossless and linear:
         settle_one = 0.0  # added up in the bucket itself
     if not linear:
-        decode = max(_seconds(passes(2), rounds)[1] - settle_one, 0.0)
+        decode = max(seconds(passes(2))[1] - settle_one, 0.0)
     return CodecCost(
         name,
         codec.exchange,
@@ -96,17 +113,15 @@ def _wire(name: str, codec: Codec) -> tuple[float, str]:
     return codec.wire_bytes(elements) / elements, ""
 
 
-def _seconds(passes: Passes, rounds: int) -> tuple[float, float]:
+def _seconds(passes: Passes, *, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Of encode and of settle."""
     encode, settle = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         passes.prepare()
-        encode.append(_timed(passes.encode))
-        settle.append(_timed(passes.settle))
+        times = [clock()]
+        for call in (passes.encode, passes.settle):
+            call()
+            times.append(clock())
+        encode.append(times[1] - times[0])
+        settle.append(times[2] - times[1])
     return statistics.median(encode[1:]), statistics.median(settle[1:])
-
-
-def _timed(call: Callable[[], None]) -> float:
-    begin = time.thread_time()
-    call()
-    return time.thread_time() - begin

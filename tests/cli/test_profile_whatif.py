@@ -33,7 +33,7 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
     assert best.split()[:4] == ["1", "fp16", "flat", "2"]
     assert other.split()[:4] == ["2", "ddp", "flat", "2"]
     assert "no difference that the model could tell" in other
-    assert "note: what fp16 cost: not compiled, alone on this machine" in notes
+    assert "note: what fp16 cost: not compiled, on this machine" in notes
     assert any(note.startswith("note: latency: n/a, ") for note in notes)
 
 
