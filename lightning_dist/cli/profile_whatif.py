@@ -9,12 +9,8 @@ from typing import Annotated
 import typer
 
 from lightning_dist.cli.errors import reported
-from lightning_dist.cli.profile_whatif_table import print_whatif
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.report.summary_file import to_json
-from lightning_dist.profiling.whatif.candidates import candidates, scaled
-from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import Wish, predict
 from lightning_dist.profiling.whatif.setting import DDP
 
 _UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
@@ -65,6 +61,13 @@ def whatif_command(
     codecs cost on this machine, which is measured now. The same is said of the run as it was:
     settings that are closer than the error of that are not told apart.
     """
+    # Codecs are measured, for which torch is loaded: not before it is needed.
+    from lightning_dist.cli.profile_whatif_table import print_whatif
+    from lightning_dist.profiling.whatif.candidates import candidates, scaled
+    from lightning_dist.profiling.whatif.observe import observe
+    from lightning_dist.profiling.whatif.predict import Wish, predict
+    from lightning_dist.reducer.calibration import CANDIDATES, calibrate
+
     observed = observe(read_run(folder))
     like = Wish(
         gbps=None if bandwidth is None else gbps_of(bandwidth, option="--bandwidth"),
@@ -73,8 +76,6 @@ def whatif_command(
         latency=None if latency_us is None else latency_us / 1e6,
         one_core=one_core,
     )
-    from lightning_dist.reducer.calibration import CANDIDATES, calibrate
-
     names = tuple(codec or (DDP, *CANDIDATES))
     costs = calibrate(_to_measure(names, observed.setting.codec), fused=compiled)
     only = [name for name in names if name != DDP]

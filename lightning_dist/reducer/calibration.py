@@ -93,9 +93,7 @@ def _cost(
         encode / elements,
         min(decode, settle_one) / elements,
         max(settle_one - decode, 0.0) / elements,
-        source="compiled, alone on this machine"
-        if can_fuse
-        else "not compiled, alone on this machine",
+        source="compiled, on this machine" if can_fuse else "not compiled, on this machine",
         assumes=assumes,
     )
 
