@@ -235,6 +235,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--timeout", type=float, default=900.0, metavar="S", help="for the settings of a rate (900)"
     )
+    add("--latency-us", type=float, metavar="US", help="of a round between hosts")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="PATH", help="write everything here")
     arguments = parser.parse_args(argv)
