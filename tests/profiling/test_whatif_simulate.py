@@ -93,9 +93,12 @@ def test_with_one_core_the_codec_takes_time_from_the_backward_pass() -> None:
     assert play(buckets, setting, cost=FP16).done == pytest.approx(1.7)
     # one: encode 1.2; ready at 1.25, encode 1.35; travel 1.4, 1.6; settle 1.6, 1.8
     assert play(buckets, setting, cost=FP16, one_core=True).done == pytest.approx(1.8)
+    later = [Bucket(1.0, 100_000), Bucket(1.5, 100_000)]
+    # encode 1.2; ready at 1.6, encode 1.7; travel 1.9; settle 2.1
+    assert play(later, setting, cost=FP16, one_core=True).done == pytest.approx(2.1)
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (1, 1, 1), (2, 2), (3, 1), (2, 2, 2)])
+@pytest.mark.parametrize("counts", [(1, 1), (1, 1, 1), (2, 2), (3, 1), (3, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("exchange", ["allreduce", "gather", "two_shot"])
 def test_bytes_are_those_of_the_exchanges(exchange: str, counts: tuple[int, ...]) -> None:
     hosts = tuple(f"h{host}" for host, count in enumerate(counts) for _ in range(count))
