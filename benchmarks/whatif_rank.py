@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,8 +64,7 @@ class Turn:
 def measure_costs(settings: Settings) -> None:
     """What codecs cost where all ranks use them at once, as they do in a step."""
     dist.barrier()
-    clock = time.perf_counter
-    costs = calibrate(settings.codecs, fused=True, chunks=_CHUNKS, clock=clock)
+    costs = calibrate(settings.codecs, fused=True, chunks=_CHUNKS)
     if dist.get_rank() == 0:
         listed = {name: asdict(cost) for name, cost in costs.items()}
         write_whole(Path(settings.costs), json.dumps(listed))

@@ -25,15 +25,14 @@ def calibrate(
     fused: bool = False,
     chunks: int = _CHUNKS,
     rounds: int = _ROUNDS,
-    clock: Callable[[], float] = time.thread_time,
 ) -> dict[str, CodecCost]:
-    """The cost of each of ``codecs``, by name: medians, in one thread, of the kernels themselves.
+    """The cost of each of ``codecs``, by name: medians of the kernels.
+
+    In the time of one thread: what else the machine does counts only where it takes memory's.
 
     Args:
         fused: compile the kernels first, as the reducer does for large models; takes seconds each.
         chunks: of a megabyte of gradient; few stay in a cache, as gradients do not.
-        clock: in seconds. That of the thread leaves out what else the machine does; with
-            ``time.perf_counter`` that counts, for ranks that measure all at once.
 
     Raises:
         ValueError: an unknown codec, or one whose bytes depend on the values.
@@ -48,7 +47,7 @@ def calibrate(
                     resolve_codec(name),
                     fused=fused,
                     chunks=chunks,
-                    seconds=partial(_seconds, rounds=rounds, clock=clock),
+                    seconds=partial(_seconds, rounds=rounds),
                 )
                 for name in codecs
             }
@@ -111,15 +110,15 @@ def _wire(name: str, codec: Codec) -> tuple[float, str]:
     return codec.wire_bytes(elements) / elements, ""
 
 
-def _seconds(passes: Passes, *, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
+def _seconds(passes: Passes, *, rounds: int) -> tuple[float, float]:
     """Of encode and of settle."""
     encode, settle = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         passes.prepare()
-        times = [clock()]
+        times = [time.thread_time()]
         for call in (passes.encode, passes.settle):
             call()
-            times.append(clock())
+            times.append(time.thread_time())
         encode.append(times[1] - times[0])
         settle.append(times[2] - times[1])
     return statistics.median(encode[1:]), statistics.median(settle[1:])
