@@ -40,6 +40,7 @@ bench: install
 	$(BIN)/python -m benchmarks.hierarchical --json benchmarks/results/hierarchical.json
 	$(BIN)/python -m benchmarks.hierarchical_model benchmarks/results/hierarchical.json --curve \
 	  --gbit 1 --json benchmarks/results/hierarchical_model.json
+	$(BIN)/python -m benchmarks.whatif --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json

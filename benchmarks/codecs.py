@@ -30,12 +30,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.codec_passes import NUMEL, Passes, make_passes
 from benchmarks.memory import measure_memory
 from benchmarks.report import collect_meta, print_table, write_json
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
+from lightning_dist.reducer.alone import Passes, make_passes
+from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
 
 _SEED = 1
+_CHUNKS = 25
+_NUMEL = _CHUNKS * CHUNK_ELEMENTS
 _Case = tuple[str, bool, str]  # codec, error feedback, mode
 
 
@@ -49,7 +52,11 @@ def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes
         for feedback in choices[:1] if codec.momentum_correction else choices:
             for mode in ("eager", "fused") if fusable else ("eager",):
                 cases[name, feedback, mode] = make_passes(
-                    codec, feedback=feedback, fused=mode == "fused", device=device
+                    codec,
+                    feedback=feedback,
+                    fused=mode == "fused",
+                    device=device,
+                    chunks=_CHUNKS,
                 )
     return cases
 
@@ -58,7 +65,7 @@ def measure_speed(
     cases: dict[_Case, Passes], *, rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """One row per codec, feedback and mode."""
-    source = torch.zeros(NUMEL, device=device)
+    source = torch.zeros(_NUMEL, device=device)
     target = torch.empty_like(source)
     copies: list[float] = []
     times: dict[tuple[_Case, str], list[float]] = {}

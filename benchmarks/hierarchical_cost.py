@@ -1,6 +1,7 @@
 """How much a step's exchange has to do on each level: bytes, rounds and elements, by formula.
 
-The formulas are in `benchmarks/hierarchical_model.py`. Nothing here is measured or fitted.
+The formulas of bytes and rounds are those of `lightning-dist profile whatif`. Nothing here is
+measured or fitted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from benchmarks.allreduce_settings import NO_FEEDBACK_SUFFIX, is_torch_row
 from benchmarks.hierarchical_settings import FLAT, LEADER, levels
 from benchmarks.layouts import Layout
+from lightning_dist.profiling.whatif.formulas import collectives, inside, total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,29 +64,6 @@ def facts_of(codec: str) -> tuple[CodecFacts, CodecFacts] | None:
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
-def exchange_bytes(size: float, peers: int, *, linear: bool) -> float:
-    """Bytes that each of `peers` sends to exchange payloads of `size` bytes."""
-    if peers == 2 and not linear:
-        return size  # one gather
-    return 2 * (peers - 1) / peers * size
-
-
-def exchange_rounds(peers: int, *, linear: bool) -> int:
-    """Messages that each of `peers` sends, one after the other, in that exchange."""
-    return 1 if peers == 2 and not linear else 2 * (peers - 1)
-
-
-def flat_host_bytes(size: float, layout: Layout, *, linear: bool) -> float:
-    """Bytes over the busiest host's link where hosts do not matter; `size`: a rank's payload."""
-    world = layout.world_size
-    ring = (world - 1) / world * size  # in any of its edges, one of which leaves each host
-    if linear:
-        return 2 * ring
-    if world == 2:
-        return size
-    return max(count * (world - count) / world * size for count in layout.counts) + ring
-
-
 def work(
     form: str,
     layout: Layout,
@@ -98,25 +77,28 @@ def work(
     form: as in `hierarchical_settings.FORMS`; the sharded one needs an even layout.
     """
     size = elements * inter.bytes_per_element
+    exchange = "allreduce" if inter.linear else "two_shot"
     if form == FLAT:
+        whole = total(collectives(exchange, size, layout.counts))
         return Work(
-            inter_bytes=flat_host_bytes(size, layout, linear=inter.linear),
-            inter_rounds=exchange_rounds(layout.world_size, linear=inter.linear),
+            inter_bytes=whole.nbytes,
+            inter_rounds=whole.rounds,
             elements=_through((inter, elements)),
             busy_ranks=layout.world_size,
         )
     local = max(layout.counts)
-    inside = elements * intra.bytes_per_element
     leader = form == LEADER
     if not leader and not layout.even:
         raise ValueError(f"the sharded form needs hosts of equal size, got {layout.name}")
     share = 1 if leader else local
+    across = total(collectives(exchange, size, (1,) * layout.hosts))
+    way = inside(elements * intra.bytes_per_element, local, leader=leader)
     return Work(
         # L ranks of a host exchange an L-th each, or one of them exchanges all.
-        inter_bytes=exchange_bytes(size, layout.hosts, linear=inter.linear),
-        inter_rounds=exchange_rounds(layout.hosts, linear=inter.linear),
-        intra_bytes=2 * (local - 1) * inside / share,
-        intra_rounds=2 * (local - 1),
+        inter_bytes=across.nbytes,
+        inter_rounds=across.rounds,
+        intra_bytes=2 * way.nbytes,
+        intra_rounds=2 * way.rounds,
         elements=_through((inter, elements / share), (intra, elements)),
         busy_ranks=layout.hosts if leader else layout.world_size,
     )

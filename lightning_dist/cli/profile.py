@@ -1,4 +1,4 @@
-"""``lightning-dist profile``: look at where communication time went, and compare runs."""
+"""``lightning-dist profile``: look at where communication time went, compare runs, and predict."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_table import describe, print_differences
+from lightning_dist.cli.profile_whatif import whatif_command
 from lightning_dist.profiling.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.parts import SCHEMA, Summary
@@ -92,6 +93,9 @@ def compare_command(
     for name, (_, _, summary) in runs.items():
         for note in summary.notes:
             typer.echo(f"note: {name}: {note}")
+
+
+app.command("whatif")(whatif_command)
 
 
 def _summary_of(folder: str) -> tuple[Run, Summary]:

@@ -1,17 +1,18 @@
-"""Encode and settle of one codec alone, without a network, over 26 MB of float32 gradient."""
+"""Encode and settle of one codec alone, without a network, over float32 gradients."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_dist.codecs import BlockCodec, Codec, PowerSGD
+from lightning_dist.codecs import BlockCodec, Codec, PowerSGD, Threshold
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, Pending
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
 from lightning_dist.reducer.chunk import Chunk
@@ -25,14 +26,15 @@ from lightning_dist.reducer.sparse import SparseChunk
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.topology import Topology
 
-CHUNKS = 25
-NUMEL = CHUNKS * CHUNK_ELEMENTS
-_WIDTH = 1024
+WIDTH = 1024
+"""Of the matrices of codecs that need matrices."""
 _SEED = 1
 
 
 class Passes(ABC):
     """What a rank of two does with its gradient before and after the exchange."""
+
+    numel: int
 
     def prepare(self) -> None:  # noqa: B027  (most passes can be repeated as they are)
         """Before each encode, outside the time."""
@@ -49,14 +51,27 @@ class Passes(ABC):
 
 
 class BlockPasses(Passes):
-    """A block codec in the reducer's chunks; W = 2."""
+    """A block codec in the reducer's chunks; W = 2.
+
+    Args:
+        received: payloads to add; None: as many as there are with two ranks.
+    """
 
     def __init__(
-        self, codec: BlockCodec, *, feedback: bool, fused: bool, device: torch.device
+        self,
+        codec: BlockCodec,
+        *,
+        feedback: bool,
+        fused: bool,
+        device: torch.device,
+        chunks: int,
+        received: int | None,
     ) -> None:
         self.codec, self.device = codec, device
+        self.numel = chunks * CHUNK_ELEMENTS
         self.blocks = CHUNK_ELEMENTS // codec.block
         linear = codec.exchange == "allreduce"
+        received = (1 if linear else 2) if received is None else received
         self.memory = memory_of(codec, feedback)
         factors = Factors(0.5, 2.0) if linear else Factors(mean=0.5)
         self.kernels = Kernels(codec, memory=self.memory, factors=factors, world_size=2)
@@ -65,20 +80,19 @@ class BlockPasses(Passes):
                 self.kernels.passes,
                 torch.float32,
                 rows=1,
-                received=1 if linear else 2,
+                received=received,
                 device=device,
             )
             self.kernels.use(fused_passes(variant))
         generator = torch.Generator().manual_seed(_SEED)
-        shape = (CHUNKS, 1, self.blocks, codec.block)
+        shape = (chunks, 1, self.blocks, codec.block)
         self.grad = torch.randn(shape, generator=generator).to(device)
         self.state = [
             torch.randn(shape, generator=generator).to(device) * 0.01 for _ in self.memory.kinds
         ]
         self.scale = torch.ones((), device=device)
         self.ok = torch.ones((), dtype=torch.bool, device=device)
-        received = 1 if linear else 2
-        self.payloads = [[self._payload() for _ in range(received)] for _ in range(CHUNKS)]
+        self.payloads = [[self._payload() for _ in range(received)] for _ in range(chunks)]
         numbers = torch.arange(self.blocks, dtype=torch.int32, device=device).view(1, -1, 1)
         self.keys = block_keys(numbers, _SEED) if codec.stochastic else None
 
@@ -89,19 +103,30 @@ class BlockPasses(Passes):
             torch.zeros(1, size, dtype=torch.uint8, device=self.device), planes, self.blocks
         )
 
+    @override
+    def prepare(self) -> None:
+        # What others have sent looks like the own payload: a sparse one of zeros is no work.
+        for own, *others in self.payloads:
+            for other in others:
+                for plane, same in zip(other, own, strict=True):
+                    plane.copy_(same)
+
+    @override
     def encode(self) -> None:
-        for i in range(CHUNKS):
+        for i in range(len(self.payloads)):
             state = tuple(kept[i] for kept in self.state)
             self.kernels.encode(self.grad[i], state, self.scale, self.keys, self.payloads[i][0])
 
+    @override
     def settle(self) -> None:
-        for i in range(CHUNKS):
+        for i in range(len(self.payloads)):
             state = tuple(kept[i] for kept in self.state)
             own, received = self.payloads[i][0], self.payloads[i]
             self.kernels.settle(
                 self.grad[i], state, self.scale, self.ok, self.keys, own, tuple(received)
             )
 
+    @override
     def bytes_per_element(self) -> dict[str, float]:
         wire = self.codec.wire_bytes(CHUNK_ELEMENTS) / CHUNK_ELEMENTS
         kept = 4 * len(self.state)
@@ -115,53 +140,93 @@ class BlockPasses(Passes):
 class ChunkPasses(Passes):
     """Codecs that see whole matrices or whole buckets, alone in a group of one rank."""
 
-    def __init__(self, codec: Codec, *, feedback: bool, device: torch.device) -> None:
+    def __init__(self, codec: Codec, *, feedback: bool, device: torch.device, chunks: int) -> None:
         self.codec, self.feedback = codec, feedback
+        self.numel = chunks * CHUNK_ELEMENTS
         generator = torch.Generator().manual_seed(_SEED)
-        self.bucket = torch.randn(NUMEL, generator=generator).to(device)
-        rows = NUMEL // _WIDTH // 5
-        slots = [Slot(f"{i}", i * rows * _WIDTH, (rows, _WIDTH)) for i in range(5)]
-        group = dist.group.WORLD
-        assert group is not None, "initialise a group of one rank first"
-        network = Network(Channel(group), Channel(group), Topology(("host",), 0), device)
-        make: type[LowRankChunk] | type[SparseChunk]
-        make = LowRankChunk if isinstance(codec, PowerSGD) else SparseChunk
-        state = ReducerState()
-        self.chunks: Sequence[Chunk] = [
-            make(
-                codec,
-                slots=slots,
-                bucket=self.bucket,
-                network=network,
-                state=state,
-                error_feedback=feedback,
-            )
-        ]
+        self.bucket = torch.randn(self.numel, generator=generator).to(device)
+        matrices = max(self.numel // WIDTH**2, 1)
+        rows = self.numel // WIDTH // matrices
+        slots = [Slot(f"{i}", i * rows * WIDTH, (rows, WIDTH)) for i in range(matrices)]
+        network = Network(_Nobody(), _Nobody(), Topology(("host",), 0), device)
+        whole: dict[str, Any] = {
+            "slots": slots,
+            "bucket": self.bucket,
+            "network": network,
+            "state": ReducerState(),
+            "error_feedback": feedback,
+        }
+        self.chunk: Chunk
+        if isinstance(codec, PowerSGD):
+            self.chunk = LowRankChunk(codec, **whole)
+        else:
+            assert isinstance(codec, Threshold), codec
+            self.chunk = SparseChunk(codec, **whole)
         self.scale = torch.ones((), device=device)
         self.ok = torch.ones((), dtype=torch.bool, device=device)
         self.step = 0
 
+    @override
     def prepare(self) -> None:
         self.step += 1
         self.bucket.normal_()  # it holds the result of the last step
 
+    @override
     def encode(self) -> None:
-        for chunk in self.chunks:
-            chunk.encode(self.scale, step=self.step)
+        self.chunk.encode(self.scale, step=self.step)
 
+    @override
     def settle(self) -> None:
-        for chunk in self.chunks:
-            chunk.issue()
-            chunk.advance()
-            chunk.settle(self.scale, self.ok)
+        self.chunk.issue()
+        self.chunk.advance()
+        self.chunk.settle(self.scale, self.ok)
 
+    @override
     def bytes_per_element(self) -> dict[str, float]:
         kept = 4 if self.feedback else 0
         return {"encode": 4 + 2 * kept, "settle": 4 + (8 if self.feedback else 0)}
 
 
-def make_passes(codec: Codec, *, feedback: bool, fused: bool, device: torch.device) -> Passes:
-    """The passes of any codec."""
+class _Nobody(Channel):
+    """A channel of one rank: there is nobody to exchange anything with."""
+
+    def __init__(self) -> None:
+        self.name, self.watch = "flat", None
+
+    @override
+    def all_reduce(
+        self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        return _Over()
+
+    @override
+    def all_gather(self, output: Tensor, own: Tensor) -> Pending:
+        output.copy_(own)
+        return _Over()
+
+
+class _Over:
+    def wait(self) -> None:
+        pass
+
+
+def make_passes(
+    codec: Codec,
+    *,
+    feedback: bool,
+    fused: bool,
+    device: torch.device,
+    chunks: int,
+    received: int | None = None,
+) -> Passes:
+    """The passes of any codec over so many chunks."""
     if isinstance(codec, BlockCodec):
-        return BlockPasses(codec, feedback=feedback, fused=fused, device=device)
-    return ChunkPasses(codec, feedback=feedback, device=device)
+        return BlockPasses(
+            codec,
+            feedback=feedback,
+            fused=fused,
+            device=device,
+            chunks=chunks,
+            received=received,
+        )
+    return ChunkPasses(codec, feedback=feedback, device=device, chunks=chunks)

@@ -1,0 +1,34 @@
+"""What a codec costs: bytes on the wire, and time on the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """One codec, per element of the gradient; times are seconds of one thread.
+
+    Args:
+        name: as the user writes it.
+        exchange: how its payloads travel, see ``Codec.exchange``.
+        wire: bytes of the payload.
+        encode: gradient and state to payload.
+        decode: of one payload more.
+        settle: to gradient and state, beside the payloads.
+        source: where the times are from.
+        assumes: what has to be so for the bytes to be these; empty: nothing.
+    """
+
+    name: str
+    exchange: str
+    wire: float
+    encode: float
+    decode: float
+    settle: float
+    source: str = ""
+    assumes: str = ""
+
+    def decoding(self, payloads: int) -> float:
+        """Seconds from so many payloads to the mean."""
+        return self.settle + payloads * self.decode

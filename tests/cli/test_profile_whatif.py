@@ -1,0 +1,83 @@
+"""``lightning-dist profile whatif``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planted import Planted
+from profile_calls import profile, refusal, save
+
+DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "run", DDP.run())
+
+
+def test_the_run_and_the_error_come_first(folder: Path) -> None:
+    result = profile("whatif", folder, "--codec", "ddp", "--codec", "fp16")
+    assert (result.exit_code, result.stderr) == (0, "")
+    measured, error, label, columns, best, other, *notes = result.stdout.splitlines()
+    assert measured == "Measured: 197.0 ms a step (ddp, flat, 2 hosts, 0.836 Gbit/s)."
+    assert re.fullmatch(
+        r"The model says 197\.0 ms of it, [+-]0\.0 %\. Steps within 2\.0 % are not told apart\.",
+        error,
+    )
+    assert label == "PREDICTION, not measured:"
+    assert columns.split()[:2] == ["codec", "form"]
+    assert best.split()[:4] == ["1", "fp16", "flat", "2"]
+    assert other.split()[:4] == ["2", "ddp", "flat", "2"]
+    assert "no difference that the model could tell" in other
+    assert "note: what fp16 cost: not compiled, on this machine" in notes
+    assert any(note.startswith("note: latency: n/a, ") for note in notes)
+
+
+def test_json_and_nothing_else(folder: Path) -> None:
+    result = profile(
+        "whatif", folder, "--json", "--bandwidth", "50mbit", "--hosts", "4", "--codec", "ddp"
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    content = json.loads(result.stdout)
+    assert content["schema"] == 1
+    assert content["label"] == "PREDICTION, not measured"
+    assert content["error"] == pytest.approx(0, abs=1e-9)
+    assert content["current"]["step_ms"] == pytest.approx(content["measured_ms"])
+    (only,) = content["others"]
+    assert (only["codec"], only["hosts"]) == ("ddp", 4)
+    assert only["gbps"] == pytest.approx(0.05)
+    # 16 MB, three halves of it between four, and the link is slower than the measured 100 MB/s
+    assert only["exposed_ms"] == pytest.approx(24e6 / (50e6 / 8 * 1448 / 1514) * 1e3 - 30)
+
+
+def test_all_candidates_by_default(folder: Path) -> None:
+    content = json.loads(profile("whatif", folder, "--json").stdout)
+    assert {each["codec"] for each in content["others"]} == {
+        *("ddp", "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
+    }
+    assert all(each["step_ms"] > 0 for each in content["others"])
+    assert ["matrices" in each["assumes"] for each in content["others"]].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--bandwidth", "100"], "--bandwidth must be a rate above 0"),
+        (["--inside", "0gbit"], "--inside must be a rate above 0"),
+        (["--hosts", "1"], "hosts must be 2 or more"),
+        (["--form", "ring"], "form must be one of flat, sharded, leader"),
+        (["--codec", "int9"], "codec must be one of"),
+        (["--codec", "threshold"], "codec must have a size that does not depend on the gradient"),
+    ],
+)
+def test_refusals(folder: Path, arguments: list[str], rule: str) -> None:
+    assert refusal("whatif", folder, *arguments).startswith(rule)
+
+
+def test_a_profile_of_one_rank_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "alone", replace(DDP, world_size=1).run())
+    assert "one rank exchanges nothing" in refusal("whatif", folder)

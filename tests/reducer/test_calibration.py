@@ -1,0 +1,39 @@
+"""What codecs cost on this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_dist.codecs import Int8
+from lightning_dist.reducer.calibration import CANDIDATES, calibrate
+
+
+def test_every_candidate_has_a_cost_and_bytes() -> None:
+    threads = torch.get_num_threads()
+    costs = calibrate(chunks=1, rounds=1)
+    assert tuple(costs) == CANDIDATES
+    assert torch.get_num_threads() == threads
+    for name, cost in costs.items():
+        assert cost.name == name
+        assert cost.encode > 0
+        assert cost.decoding(1) >= 0
+        assert cost.decoding(4) >= cost.decoding(1)
+        assert cost.source == "not compiled, on this machine"
+    assert costs["int8"].wire == Int8().wire_bytes(1 << 20) / (1 << 20)
+    assert [costs[name].wire for name in ("none", "fp16")] == [4.0, 2.0]
+    assert costs["int8"].decode > 0
+    assert costs["none"].decoding(1) == 0  # added up in the bucket itself
+    assert costs["powersgd"].wire == 4 * 4 / 1024
+    assert costs["powersgd"].assumes
+    assert {name for name, cost in costs.items() if cost.assumes} == {"powersgd"}
+
+
+def test_options_count() -> None:
+    costs = calibrate(["topk:ratio=0.1", "topk"], chunks=1, rounds=1)
+    assert costs["topk:ratio=0.1"].wire == pytest.approx(10 * costs["topk"].wire, rel=0.05)
+
+
+def test_bytes_that_depend_on_the_gradient_are_refused() -> None:
+    with pytest.raises(ValueError, match="depend on the gradient, got 'threshold'"):
+        calibrate(["threshold"])
