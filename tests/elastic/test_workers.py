@@ -28,7 +28,7 @@ SCRIPT = textwrap.dedent("""
         seen.append(int(batch))
         if number == 5:
             group = f"-{os.getpgid(0)}"
-        subprocess.run(["kill", "-TERM", "--", group], start_new_session=True)
+            subprocess.run(["kill", "-TERM", "--", group], start_new_session=True)
     assert told and seen == list(range(40))
     workers = iter(loader)  # left behind: Python ends them at the end
     next(workers)
