@@ -32,15 +32,20 @@ def run_ranks(rank_main: Callable[[], None], size: int) -> None:
     """
     torch.set_num_threads(1)
     if "RANK" in os.environ:
-        _run(rank_main, None)
+        _run(rank_main, None, None)
         return
     fork = multiprocessing.get_context("fork")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ.update(environment, WORLD_SIZE=str(size), TORCHELASTIC_USE_AGENT_STORE="True")
-    ranks = [fork.Process(target=_run, args=(rank_main, rank)) for rank in range(size)]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(size), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+    ports = fork.SimpleQueue()
+    ranks = [fork.Process(target=_run, args=(rank_main, rank, ports)) for rank in range(size)]
     for each in ranks:
         each.start()
+    # Only now: a child of a process with a thread may find a lock that nobody opens any more.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    for _ in ranks:
+        ports.put(store.port)
     for each in ranks:
         each.join()
     sys.exit(any(each.exitcode for each in ranks))
@@ -51,9 +56,9 @@ def say(**facts: Any) -> None:
     os.write(1, (json.dumps(facts) + "\n").encode())
 
 
-def _run(rank_main: Callable[[], None], rank: int | None) -> None:
+def _run(rank_main: Callable[[], None], rank: int | None, ports: Any) -> None:
     if rank is not None:
-        os.environ["RANK"] = str(rank)
+        os.environ.update(RANK=str(rank), MASTER_PORT=str(ports.get()))
     dist.init_process_group("gloo", timeout=TIMEOUT)
     rank_main()
     dist.destroy_process_group()

@@ -392,11 +392,11 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def run_case(name: str, folder: Path, rank: int) -> None:
+def run_case(name: str, folder: Path, rank: int, ports: Any) -> None:
     output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(ports.get()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
     CASES[name](folder)
@@ -409,22 +409,26 @@ def main() -> None:
     for name in sys.argv[2:]:
         folder = Path(sys.argv[1]) / name.replace(" ", "-")
         folder.mkdir()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(store.port),
             WORLD_SIZE="2",
             LOCAL_WORLD_SIZE="2",
             GROUP_RANK="0",
             TORCHELASTIC_USE_AGENT_STORE="True",
             TORCHELASTIC_RUN_ID=name,
         )
-        ranks = [fork.Process(target=run_case, args=(name, folder, rank)) for rank in range(2)]
+        ports = fork.SimpleQueue()
+        ranks = [fork.Process(target=run_case, args=(name, folder, r, ports)) for r in range(2)]
         for each in ranks:
             each.start()
+        # Only now: a child of a process with a thread may find a lock that nobody opens any more.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        for _ in ranks:
+            ports.put(store.port)
         for each in ranks:
             each.join(60)
             each.kill()
+        del store
         print(name, [each.exitcode for each in ranks], flush=True)
 
 
