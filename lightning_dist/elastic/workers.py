@@ -14,7 +14,7 @@ class ToldOnce:
 
     A launcher sends its signal to the whole process group. A worker that ends at it takes the
     training down before there is a checkpoint. At one from its own process it ends, and at the
-    second from anywhere.
+    second from anywhere. Workers of a fork server end with that, which no signal spares.
 
     Args:
         usual: what the user wants a worker to begin with.
@@ -26,20 +26,21 @@ class ToldOnce:
     ) -> None:
         self.usual = usual
         self._signals = tuple(signals)
+        self._process = os.getpid()
 
     def __call__(self, worker: int) -> None:
         if hasattr(signal, "sigwaitinfo"):
             # Who sent a signal is told to those who wait for it, not to handlers.
             signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-            threading.Thread(target=self._listen, args=(os.getppid(),), daemon=True).start()
+            threading.Thread(target=self._listen, daemon=True).start()
         if self.usual is not None:
             self.usual(worker)
 
-    def _listen(self, process: int) -> None:
-        told: set[int] = set()
+    def _listen(self) -> None:
+        own, told = {self._process, os.getppid()}, set[int]()
         while True:
             came = signal.sigwaitinfo(self._signals)
-            if came.si_pid == process:
+            if came.si_pid in own:
                 os._exit(0)
             if came.si_signo in told:
                 os._exit(128 + came.si_signo)

@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from processes import run
@@ -20,7 +21,8 @@ SCRIPT = textwrap.dedent("""
 
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-    loader = DataLoader(range(40), num_workers=2)
+    context = sys.argv[2] if len(sys.argv) > 2 else None
+    loader = DataLoader(range(40), num_workers=2, multiprocessing_context=context)
     if sys.argv[1] == "kept":
         keep_workers(loader, [signal.SIGTERM])
     seen = []
@@ -36,8 +38,11 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-def test_workers_outlive_the_first_signal() -> None:
-    done = run([sys.executable, "-c", SCRIPT, "kept"], limit=60).require_success()
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_outlive_the_first_signal(context: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"  # spawned workers import it
+    script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(SCRIPT, '    ')}")
+    done = run([sys.executable, script, "kept", context], limit=60).require_success()
     assert "all seen" in done.output
 
 
