@@ -82,7 +82,7 @@ class ProfileRun:
         if settings.in_detail and not in_detail:
             self.reasons.append(
                 "phases, buckets and compression errors: n/a, the times of work on "
-                f"{model.device.type} are not taken yet; step times and bytes are"
+                f"{model.device.type} are not taken yet; step times are"
             )
         self.about = _about(model, self._reducer)
         self._session = Session(
