@@ -176,9 +176,11 @@ class CommProfiler(pl.Callback):
         run = self._run
         if run is None or run.is_closed:
             return
-        run.close(reason, together=together)
+        lost = run.close(reason, together=together)
         if run.about.rank != 0:
             return
+        for problem in lost:
+            rank_zero_warn(f"CommProfiler: {problem}")
         try:
             self.summary, written = run.report(self._wanted)
         except ValueError as error:

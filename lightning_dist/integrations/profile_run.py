@@ -167,15 +167,15 @@ class ProfileRun:
         """What was since the last step belongs to none: a validation, a checkpoint."""
         self._session.set_apart()
 
-    def close(self, reason: str, *, together: bool) -> None:
-        """Watch no more, and have all lines in the file.
+    def close(self, reason: str, *, together: bool) -> Sequence[str]:
+        """Watch no more, and have all lines in the file; what did not reach rank 0, and why.
 
         Args:
             reason: ``"finished"``, or what happened.
             together: all ranks close now, so that they can compare clocks once more.
         """
         if self._watching is None:
-            return
+            return ()
         self._watching.stop()
         self._watching = None
         if self._zoom is not None:
@@ -188,10 +188,12 @@ class ProfileRun:
             with suppress(OSError):
                 dump_flight_record(self.folder, rank=self.about.rank, environ=os.environ)
         self._session.close(reason)
+        lost: Sequence[str] = ()
         if self._messenger is not None:
-            self.reasons += self._messenger.close(_PATIENCE if together else 0.0)
+            lost = self._messenger.close(_PATIENCE if together else 0.0)
         if together:
             dist.barrier(self._group)
+        return lost
 
     def report(self, wanted: Wanted) -> tuple[Summary, Written]:
         """Make the files of the folder from the lines of all ranks.

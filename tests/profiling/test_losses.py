@@ -25,7 +25,7 @@ class Planted(Sight):
     """A bucket whose way is known: no reducer is behind it."""
 
     bucket: int = 0
-    lanes: Sequence[object] = ()  # type: ignore[assignment]
+    lanes: Sequence[object] = ()
     scale: Tensor = field(default_factory=lambda: torch.ones(()))
     gradient: Tensor = field(default_factory=lambda: torch.tensor([3.0, 4.0]))
     pending: Tensor = field(default_factory=lambda: torch.tensor([6.0, 8.0]))
@@ -144,7 +144,7 @@ class Steps:
         self.session = Session(
             None,
             about,
-            settings=SessionSettings(**settings),  # type: ignore[arg-type]
+            settings=SessionSettings(**settings),
             on_step=lambda step: self.overheads.append(step.overhead),
             on_error=self.errors.append,
             clock=lambda: self.now,

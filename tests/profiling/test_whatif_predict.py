@@ -232,4 +232,4 @@ def test_a_profile_that_says_too_little_is_refused(planted: Planted, what: str) 
 )
 def test_a_wish_that_cannot_be_is_refused(wish: dict[str, object], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
-        Wish(**wish)  # type: ignore[arg-type]
+        Wish(**wish)
