@@ -34,7 +34,7 @@ from benchmarks.memory import measure_memory
 from benchmarks.report import collect_meta, print_table, write_json
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
-from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
+from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 
 _SEED = 1
 _CHUNKS = 25

@@ -30,6 +30,7 @@ if not __package__:  # run as a file: let `benchmarks` be found, as with `python
 from benchmarks import readme_elastic as elastic
 from benchmarks import readme_profiling as profiling
 from benchmarks import readme_tables as tables
+from benchmarks import readme_whatif as whatif
 from benchmarks.readme_checkpoints import checkpoint, crash_campaign
 from benchmarks.readme_forms import curve, forms
 
@@ -66,6 +67,8 @@ SECTIONS: dict[str, Section] = {
     "profile-clocks": ("profiling", profiling.clocks),
     "profile-cost": ("profiling", profiling.cost),
     "profile-outputs": ("profiling", profiling.outputs),
+    "whatif-errors": ("whatif", whatif.errors),
+    "whatif-scaling": ("whatif", whatif.scaling),
     "time-to-accuracy": ("time_to_accuracy", tables.time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""

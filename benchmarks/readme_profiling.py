@@ -104,7 +104,7 @@ def cost(result: Result) -> str | None:
         f"2 ranks, `budget=0.01`, blocks with and without in turn, {rows[0]['rounds']} of each; "
         "medians over blocks, of the differences with quartiles; CPU of all threads of a rank. "
         "Counted: what the profiler says it took; in detail: steps in which it looked at buckets. "
-        "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which divides the "
+        "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which scales the "
         "gradients in a pass of its own; the switch to Python is not counted. The load of the "
         f"machine was {result['meta']['machine']['load_before']:g} at the begin."
     )

@@ -45,9 +45,10 @@ from benchmarks.ranks import RankFailed
 from benchmarks.report import collect_meta, print_table, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.whatif.answer import LABEL
 from lightning_dist.profiling.whatif.candidates import SCALE, scaled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import LABEL, Wish, predict
+from lightning_dist.profiling.whatif.predict import Wish, predict
 from lightning_dist.profiling.whatif.setting import DDP, FLAT
 from lightning_dist.reducer.costs import CodecCost
 

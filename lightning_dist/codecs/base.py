@@ -44,6 +44,8 @@ class Codec(ABC):
 
     ``name``
         what users write in ``codec="..."``.
+    ``use``
+        what it is for, in a line of ``lightning-dist codecs``.
     ``exchange``
         ``"allreduce"`` when payloads may be added by the network (the codec is linear),
         ``"two_shot"`` when they must be decoded before they are added, ``"gather"`` when even the
@@ -60,6 +62,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
+    use: ClassVar[str] = ""
     exchange: ClassVar[ExchangeName]
     lossless: ClassVar[bool] = False
     min_numel: ClassVar[int] = 0

@@ -40,6 +40,7 @@ class DGC(TopK):
     warmup_steps: int = 0
 
     name: ClassVar[str] = "dgc"
+    use: ClassVar[str] = "the slowest links, with plain SGD"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ class FP8(ScaledBlocks):
     """
 
     name: ClassVar[str] = "fp8"
+    use: ClassVar[str] = "gradients of very different sizes side by side, at the bytes of int8"
     keeps_residual: ClassVar[bool] = True
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:

@@ -45,6 +45,7 @@ class Int4(ScaledBlocks):
     hadamard: bool = False
 
     name: ClassVar[str] = "int4"
+    use: ClassVar[str] = "where int8 still waits for the link, below about 1 Gbit/s"
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

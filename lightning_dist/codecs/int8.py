@@ -30,6 +30,7 @@ class Int8(ScaledBlocks):
     """
 
     name: ClassVar[str] = "int8"
+    use: ClassVar[str] = "the default: a quarter of the bytes, ends where fp32 ends"
     keeps_residual: ClassVar[bool] = True
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:

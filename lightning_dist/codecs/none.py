@@ -22,6 +22,7 @@ class NoCompression(BlockCodec):
     """
 
     name: ClassVar[str] = "none"
+    use: ClassVar[str] = "no compression: the row to compare with, and a first try"
     exchange: ClassVar[ExchangeName] = "allreduce"
     lossless: ClassVar[bool] = True
 

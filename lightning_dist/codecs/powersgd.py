@@ -43,6 +43,7 @@ class PowerSGD(Codec):
     seed: int = 0  # of the first factors
 
     name: ClassVar[str] = "powersgd"
+    use: ClassVar[str] = "very slow links and large matrices"
     exchange: ClassVar[ExchangeName] = "allreduce"
     keeps_residual: ClassVar[bool] = True
 

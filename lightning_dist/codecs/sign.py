@@ -29,6 +29,9 @@ class Sign(ScaledBlocks):
     """
 
     name: ClassVar[str] = "sign"
+    use: ClassVar[str] = (
+        "below 100 Mbit/s; after some hundred uncompressed steps, or with OneBitAdam"
+    )
     keeps_residual: ClassVar[bool] = True
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:

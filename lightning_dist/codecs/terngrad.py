@@ -42,6 +42,7 @@ class TernGrad(ScaledBlocks):
     clip_sigma: float = 0.0  # 0: no clipping
 
     name: ClassVar[str] = "terngrad"
+    use: ClassVar[str] = "many ranks and no memory for residuals"
     stochastic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

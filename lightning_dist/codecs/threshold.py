@@ -38,6 +38,7 @@ class Threshold(Codec):
     values: str = "bf16"  # or "fp32"
 
     name: ClassVar[str] = "threshold"
+    use: ClassVar[str] = "very slow links, where bytes may change from step to step"
     exchange: ClassVar[ExchangeName] = "gather"
     min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True

@@ -38,6 +38,7 @@ class TopK(BlockCodec):
     values: str = "bf16"  # or "fp32", "int8"
 
     name: ClassVar[str] = "topk"
+    use: ClassVar[str] = "very slow links and few ranks"
     exchange: ClassVar[ExchangeName] = "gather"
     min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 
 class Pending(Protocol):
@@ -19,8 +18,8 @@ class Pending(Protocol):
 class Watch(Protocol):
     """Hears of every collective of a channel. Must be quick, and must not wait for anything."""
 
-    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
-        """One begins; what is returned is called when it has ended here, from any thread.
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None] | None:
+        """One begins. What is returned is given it once it is under way; None: nobody asks for it.
 
         Args:
             op: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
@@ -95,13 +94,11 @@ class Channel:
     def _begin(self, op: str, sent: int, launch: Callable[[], dist.Work]) -> Pending:
         if self.watch is None:
             return launch()
-        ended = self.watch.launched(op, group=self.name, sent=sent)
+        see = self.watch.launches(op, group=self.name, sent=sent)
         work = launch()
-
-        def on_end(future: Future[object]) -> None:
-            ended()
-
-        work.get_future().add_done_callback(on_end)
+        if see is None:
+            return work
+        see(work)
         return _Watched(work, self.watch)
 
 

@@ -36,27 +36,26 @@ class WatchedAllReduce:
         recorder.ready(index)
         gradients = bucket.buffer()
         sent = 2 * (world - 1) * gradients.nbytes // world
-        intra, inter = (0, sent) if self.crosses else (sent, 0)
-        gradients.div_(world)
+        # DDP multiplies as it fills the bucket; here that is a pass of its own.
+        gradients.mul_(1.0 / world)
         recorder.is_for(index)
-        ended = recorder.launched("all_reduce", group="flat", sent=sent)
-        # DDP divides as it fills the bucket; here that is a pass of its own.
+        see = recorder.launches("all_reduce", group="flat", sent=sent)
         recorder.spent += recorder.now() - entered
         work = dist.all_reduce(gradients, group=self.group, async_op=True)
-
-        def on_end(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            ended()
-            recorder.note(BucketTimes(index, 0, recorder.now(), sent, intra, inter, "ddp"))
-            return future.value()[0]
-
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(on_end)
+        if see is not None:
+            see(work)
+            intra, inter = (0, sent) if self.crosses else (sent, 0)
+            recorder.note_when_ended(work, BucketTimes(index, 0, 0, sent, intra, inter, "ddp"))
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return averaged
 
 
 def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> bool:
     """Let ``model`` reduce its gradients where they can be seen; False: another hook does that.
 
-    The sums are DDP's own, to the bit. The hook stays; a recorder that is off costs nothing.
+    The means are DDP's own, to the bit; where gradients are views of buckets and kept from step to
+    step, only with a power of two of ranks, since DDP divides there. The hook stays, and with a
+    recorder that is off it costs what a hook costs: a call and a pass over every bucket.
     """
 
     def watched_allreduce_hook(
@@ -72,3 +71,7 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
         return False
     model.register_comm_hook(watched, watched_allreduce_hook)
     return True
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]

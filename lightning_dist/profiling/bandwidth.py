@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.profiling.peer import receive, send
+
 DTYPE = torch.float32
 WARMUP = 2
 """Uses before the first that counts: connections are made, and what a shaped link has saved up for
@@ -164,11 +166,11 @@ def pairs(
             for use in range(1 + iterations):
                 _meet(group, device)  # the ranks of the next pair wait until this one is done
                 if rank == source:
-                    taken = _send(content, target, group=group, device=device)
+                    taken = _answered(content, target, group=group, device=device)
                     seconds += [taken] if use else []
                 elif rank == target:
-                    _receive(content, source, group=group)
-                    dist.send(content[:1], group=group, group_dst=source)
+                    receive(content, source=source, group=group)
+                    send(content[:1], to=source, group=group)
             if rank == source:
                 found[source, target] = median(seconds)
     dist.all_reduce(found, group=group)
@@ -204,22 +206,16 @@ def _use_of(
     return lambda: dist.all_to_all_single(received, content, group=group)
 
 
-def _send(
+def _answered(
     content: Tensor, target: int, *, group: dist.ProcessGroup, device: torch.device | str
 ) -> float:
     # Without an answer it would be done when the kernel has taken the bytes, not the other rank.
     answer = content.new_empty(1)
     begin = time.perf_counter()
-    dist.send(content, group=group, group_dst=target)
-    _receive(answer, target, group=group)
+    send(content, to=target, group=group)
+    receive(answer, source=target, group=group)
     _finish(device)
     return time.perf_counter() - begin
-
-
-def _receive(content: Tensor, source: int, *, group: dist.ProcessGroup) -> None:
-    work = dist.irecv(content, group=group, group_src=source)
-    assert work is not None
-    work.wait()
 
 
 def _meet(group: dist.ProcessGroup, device: torch.device | str) -> None:

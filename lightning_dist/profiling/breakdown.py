@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_dist.profiling.collectives import Exchange, begin_of, exchanges_of
 from lightning_dist.profiling.folder import Run
@@ -95,19 +95,21 @@ def timeline(run: Run, step: int, label: str) -> Timeline:
 
 
 def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[Placed]:
-    arrivals = iter([each.arrival for each in exchanges])
+    of_spans = iter(exchanges)
 
     def placed(span: Span) -> Placed:
-        arrival = next(arrivals) if span.phase == "exchange" else None
-        return Placed(
-            span.phase,
-            span.bucket,
-            span.begin + at,
-            span.end + at,
-            None if arrival is None else arrival + at,
-            span.op,
-            span.group,
-            span.sent,
+        here = Placed(
+            span.phase, span.bucket, span.begin + at, span.end + at, None, span.op, span.group
+        )
+        if span.phase != "exchange":
+            return here
+        each = next(of_spans)
+        return replace(
+            here,
+            arrival=None if each.arrival is None else each.arrival + at,
+            sent=span.sent,
+            last=each.last,
+            meeting=each.meeting,
         )
 
     return [placed(each) for each in record.spans] if record.detailed else []
@@ -134,6 +136,7 @@ def _analyse(
         left = difference(left, intervals)
     parts["unattributed"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
+    waits = _waits(exchanges)
     return Analysed(
         record,
         StepParts(
@@ -144,7 +147,10 @@ def _analyse(
             {name: parts[name] for name in PARTS},
             union=length(under_way),
             hidden=length(difference(under_way, window)),
-            waited_for=_waited_for(exchanges, transfer),
+            waited_for=_lengths({rank: difference(of, transfer) for rank, of in waits.items()}),
+            exposed_for=_lengths(
+                {rank: intersection(difference(of, transfer), window) for rank, of in waits.items()}
+            ),
         ),
         exchanges,
         transfer,
@@ -160,8 +166,11 @@ def _window(record: StepRecord, taken: Intervals) -> list[Interval]:
     return difference(union([(ready, done)]), taken)
 
 
-def _waited_for(exchanges: Sequence[Exchange], transfer: Intervals) -> dict[int, int]:
-    """An instant belongs to one rank: the last of the exchange that was launched first."""
+def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
+    """By the rank that was waited for.
+
+    An instant belongs to one rank: the last of the exchange that was launched first.
+    """
     waits: dict[int, list[Interval]] = {}
     claimed: int | None = None
     for each in sorted(exchanges, key=lambda each: each.span.begin):
@@ -173,5 +182,9 @@ def _waited_for(exchanges: Sequence[Exchange], transfer: Intervals) -> dict[int,
         if begin < end:
             waits.setdefault(each.last, []).append((begin, end))
             claimed = end
-    found = {rank: length(difference(union(of), transfer)) for rank, of in waits.items()}
-    return {rank: nanoseconds for rank, nanoseconds in sorted(found.items()) if nanoseconds}
+    return {rank: union(of) for rank, of in waits.items()}
+
+
+def _lengths(of_ranks: Mapping[int, Intervals]) -> dict[int, int]:
+    found = {rank: length(of) for rank, of in sorted(of_ranks.items())}
+    return {rank: nanoseconds for rank, nanoseconds in found.items() if nanoseconds}

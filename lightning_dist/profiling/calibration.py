@@ -7,17 +7,28 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from lightning_dist.profiling.bandwidth import measure, pairs
-from lightning_dist.profiling.records import LinkRecord
+from lightning_dist.profiling.bursts import measure_burst
+from lightning_dist.profiling.peer import end_group
+from lightning_dist.profiling.records import BurstRecord, LinkRecord
 
-_BYTES = 4 * 2**20
+_PROBE_BYTES = 2**18
+_LEAST_BYTES, _MOST_BYTES = 2**20, 2**22
 """Of the collective: much more than what a shaper or a switch lets through at once."""
+_SECONDS = 0.1
+"""Of a collective: what a fast link does in it."""
 _PAIR_BYTES = 2**20
+_PAIRS_SECONDS = 2.0
+"""If the pairs would take longer, they are left out."""
 _MOST_HOSTS = 8
-"""With more hosts the pairs would take too long."""
+_BURST = 16
 
 
-def measure_links(group: dist.ProcessGroup, *, hosts: Sequence[str], name: str) -> list[LinkRecord]:
-    """A collective of all ranks, and each pair of hosts in turn. Collective, about a second.
+def measure_links(
+    group: dist.ProcessGroup, *, hosts: Sequence[str], name: str
+) -> list[LinkRecord | BurstRecord]:
+    """A collective of all ranks, small ones, and each pair of hosts in turn. Collective.
+
+    Takes about a second; on a link of 50 Mbit/s, two, and where there are pairs two more.
 
     Args:
         group: of all ranks, used for nothing else meanwhile.
@@ -26,11 +37,19 @@ def measure_links(group: dist.ProcessGroup, *, hosts: Sequence[str], name: str) 
     """
     if group.size() < 2:
         return []
-    whole = measure(group, "all_reduce", _BYTES, 3)
-    found = [LinkRecord(name, sent=whole.sent, seconds=whole.median)]
+    probe = measure(group, "all_reduce", _PROBE_BYTES, 1)
+    rate = probe.sent / probe.median
+    nbytes = round(min(max(rate * _SECONDS, _LEAST_BYTES), _MOST_BYTES))
+    whole = measure(group, "all_reduce", nbytes, 3)
+    found: list[LinkRecord | BurstRecord] = [
+        LinkRecord(name, sent=whole.sent, seconds=whole.median),
+        *(measure_burst(group, name=name, count=count) for count in (1, _BURST)),
+    ]
     first_of = list({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
     leaders = sorted(first_of)
-    if not 2 <= len(leaders) <= _MOST_HOSTS:
+    uses = 2 * len(leaders) * (len(leaders) - 1)
+    takes = uses * _PAIR_BYTES * whole.median / whole.sent
+    if not 2 <= len(leaders) <= _MOST_HOSTS or takes > _PAIRS_SECONDS:
         return found
     of_leaders = dist.new_group(leaders, backend="gloo")
     rank = dist.get_rank()
@@ -39,4 +58,5 @@ def measure_links(group: dist.ProcessGroup, *, hosts: Sequence[str], name: str) 
         for peer, taken in zip(leaders, seconds, strict=True):
             if taken is not None:
                 found.append(LinkRecord(name, sent=_PAIR_BYTES, seconds=taken, peer=peer))
+        end_group(of_leaders)
     return found

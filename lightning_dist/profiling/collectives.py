@@ -23,6 +23,8 @@ class Exchange:
         last: the member that came last; the lowest of several.
         shortest: the least that it took any member, which no clock can falsify; None: not known.
         missing: members of which there is no record of it.
+        meeting: its number among the collectives of the step, equal on all members; None: the rank
+            does not say which one it is.
     """
 
     span: Span
@@ -30,6 +32,7 @@ class Exchange:
     last: int | None = None
     shortest: int | None = None
     missing: Members = ()
+    meeting: int | None = None
 
     @property
     def wait(self) -> Interval:
@@ -50,7 +53,7 @@ def begin_of(run: Run, rank: int, step: int) -> int:
     One offset serves all of a step, so that its times keep their distances.
     """
     of_rank = run.ranks[rank]
-    begin = of_rank.steps[step].begin
+    begin = of_rank.head(step).begin
     return begin + of_rank.offset(begin)
 
 
@@ -69,7 +72,7 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
     records = {
         rank: each.steps[step]
         for rank, each in run.ranks.items()
-        if step in each.steps and each.steps[step].detailed
+        if step in each.steps and each.head(step).detailed
     }
     begins = {rank: begin_of(run, rank, step) for rank in records}
     groups = _Groups(run)
@@ -80,8 +83,8 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
                 seen.setdefault(key, {})[rank] = span
     strangers = set(uncompared(run))
     meetings = {
-        key: _Meeting.of(spans, begins, members=groups.members[key[0]], strangers=strangers)
-        for key, spans in seen.items()
+        key: _Meeting.of(number, spans, begins, members=groups.members[key[0]], strangers=strangers)
+        for number, (key, spans) in enumerate(seen.items())
     }
     return {
         rank: _of_rank(rank, record, begins[rank], groups, meetings)
@@ -130,6 +133,7 @@ class _Groups:
 class _Meeting:
     """A collective of all its members; ``arrival`` on rank 0's clock, None: clocks do not say."""
 
+    number: int
     missing: Members
     arrival: int | None = None
     last: int | None = None
@@ -138,6 +142,7 @@ class _Meeting:
     @classmethod
     def of(
         cls,
+        number: int,
         spans: Mapping[int, Span],
         begins: Mapping[int, int],
         *,
@@ -145,21 +150,21 @@ class _Meeting:
         strangers: set[int],
     ) -> _Meeting:
         if missing := tuple(rank for rank in members if rank not in spans):
-            return cls(missing)
+            return cls(number, missing)
         durations = {rank: span.end - span.begin for rank, span in spans.items()}
         shortest = min(durations.values())
         if strangers.intersection(spans) and len(spans) > 1:
             last = min(rank for rank, took in durations.items() if took == shortest)
-            return cls((), None, last, shortest)
+            return cls(number, (), None, last, shortest)
         launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
         arrival = max(launches.values())
         last = min(rank for rank, launch in launches.items() if launch == arrival)
-        return cls((), arrival, last, shortest)
+        return cls(number, (), arrival, last, shortest)
 
     def seen_by(self, span: Span, begin: int) -> Exchange:
         if self.missing:
-            return Exchange(span, missing=self.missing)
+            return Exchange(span, missing=self.missing, meeting=self.number)
         assert self.shortest is not None
         # Without clocks: all leave a collective together, so who took longer has waited.
         arrival = span.end - self.shortest if self.arrival is None else self.arrival - begin
-        return Exchange(span, arrival, self.last, self.shortest)
+        return Exchange(span, arrival, self.last, self.shortest, meeting=self.number)

@@ -74,7 +74,8 @@ def measured(run: Run, summary: Summary) -> Measured:
     missing: dict[str, str] = {}
     for part in PARTS:
         of_part = series.parts_ms.get(part, ())
-        if of_part and (any(of_part) or part not in reasons):
+        # Without a codec it takes no time, which is to be compared with that of one.
+        if of_part and (any(of_part) or part == "codec" or part not in reasons):
             values[f"{part}_ms"] = of_part
         else:
             missing[f"{part}_ms"] = reasons.get(part, reasons.get("parts_ms", "not recorded"))

@@ -7,7 +7,6 @@ meet in their order; no collective is among them, so that a rank that is gone fa
 from __future__ import annotations
 
 import queue
-import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dist.profiling.peer import receive, send
+from lightning_dist.profiling.peer import first_sentence, receive, send
 
 _MORE, _LAST, _END = range(3)
 """What follows a package: another one; one at the next call; nothing any more."""
 
-_PLACE = re.compile(r"^\[[^]]*\] ")
 _PART = struct.Struct(">IQ")  # rank, length of what follows
 
 
@@ -72,7 +70,9 @@ class Courier:
                 self._serve(is_end=request.is_end)
                 self.is_over = request.is_end
         except RuntimeError as error:  # of gloo
-            self._problems.append(f"lines do not reach rank {self.receiver}: {_first(error)}")
+            self._problems.append(
+                f"lines do not reach rank {self.receiver}: {first_sentence(error)}"
+            )
             self.is_over = True
 
     def _serve(self, *, is_end: bool) -> None:
@@ -131,7 +131,9 @@ class Courier:
                     receive(content, source=sender, group=self._group)
             except RuntimeError as error:  # of gloo; it concerns this one only
                 self._senders.remove(sender)
-                self._problems.append(f"nothing more comes from rank {sender}: {_first(error)}")
+                self._problems.append(
+                    f"nothing more comes from rank {sender}: {first_sentence(error)}"
+                )
                 return
             if what_follows == _END:
                 self._senders.remove(sender)
@@ -155,8 +157,3 @@ class Courier:
             except OSError as error:
                 self._unwritable.add(rank)
                 self._problems.append(f"lines of rank {rank} are not written: {error.strerror}")
-
-
-def _first(error: RuntimeError) -> str:
-    """Its first sentence, without where in gloo it was."""
-    return _PLACE.sub("", str(error)).partition(". ")[0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_dist.profiling.breakdown import analyse, unknown_wait
 from lightning_dist.profiling.clock_check import ClockCheck
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import PARTS, Series
+from lightning_dist.profiling.parts import EXPOSED, PARTS, Series
 from lightning_dist.profiling.sample import Sample
 from lightning_dist.profiling.totals import (
     MS,
@@ -48,9 +48,21 @@ class Findings:
         total = sum(each.duration for each in self.ranks.values())
         return total / max(self.steps, 1) / MS
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether steps were looked at, and nothing of communication was seen."""
+        moved = any(each.union for each in self.ranks.values())
+        return self.steps > 0 and not self.buckets and not moved
+
+    def forget_exposed(self) -> None:
+        """Nothing is known of it, and it is not zero."""
+        parts = {name: of for name, of in self.series.parts_ms.items() if name not in EXPOSED}
+        self.series = replace(self.series, parts_ms=parts, wait_ms={})
+
     def parts_ms(self) -> dict[str, float]:
-        """The mean of every part."""
-        sums = {name: sum(each.parts[name] for each in self.ranks.values()) for name in PARTS}
+        """The mean of every part that is known."""
+        known = self.series.parts_ms
+        sums = {name: sum(each.parts[name] for each in self.ranks.values()) for name in known}
         return {name: total / self.steps / MS for name, total in sums.items()}
 
 

@@ -9,13 +9,15 @@ import gc
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dist.profiling.lines import from_line, to_line
 from lightning_dist.profiling.records import (
     SCHEMA,
+    BurstRecord,
     ClockRecord,
     EndRecord,
     ErrorRecord,
@@ -23,15 +25,17 @@ from lightning_dist.profiling.records import (
     RankRecord,
     Record,
     StepRecord,
-    from_line,
-    to_line,
 )
+from lightning_dist.profiling.step_lines import StepLines
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
 
 
 class RankFile:
     """Appends the records of one rank. Whole lines reach the file when they are written.
+
+    What an older run has left under its name goes: only rank 0 sees whether the number of a run is
+    taken, and only on its own disk.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -40,7 +44,7 @@ class RankFile:
     def __init__(self, folder: str | Path, *, rank: int) -> None:
         self.path = Path(folder) / f"rank{rank}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC
         self._handle: int | None = os.open(self.path, flags, 0o644)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -55,22 +59,34 @@ class RankFile:
 
     def close(self) -> None:
         """Make what was written durable."""
-        if self._handle is not None:
-            os.fsync(self._handle)
-            os.close(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank has recorded, in the order of its lines."""
+    """What one rank has recorded, in the order of its lines.
+
+    Args:
+        steps: by number; where they were read from a folder, they stay in its files until they are
+            asked for.
+    """
 
     about: RankRecord
     steps: Mapping[int, StepRecord]
     clocks: Sequence[ClockRecord] = ()
     errors: Sequence[ErrorRecord] = ()
     links: Sequence[LinkRecord] = ()
+    bursts: Sequence[BurstRecord] = ()
     end: EndRecord | None = None
+
+    def head(self, step: int) -> StepRecord:
+        """The step, maybe without phases, buckets and spans; for a look at all of them."""
+        return self.steps.head(step) if isinstance(self.steps, StepLines) else self.steps[step]
 
     def offset(self, at: int) -> int:
         """Nanoseconds to add to this rank's clock at ``at`` to have rank 0's.
@@ -130,7 +146,12 @@ def read_run(folder: str | Path) -> Run:
                 ranks[of_rank.about.rank] = of_rank
     if not ranks:
         because = f" ({'; '.join(notes)})" if notes else ""
-        raise ValueError(f"{folder} has no rank*.jsonl of a communication profile{because}")
+        runs = sorted(path.parent for path in folder.glob("*/rank*.jsonl"))
+        instead = f"; give one of its runs: {', '.join(map(str, dict.fromkeys(runs)))}"
+        raise ValueError(
+            f"{folder} has no rank*.jsonl of a communication profile{because}"
+            f"{instead if runs else ''}"
+        )
     run = Run(dict(sorted(ranks.items())), notes)
     if missing := sorted(set(range(run.world_size)) - set(ranks)):
         notes.append(f"nothing of rank {', '.join(map(str, missing))}")
@@ -157,7 +178,14 @@ def _without_collector() -> Iterator[None]:
 
 
 def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
-    records, bad = _read_lines(path, notes)
+    records: list[Record] = []
+    steps = StepLines(path)
+    bad: list[int] = []
+    try:
+        with path.open("rb") as file:
+            bad = _read_lines(file, records, steps)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
         notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
@@ -174,30 +202,29 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     ends = [each for each in records if isinstance(each, EndRecord)]
     return RankRun(
         abouts[0],
-        steps={each.step: each for each in records if isinstance(each, StepRecord)},
+        steps=steps,
         clocks=sorted(
             (each for each in records if isinstance(each, ClockRecord)), key=lambda each: each.at
         ),
         errors=[each for each in records if isinstance(each, ErrorRecord)],
         links=[each for each in records if isinstance(each, LinkRecord)],
+        bursts=[each for each in records if isinstance(each, BurstRecord)],
         end=ends[-1] if ends else None,
     )
 
 
-def _read_lines(path: Path, notes: list[str]) -> tuple[list[Record], list[int]]:
-    records: list[Record] = []
+def _read_lines(file: Iterable[bytes], records: list[Record], steps: StepLines) -> list[int]:
+    """Fill both; the numbers of the lines that are none of ours."""
     bad: list[int] = []
-    try:
-        text = path.read_bytes().decode(errors="replace")
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror}")
-        return records, bad
-    for number, line in enumerate(text.splitlines(), start=1):
+    at = 0
+    for number, line in enumerate(file, start=1):
         try:
-            record = from_line(line)
+            record = from_line(line.decode(errors="replace"), rows=False)
+            if isinstance(record, StepRecord):
+                steps.add(record, at=at, length=len(line))
+            elif record is not None:
+                records.append(record)
         except ValueError:
             bad.append(number)
-            continue
-        if record is not None:
-            records.append(record)
-    return records, bad
+        at += len(line)
+    return bad

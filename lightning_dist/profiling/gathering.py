@@ -76,10 +76,13 @@ class Gatherer:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._problems: list[str] = []
         self._given = 0
+        self._is_cut = False
         self._thread: threading.Thread | None = None
         self._courier: Courier | None = None
         self.is_needed = False
         """Whether any rank has a folder of its own; the same on all ranks."""
+        self.is_over = False
+        """Whether this rank has closed, and uses its group no more."""
         if group is None:
             return
         facts = {"is_shared": is_shared, "machine": machine or this_machine()}
@@ -104,6 +107,13 @@ class Gatherer:
             )
             self._thread.start()
 
+    @property
+    def sends(self) -> bool:
+        """Whether lines of this rank travel; it has to :meth:`collect` all the same."""
+        courier = self._courier
+        is_sender = courier is not None and courier.receiver is not None and not courier.is_over
+        return is_sender and not self._is_cut
+
     def collect(self, lines: bytes) -> None:
         """Send whole ``lines`` of this rank soon. All ranks call it equally often, at equal steps.
 
@@ -111,11 +121,14 @@ class Gatherer:
         """
         if self._courier is None or self._courier.is_over:
             return
-        if self._courier.receiver is None:
+        if not self.sends:
             lines = b""
-        if self._given - self._courier.taken + len(lines) > _BACKLOG:
-            note = f"some lines were not sent: {_BACKLOG >> 20} MiB were waiting already"
-            self._problems += [note] if note not in self._problems else []
+        is_full = bool(lines) and self._given - self._courier.taken + len(lines) > _BACKLOG
+        if is_full:
+            self._is_cut = True  # for good: a gap in the middle would not be seen
+            self._problems.append(
+                f"from some step on no lines were sent: {_BACKLOG >> 20} MiB were waiting already"
+            )
             lines = b""
         self._given += len(lines)
         self._requests.put(Request(lines))
@@ -136,6 +149,7 @@ class Gatherer:
             if thread.is_alive():
                 self._problems.append(f"not all lines have travelled within {timeout:g} s")
         self._courier = None
+        self.is_over = thread is None or not thread.is_alive()
         return tuple(self._problems)
 
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.whatif.told import predicted
 
 _LEAST = 0.005
 """Below this share there is nothing to say."""
 
 
 def headline(summary: Summary) -> str:
-    """One or two sentences."""
+    """One or two sentences, and one of what is predicted, where something is."""
+    sentences = [_of_some(summary), _measured(summary)]
+    if summary.whatif is not None:
+        sentences.append(predicted(summary.whatif))
+    return " ".join(filter(None, sentences))
+
+
+def _of_some(summary: Summary) -> str:
+    """A warning before all else, where ranks have left nothing: waiting for them is not known."""
+    here, all_ = len(summary.ranks), summary.run.get("world_size", 0)
+    return f"OF {here} OF {all_} RANKS ONLY:" if 0 < here < all_ else ""
+
+
+def _measured(summary: Summary) -> str:
     step = f"a step takes {milliseconds(summary.step_ms['mean'])}"
     if not summary.steps:
         return f"Nothing to say: {summary.reasons.get('step_ms', 'no step was recorded')}."
@@ -17,6 +31,9 @@ def headline(summary: Summary) -> str:
         return f"{_capital(step)}; {summary.reasons['parts_ms']}, so nothing is known of its parts."
     if summary.run.get("world_size", 1) < 2:
         return f"One rank communicates with nobody; {step}."
+    assert summary.exposed is not None
+    assert summary.exposed_ms is not None
+    assert summary.hidden_ms is not None
     if summary.exposed < _LEAST:
         if summary.overlap is None:
             return f"{_capital(summary.reasons.get('overlap', 'nothing was exchanged'))}; {step}."
@@ -27,11 +44,13 @@ def headline(summary: Summary) -> str:
         )
     share = percent(summary.exposed)
     exposed = milliseconds(summary.exposed_ms)
-    return f"{share} of the step is exposed communication ({exposed}): {_shares(summary)}."
+    shares = _shares(summary, summary.exposed_ms)
+    return f"{share} of the step is exposed communication ({exposed}): {shares}."
 
 
-def _shares(summary: Summary) -> str:
-    whom = "others" if summary.straggler is None else f"rank {summary.straggler}"
+def _shares(summary: Summary, exposed_ms: float) -> str:
+    rank = summary.exposed_straggler
+    whom = "others" if rank is None else f"rank {rank}"
     # Where waiting is not known, all of it may be in what counts as transfer.
     transfer = "transfer or unknown waiting" if "wait" in summary.reasons else "transfer"
     names = {
@@ -40,7 +59,7 @@ def _shares(summary: Summary) -> str:
         "codec": "codec",
         "unattributed": "unattributed",
     }
-    shares = {name: summary.parts_ms[name] / summary.exposed_ms for name in names}
+    shares = {name: summary.parts_ms[name] / exposed_ms for name in names}
     return ", ".join(
         f"{percent(shares[name])} {names[name]}" for name in names if shares[name] >= _LEAST
     )

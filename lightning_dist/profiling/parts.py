@@ -7,8 +7,10 @@ figure that could not be measured is None, and ``reasons`` says why.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from lightning_dist.profiling.whatif.answer import WhatIf
 
 SCHEMA = 1
 
@@ -40,6 +42,7 @@ class StepParts:
         union: how long any exchange was under way on this rank.
         hidden: how much of that was before the last gradient was there.
         waited_for: nanoseconds of ``wait`` and of hidden waiting by the rank that came last.
+        exposed_for: the same of ``wait`` alone.
     """
 
     step: int
@@ -50,6 +53,7 @@ class StepParts:
     union: int
     hidden: int
     waited_for: Mapping[int, int]
+    exposed_for: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def exposed(self) -> int:
@@ -61,8 +65,12 @@ class StepParts:
 class Placed:
     """A span on the time line of a step that all ranks share, in nanoseconds.
 
-    It counts from the begin of the step on the first rank that began it. ``arrival``: of an
-    exchange, when the last member had come to it.
+    It counts from the begin of the step on the first rank that began it.
+
+    Args:
+        arrival: of an exchange, when the last member had come to it.
+        last: that member.
+        meeting: of an exchange: its number in the step, equal on all members; None: not known.
     """
 
     phase: str
@@ -73,6 +81,8 @@ class Placed:
     op: str = ""
     group: str = ""
     sent: int = 0
+    last: int | None = None
+    meeting: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +145,11 @@ class BucketSummary:
 class Traffic:
     """Bytes per step and rank, and rates in Gbit/s over the union of exchanges without waiting.
 
-    ``wire_gbps`` is comparable with the link (bus bandwidth of nccl-tests for what travelled),
-    ``effective_gbps`` with what uncompressed DDP would have needed for the same time.
+    Args:
+        wire_gbps: what all ranks of a host sent to other hosts, the mean over hosts: comparable
+            with the link. On a single host what a rank sent.
+        effective_gbps: what the bus bandwidth of uncompressed DDP would have to be for this time.
+        peak_gbps: the best that was measured of an idle link.
     """
 
     raw_bytes: float
@@ -187,12 +200,14 @@ class Summary:
         skipped: first steps that were left out: buckets are not built yet.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if most of the waiting is for one.
+        exposed_straggler: the same of exposed waiting alone, however little there is.
         overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in :class:`~lightning_dist.profiling.records.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
         reasons: by field, why it is None.
         notes: what is missing or odd.
+        whatif: what is predicted of other settings.
     """
 
     headline: str
@@ -201,8 +216,8 @@ class Summary:
     skipped: int
     step_ms: Mapping[str, float]  # "mean", "median", "p95"
     parts_ms: Mapping[str, float]
-    exposed_ms: float
-    hidden_ms: float
+    exposed_ms: float | None
+    hidden_ms: float | None
     overlap: float | None
     traffic: Traffic | None
     ranks: Sequence[RankSummary]
@@ -214,12 +229,17 @@ class Summary:
     links: Sequence[Mapping[str, Any]] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    exposed_straggler: int | None = None
+    whatif: WhatIf | None = None
 
     @property
-    def exposed(self) -> float:
-        """Exposed share of the step, 0 to 1."""
-        return self.exposed_ms / self.step_ms["mean"] if self.step_ms["mean"] else 0.0
+    def exposed(self) -> float | None:
+        """Exposed share, 0 to 1, of the steps that were looked at in detail."""
+        if self.exposed_ms is None:
+            return None
+        return self.exposed_ms / (sum(self.parts_ms.values()) or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"schema": SCHEMA, **asdict(self)}
+        whatif = None if self.whatif is None else self.whatif.as_dict()
+        return {"schema": SCHEMA, **asdict(replace(self, whatif=None)), "whatif": whatif}

@@ -1,13 +1,17 @@
-"""One tensor from one rank to another, counted within a group; nobody else takes part."""
+"""Groups of a profile's own: a tensor from one rank to another in them, and their end."""
 
 from __future__ import annotations
+
+import re
 
 import torch.distributed as dist
 from torch import Tensor
 
+_PLACE = re.compile(r"^\[[^]]*\] ")
+
 
 def send(tensor: Tensor, *, to: int, group: dist.ProcessGroup) -> None:
-    """Return when it is on its way.
+    """Return when it is on its way. ``to`` counts within the group; nobody else takes part.
 
     Raises:
         RuntimeError: of gloo: the rank is gone, or did not receive within the group's timeout.
@@ -22,3 +26,20 @@ def receive(tensor: Tensor, *, source: int, group: dist.ProcessGroup) -> None:
         RuntimeError: of gloo: the rank is gone, or did not send within the group's timeout.
     """
     group.recv([tensor], source, 0).wait()
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """Let go of the connections of ``group``, which nobody uses any more. Collective.
+
+    They are closed when the caller forgets the group too.
+
+    Raises:
+        RuntimeError: of gloo: a member is gone or late; the group stays.
+    """
+    dist.barrier(group)  # a member that is still on its way would be cut off
+    dist.destroy_process_group(group)
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """What gloo says, without where in gloo it was."""
+    return _PLACE.sub("", str(error)).partition(". ")[0]

@@ -5,17 +5,25 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import TypeAlias
 
 from typing_extensions import override
 
+from lightning_dist.exchange.channel import Pending
+from lightning_dist.profiling.lookout import Lookout
 from lightning_dist.profiling.losses import Losses
 from lightning_dist.profiling.records import BucketTimes, Span
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.observer import Observer, Phase, Sight
 
 _CALIBRATION = 500
+_UNSEEN = 3.0
+"""What recording adds to a step, over what can be counted of it: threads change places, caches are
+cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiling.py)."""
+_PATIENCE = 0.1
+"""Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
 
 _Row: TypeAlias = tuple[str, int, int, int, str, str, int, int]
 """Of a span, in the order of its fields: making a frozen dataclass takes several times longer."""
@@ -24,7 +32,7 @@ _Row: TypeAlias = tuple[str, int, int, int, str, str, int, int]
 class Recorder(Observer):
     """Buckets and spans of the step that is under way.
 
-    Appends to lists, from the thread of the backward pass, that of the reducer, and those of gloo;
+    Appends to lists, from the thread of the backward pass, that of the reducer, and one of its own;
     nothing is computed before :meth:`take`.
 
     Args:
@@ -36,6 +44,7 @@ class Recorder(Observer):
         self.is_on = True
         """Whether anything is recorded, besides losses that were asked for."""
         self.losses = Losses(clock)
+        self._lookout = Lookout(clock)
         self._ready: list[tuple[int, int]] = []
         self._buckets: list[BucketTimes] = []
         self._spans: list[_Row] = []
@@ -43,6 +52,7 @@ class Recorder(Observer):
         self._bucket, self._phase, self._since = -1, "", 0
         self.spent = 0
         """Nanoseconds of this step that went into what only a profile needs, on or off."""
+        self._looked = 0  # of the thread, before this step
 
     @override
     def ready(self, bucket: int) -> None:
@@ -83,18 +93,18 @@ class Recorder(Observer):
         return over
 
     @override
-    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None] | None:
         order = self._orders[group]
         self._orders[group] = order + 1
         if not self.is_on:
-            return _nothing
+            return None
         bucket, begin = self._bucket, self._clock()
+        spans = self._spans  # of this step, also where it is over before this has ended
 
-        def ended() -> None:
-            end = self._clock()
-            self._spans.append(("exchange", bucket, begin, end, op, group, sent, order))
+        def ended(end: int) -> None:
+            spans.append(("exchange", bucket, begin, end, op, group, sent, order))
 
-        return ended
+        return lambda work: self._lookout.see(work, ended)
 
     @override
     def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
@@ -116,13 +126,25 @@ class Recorder(Observer):
         """The mean of a bucket is there; when its gradients were is known already."""
         self._buckets.append(bucket)
 
+    def note_when_ended(self, work: Pending, bucket: BucketTimes) -> None:
+        """The mean of a bucket is there when ``work`` has ended."""
+        buckets = self._buckets
+        self._lookout.see(work, lambda end: buckets.append(replace(bucket, done=end)))
+
+    def cost(self, of_event: float) -> int:
+        """Nanoseconds by which recording made this step longer; an event alone takes so many."""
+        self._lookout.catch_up(_PATIENCE)
+        events = 2 * len(self._spans) + len(self._ready) + len(self._buckets)
+        return round(_UNSEEN * (events * of_event + self._lookout.spent - self._looked))
+
     @property
-    def events(self) -> int:
-        """How often it was told of something in this step."""
-        return 2 * len(self._spans) + len(self._ready) + len(self._buckets)
+    def has_exchanged(self) -> bool:
+        """Whether any gradients have travelled in this step, on or off."""
+        return bool(self._orders or self._buckets)
 
     def take(self, begin: int) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
         """What was recorded since the last call; times count from ``begin``."""
+        self._lookout.catch_up(_PATIENCE)
         ready = dict(self._ready)  # of a pass that failed and was tried again the last counts
         done = {bucket.index: bucket for bucket in self._buckets if bucket.index in ready}
         buckets = [
@@ -150,7 +172,12 @@ class Recorder(Observer):
         """Forget what was recorded since the last call."""
         self._ready, self._buckets, self._spans = [], [], []
         self._orders.clear()
-        self.spent = 0
+        self.spent, self._looked = 0, self._lookout.spent
+
+    def close(self) -> None:
+        """Record nothing more."""
+        self.is_on = False
+        self._lookout.close()
 
 
 def cost_of_an_event() -> float:
@@ -158,7 +185,7 @@ def cost_of_an_event() -> float:
     recorder = Recorder()
     begin = time.perf_counter_ns()
     for _ in range(_CALIBRATION):
-        recorder.launched("all_reduce", group="flat", sent=1)()
+        recorder.works(0, "encode")()
     return (time.perf_counter_ns() - begin) / (2 * _CALIBRATION)
 
 

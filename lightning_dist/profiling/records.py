@@ -1,16 +1,13 @@
-"""What one rank writes down: lines of JSON, one record each.
+"""What one rank writes down, as types; :mod:`~lightning_dist.profiling.lines` makes lines of them.
 
 Times are nanoseconds of the rank's own monotonic clock; inside a step they count from its begin.
-Readers skip kinds and fields that they do not know, so that old and new folders keep loading.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 SCHEMA = 1
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
@@ -19,7 +16,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 """What a step spends its time on, besides what no phase covers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """Who writes this file. The first line.
 
@@ -28,6 +25,7 @@ class RankRecord:
             ``"intra"`` and ``"inter"``; with more levels ``"inter2"`` and so on.
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
+        cores: that the processes of this host may use; 0: not known.
     """
 
     kind: ClassVar[str] = "rank"
@@ -41,11 +39,12 @@ class RankRecord:
     backend: str = ""
     device: str = ""
     pid: int = 0
+    cores: int = 0
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ClockRecord:
     """At ``at``, rank 0's clock was ``at + offset``, give or take ``uncertainty``."""
 
@@ -55,7 +54,7 @@ class ClockRecord:
     uncertainty: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
     """One of :data:`PHASES`; the backward pass ends when the mean of the gradients is there."""
 
@@ -64,7 +63,7 @@ class Phase:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BucketTimes:
     """One bucket of gradients in one step.
 
@@ -86,7 +85,7 @@ class BucketTimes:
     codec: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that was done for a bucket.
 
@@ -111,7 +110,7 @@ class Span:
     order: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One optimizer step. It begins where the one before it has ended.
 
@@ -137,7 +136,7 @@ class StepRecord:
     overhead: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """What compression lost of one bucket, on this rank; of a sample of its elements.
 
@@ -161,7 +160,7 @@ class ErrorRecord:
     residual_ratio: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LinkRecord:
     """A measured transfer with nothing else on the link.
 
@@ -179,7 +178,29 @@ class LinkRecord:
     peer: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class BurstRecord:
+    """Collectives of a few bytes, issued at once, with nothing else on the link.
+
+    Args:
+        group: a name in :attr:`RankRecord.groups`.
+        op: as in :class:`Span`.
+        sent: bytes that this rank sent in each.
+        count: of them; 1: what is found is how long one takes, not how many fit into a time.
+        seconds: from the call of the first to the end of all, on the rank where it took longest.
+        cpu: seconds of all threads of this process meanwhile.
+    """
+
+    kind: ClassVar[str] = "burst"
+    group: str
+    op: str
+    sent: int
+    count: int
+    seconds: float
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndRecord:
     """The last line, if the process could write one."""
 
@@ -187,75 +208,4 @@ class EndRecord:
     reason: str
 
 
-Record = RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | EndRecord
-
-_KINDS: Mapping[str, type[Record]] = {
-    each.kind: each
-    for each in (RankRecord, ClockRecord, StepRecord, ErrorRecord, LinkRecord, EndRecord)
-}
-_ROWS: Mapping[str, type[Phase | BucketTimes | Span]] = {
-    "phases": Phase,
-    "buckets": BucketTimes,
-    "spans": Span,
-}
-"""Fields of a step that hold many of a kind: rows of values in the order of their fields."""
-
-_NAMES: Mapping[type[Any], tuple[str, ...]] = {
-    each: tuple(of.name for of in fields(each)) for each in (*_KINDS.values(), *_ROWS.values())
-}
-_CELLS = {name: attrgetter(*_NAMES[kind]) for name, kind in _ROWS.items()}
-"""What makes a row: ``asdict`` copies everything deeply and takes ten times longer."""
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-
-_NUMBERS: Mapping[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
-_NUMERIC = {
-    kind: tuple((each.name, _NUMBERS[each.type]) for each in fields(kind) if each.type in _NUMBERS)
-    for kind in _NAMES
-}
-
-T = TypeVar("T")
-
-
-def to_line(record: Record) -> str:
-    """One line of JSON, without its end."""
-    content = {name: getattr(record, name) for name in _NAMES[type(record)]}
-    for name in _CELLS.keys() & content.keys():
-        content[name] = list(map(_CELLS[name], content[name]))
-    return _ENCODER.encode({"kind": record.kind, **content})
-
-
-def from_line(line: str) -> Record | None:
-    """What :func:`to_line` made a line of; None for a kind of a later version.
-
-    Raises:
-        ValueError: it is not such a line.
-    """
-    content = json.loads(line)
-    if not isinstance(content, dict) or "kind" not in content:
-        raise ValueError(f"not a record of a communication profile: {line[:80]!r}")
-    kind = _KINDS.get(content.pop("kind"))
-    if kind is None:
-        return None
-    values = {name: content[name] for name in _NAMES[kind] if name in content}
-    try:
-        for name in _ROWS.keys() & values.keys():
-            values[name] = tuple(_row(_ROWS[name], row) for row in values[name])
-        return _of_numbers(kind(**values))
-    except TypeError as error:  # a field is missing, or of another type
-        raise ValueError(f"not a whole {kind.kind} record: {error}") from None
-
-
-def _row(kind: type[T], values: Any) -> T:
-    if not isinstance(values, list):
-        raise TypeError(f"a row is a list, and this is {values!r:.80}")
-    return _of_numbers(kind(*values[: len(_NAMES[kind])]))
-
-
-def _of_numbers(record: T) -> T:
-    """``record``, if what should be a number is one: arithmetic comes later, far from here."""
-    for name, types in _NUMERIC[type(record)]:
-        value = getattr(record, name)
-        if not isinstance(value, types):
-            raise TypeError(f"{name} is a number, and this is {value!r:.80}")
-    return record
+Record = RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | BurstRecord | EndRecord

@@ -54,12 +54,17 @@ def sample(run: Run, *, skip: int) -> Sample:
     skipped = skip if len(common) > skip else 0
     if common and skipped < skip:
         notes.append(
-            f"there are only {_steps(len(common))}, so the first are not left out, in which DDP "
-            "still builds its buckets"
+            f"with only {_steps(len(common))} the first are not left out, in which DDP still "
+            "builds its buckets"
         )
     steps = common[skipped:]
-    detailed = [step for step in steps if all(each.steps[step].detailed for each in ranks.values())]
+    detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
     reason = ""
+    if 0 < len(detailed) < len(steps):
+        notes.append(
+            f"parts and communication are of the {_steps(len(detailed))} of {len(steps)} that were "
+            "looked at in detail; step times are of all"
+        )
     if not detailed:
         what = "" if not steps else " in detail"
         reason = f"no step is recorded{what} on all ranks"
@@ -68,7 +73,7 @@ def sample(run: Run, *, skip: int) -> Sample:
             f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
             "of all"
         )
-        detailed = _spread(detailed, most)
+        detailed = spread(detailed, most)
     return Sample(ranks, steps, detailed, skipped, reason, notes)
 
 
@@ -77,11 +82,13 @@ def _most(ranks: Mapping[int, RankRun], step: int) -> int:
     return min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
 
 
-def _spread(steps: Sequence[int], most: int) -> list[int]:
+def spread(steps: Sequence[int], most: int) -> list[int]:
     """One of every stretch, at random: whatever happens every n-th step has its share.
 
     The same for the same steps.
     """
+    if len(steps) <= most:
+        return list(steps)
     rng = random.Random(0)
     edges = [math.floor(len(steps) * i / most) for i in range(most + 1)]
     return [steps[rng.randrange(edges[i], edges[i + 1])] for i in range(most)]

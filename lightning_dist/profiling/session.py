@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_dist.profiling.folder import RankFile
 from lightning_dist.profiling.governor import Governor
+from lightning_dist.profiling.lines import to_line
 from lightning_dist.profiling.recorder import Recorder, cost_of_an_event
 from lightning_dist.profiling.records import (
     EndRecord,
@@ -17,7 +18,6 @@ from lightning_dist.profiling.records import (
     RankRecord,
     Record,
     StepRecord,
-    to_line,
 )
 from lightning_dist.profiling.timer import Cut, StepTimer
 
@@ -63,8 +63,9 @@ class Session:
         folder: of the run; None: nothing is kept.
         about: of this rank.
         first: number of the step that comes next.
-        on_step: called with every step that was recorded.
+        on_step: called with every step, those too that are disturbed.
         on_error: called with every compression error that was.
+        on_problem: called with what goes wrong on this rank, and what that costs.
         clock: in nanoseconds.
 
     Raises:
@@ -80,10 +81,11 @@ class Session:
         first: int = 0,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
+        on_problem: Callable[[str], None] = lambda problem: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._on_step, self._on_error = on_step, on_error
+        self._on_step, self._on_error, self._on_problem = on_step, on_error, on_problem
         self._step = first
         self._file = None if folder is None else RankFile(folder, rank=about.rank)
         self._unwritten: list[str] = []
@@ -104,6 +106,12 @@ class Session:
         now = self._clock()
         if (cut := self._timer.forward(now)) is not None:
             self._close(cut, now)
+        elif self.recorder.has_exchanged:
+            self.recorder.drop()  # of a step that is not over only the last exchanges count
+
+    def forward_ended(self) -> None:
+        """It has ended."""
+        self._timer.forward_ended()
 
     def backward(self) -> None:
         """A backward pass begins."""
@@ -113,9 +121,17 @@ class Session:
         """It has ended; ``synchronised``: with the mean over all ranks."""
         self._timer.backward_ended(self._clock(), synchronised=synchronised)
 
-    def stepped(self) -> None:
-        """An optimizer has made its step."""
-        self._timer.stepped(self._clock())
+    def stepping(self) -> None:
+        """An optimizer begins its step."""
+        if self.recorder.has_exchanged:
+            self._timer.stepping(self._clock())
+
+    def stepped(self, *, within_forward: bool = False) -> None:
+        """It has made it; ``within_forward``: a forward pass of training is still under way."""
+        now = self._clock()
+        self._timer.stepped(now)
+        if within_forward and (cut := self._timer.stepped_within()) is not None:
+            self._close(cut, now)
 
     def set_apart(self) -> None:
         """What was since the last step belongs to none: a validation, a checkpoint."""
@@ -129,20 +145,30 @@ class Session:
         if self._file is not None:
             self._unwritten += map(to_line, records)
 
-    def close(self, reason: str) -> None:
-        """The training is over."""
+    def end(self, reason: str) -> None:
+        """The training is over: all of it is in the file. More may be noted before it is closed."""
         self.set_apart()
-        self.recorder.is_on = False
+        self.recorder.close()
         self.note(EndRecord(reason))
         self._flush()
-        if self._file is not None:
-            self._file.close()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._flush()
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._on_problem(f"{file.path} may not be whole: {error.strerror}")
 
     def _close(self, cut: Cut, now: int) -> None:
         is_detailed, recorder = self.recorder.is_on, self.recorder
+        was_disturbed = self.is_disturbed
         # Writing down the step before was in the time of this one.
         errors, looking = recorder.losses.take()
-        overhead = round(recorder.events * self._cost) + self._writing + looking + recorder.spent
+        of_hooks, recording = recorder.spent, recorder.cost(self._cost)
+        overhead = recording + self._writing + looking + of_hooks
         buckets, spans = recorder.take(cut.begin) if is_detailed else ((), ())
         record = StepRecord(
             self._step,
@@ -154,7 +180,7 @@ class Session:
             detailed=is_detailed,
             overhead=overhead,
         )
-        if not self.is_disturbed:
+        if not was_disturbed:
             self.note(record)
         self.note(*errors)
         for error in errors:
@@ -165,11 +191,13 @@ class Session:
         self._begin_step()
         self._flush_if_due(now)
         self._writing = self._clock() - now
+        if was_disturbed or self.is_disturbed:
+            return  # what disturbs it is in these times
         if looking:
             every = self._settings.error_every
             self._losses_governor.spent(looking / every, of=record.duration)
         if is_detailed:
-            self._governor.spent(len(spans) * 2 * self._cost + self._writing, of=record.duration)
+            self._governor.spent(recording + self._writing, of=record.duration)
 
     def _begin_step(self) -> None:
         """Decide what to look at."""
@@ -191,7 +219,10 @@ class Session:
             return
         try:
             self._file.write_lines(lines)
-        except OSError:  # a full disk is no reason to stop training
+        except OSError as error:  # a full disk is no reason to stop training
+            file, self._file = self._file, None
             with suppress(OSError):
-                self._file.close()
-            self._file = None
+                file.close()
+            self._on_problem(
+                f"{file.path}: {error.strerror}; the steps of this rank are not kept any more"
+            )

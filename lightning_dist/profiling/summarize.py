@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline
 from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
-from lightning_dist.profiling.records import PHASES
-from lightning_dist.profiling.sample import Sample, sample
+from lightning_dist.profiling.records import PHASES, StepRecord
+from lightning_dist.profiling.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.totals import MS, mean
 from lightning_dist.profiling.traffic import gbps, traffic_of
+
+_NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
 
 _LEAST_WAITING = 0.02
 """Share of the step below which nobody is called a straggler."""
@@ -42,8 +45,16 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["wait"] = found.unknown_wait
     if not chosen.steps:
         reasons["step_ms"] = chosen.reason
+    if not found.buckets:
+        reasons["buckets"] = chosen.reason or _why_nothing(run, _NO_BUCKET)
+    if found.is_blind and run.world_size > 1:
+        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait"):
+            reasons[name] = _NO_BUCKET
+        found.forget_exposed()
     if chosen.detailed and _about(run).get("codec") == "ddp":
         reasons["codec"] = "DDP itself exchanges the gradients, without a codec"
+    if chosen.detailed and not any(map(_has_forward, _records(chosen))):
+        reasons["forward"] = "the passes ran within each other; both are in backward"
     parts_ms = found.parts_ms() if chosen.detailed else _phases_ms(chosen)
     step_ms = _step_ms(chosen)
     under_way = sum(each.union for each in found.ranks.values())
@@ -56,6 +67,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["links"] = "no link was measured"
     traffic = traffic_of(run, found.ranks, reasons)
     straggler = _straggler(run, found, reasons)
+    is_unknown = "exposed_ms" in reasons or not chosen.detailed
     summary = Summary(
         headline="",
         run=_about(run),
@@ -63,13 +75,14 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         skipped=chosen.skipped,
         step_ms=step_ms,
         parts_ms=parts_ms,
-        exposed_ms=sum(parts_ms.get(name, 0.0) for name in EXPOSED),
-        hidden_ms=hidden / max(found.steps, 1) / MS,
+        exposed_ms=None if is_unknown else sum(parts_ms[name] for name in EXPOSED),
+        hidden_ms=None if is_unknown else hidden / found.steps / MS,
         overlap=hidden / under_way if under_way else None,
         traffic=traffic,
         ranks=_ranks(chosen, found),
         buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
         straggler=straggler,
+        exposed_straggler=_exposed_straggler(found),
         overhead=_overhead(chosen),
         series=found.series if chosen.detailed else _series_of_durations(chosen),
         errors=[
@@ -118,7 +131,7 @@ def _about(run: Run) -> dict[str, Any]:
 def _durations(chosen: Sample) -> list[float]:
     """Of every step in milliseconds, the mean over ranks."""
     ranks = chosen.ranks.values()
-    return [mean([each.steps[step].duration / MS for each in ranks]) for step in chosen.steps]
+    return [mean([each.head(step).duration / MS for each in ranks]) for step in chosen.steps]
 
 
 def _step_ms(chosen: Sample) -> dict[str, float]:
@@ -133,9 +146,12 @@ def _step_ms(chosen: Sample) -> dict[str, float]:
 
 
 def _phases_ms(chosen: Sample) -> dict[str, float]:
-    """Of steps without buckets and spans: ``backward`` has the exposed communication in it."""
-    records = [each.steps[step] for each in chosen.ranks.values() for step in chosen.steps]
-    if not records:
+    """Of steps without buckets and spans: ``backward`` has the exposed communication in it.
+
+    Of as many as would be looked at in detail; empty if their phases were not recorded either.
+    """
+    records = _records(chosen)
+    if not any(record.phases for record in records):
         return {}
     sums = dict.fromkeys(PHASES, 0)
     for record in records:
@@ -161,7 +177,7 @@ def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
             RankSummary(
                 rank,
                 of_rank.about.host,
-                step_ms=mean([of_rank.steps[step].duration / MS for step in chosen.steps]),
+                step_ms=mean([of_rank.head(step).duration / MS for step in chosen.steps]),
                 exposed_ms=totals.exposed / steps,
                 wait_ms=totals.waited / steps,
                 caused_ms=caused / steps,
@@ -174,10 +190,7 @@ def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
 
 
 def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None:
-    waits: dict[int, int] = {}
-    for totals in found.ranks.values():
-        for rank, nanoseconds in totals.waited_for.items():
-            waits[rank] = waits.get(rank, 0) + nanoseconds
+    waits = sum((each.waited_for for each in found.ranks.values()), Counter[int]())
     waiting, duration = sum(waits.values()), sum(each.duration for each in found.ranks.values())
     most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
     if most is None:
@@ -194,6 +207,12 @@ def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None
     return None
 
 
+def _exposed_straggler(found: Findings) -> int | None:
+    waits = sum((each.exposed_for for each in found.ranks.values()), Counter[int]())
+    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
+    return most if most is not None and waits[most] * 2 > waits.total() else None
+
+
 def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:
     return "one rank exchanges nothing" if run.world_size < 2 else otherwise
 
@@ -207,8 +226,18 @@ def _why_no_errors(run: Run, chosen: Sample) -> str:
     return "none was sampled"
 
 
+def _records(chosen: Sample) -> list[StepRecord]:
+    """Of as many steps as are looked at in detail: to parse all would take long."""
+    steps = spread(chosen.steps, MOST)
+    return [each.steps[step] for each in chosen.ranks.values() for step in steps]
+
+
+def _has_forward(record: StepRecord) -> bool:
+    return any(phase.name == "forward" for phase in record.phases)
+
+
 def _overhead(chosen: Sample) -> float:
-    records = [each.steps[step] for each in chosen.ranks.values() for step in chosen.steps]
+    records = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in records)
     return sum(each.overhead for each in records) / duration if duration else 0.0
 

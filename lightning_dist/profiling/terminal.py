@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_dist.console import stdout_console
 from lightning_dist.profiling.headline import milliseconds, percent
 from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary, Traffic
 from lightning_dist.profiling.totals import MB
-
-_WIDE = 10_000
-"""Columns where nobody has a terminal: a line of the table stays a line."""
+from lightning_dist.profiling.whatif.answer import LABEL, WhatIf
+from lightning_dist.profiling.whatif.told import error_of, name_of, remarks, signed
 
 _MANY = 8
 _WORST = 4
+_BEST = 4
+"""Predictions."""
 
 
 def print_summary(summary: Summary, console: Console | None = None) -> None:
-    """Headline, parts of the step, traffic, ranks, notes."""
+    """Headline, parts of the step, traffic, ranks, predictions, notes."""
     if console is None:
-        console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+        console = stdout_console()
     console.print(Text(summary.headline, style="bold"))
     if summary.steps:
         console.print(_overview(summary))
         if len(summary.ranks) > 1:
             _print_ranks(summary, console)
+        if summary.whatif is not None:
+            _print_whatif(summary.whatif, console)
     for note in summary.notes:
         console.print(Text(f"note: {note}"))
 
@@ -44,10 +47,11 @@ def _overview(summary: Summary) -> Table:
 
     step = summary.step_ms
     skipped = f", without the first {summary.skipped}" if summary.skipped else ""
+    ranks = f"mean of {len(summary.ranks)} ranks; " if len(summary.ranks) > 1 else "mean; "
     row(
         "step",
         milliseconds(step["mean"]),
-        f"median {milliseconds(step['median'])}, p95 {milliseconds(step['p95'])}, "
+        f"{ranks}median {milliseconds(step['median'])}, p95 {milliseconds(step['p95'])}, "
         f"of {summary.steps} steps{skipped}",
         style="bold",
     )
@@ -62,7 +66,7 @@ def _overview(summary: Summary) -> Table:
             of_part = summary.parts_ms[name]
             exposed = ", exposed" if name in EXPOSED else ""
             row(f"  {name}", milliseconds(of_part), f"{percent(of_part / total)}{exposed}", style)
-    if summary.overlap is None:
+    if summary.overlap is None or summary.hidden_ms is None:
         row("hidden", "n/a", summary.reasons.get("overlap", ""))
     else:
         row("hidden", milliseconds(summary.hidden_ms), f"{percent(summary.overlap)} of exchanges")
@@ -71,6 +75,8 @@ def _overview(summary: Summary) -> Table:
     else:
         _add_traffic(table, summary, summary.traffic)
     row("profiler", percent(summary.overhead), "of the time")
+    if "whatif" in summary.reasons:
+        row("what if", "n/a", summary.reasons["whatif"])
     return table
 
 
@@ -116,5 +122,27 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             waiting(each.wait_ms),
             waiting(each.caused_ms),
             "" if clock is None else f"± {milliseconds(clock)}" if clock else "the same",
+        )
+    console.print(table)
+
+
+def _print_whatif(found: WhatIf, console: Console) -> None:
+    """The run as the model has it, and the best of the rest; the page has all."""
+    told = [each for each in found.others if each.step_ms is not None]
+    console.print(Text(f"{LABEL}. {error_of(found)}"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", justify="right")
+    table.add_column("with", no_wrap=True)
+    for column in ("step", "exposed", "change"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for each in told[:_BEST]:
+        table.add_row(
+            "" if each.place is None else str(each.place),
+            Text(name_of(each, found.current)),
+            milliseconds(each.step_ms or 0.0),
+            milliseconds(each.exposed_ms or 0.0),
+            "n/a" if each.change is None else signed(each.change),
+            Text(remarks(each)),
         )
     console.print(table)

@@ -2,7 +2,8 @@
 
 Seen are the forward passes of the model, the backward passes and the optimizer; nobody says where a
 step begins. A step ends with the last optimizer step before the next forward pass, and what comes
-after that, such as loading data, is the begin of the next.
+after that, such as loading data, is the begin of the next. Where an optimizer makes its step within
+a forward pass, as Lightning's manual optimization does, each of them ends a step.
 """
 
 from __future__ import annotations
@@ -50,6 +51,28 @@ class StepTimer:
         self._enter("optimizer" if synchronised else "data", now)
         if synchronised:
             self._synchronised, self._stepped = now, None
+
+    def stepping(self, now: int) -> None:
+        """An optimizer begins its step, and gradients have travelled since the last one.
+
+        A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
+        """
+        if self._phase == "forward":
+            self._phase = "backward"
+            self.backward_ended(now, synchronised=True)
+
+    def stepped_within(self) -> Cut | None:
+        """The optimizer's step was within a forward pass, which may have another; the step."""
+        if self._synchronised is None:
+            return None
+        cut = self._cut()
+        self._phase = "forward"
+        return cut
+
+    def forward_ended(self) -> None:
+        """What is left of a pass, after a step within it, is of no phase."""
+        if self._phase == "forward" and self._since == self._begin:
+            self._phase = "data"
 
     def stepped(self, now: int) -> None:
         """An optimizer has made its step."""

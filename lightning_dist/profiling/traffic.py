@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import Traffic
@@ -15,10 +16,34 @@ def gbps(nbytes: float, nanoseconds: float) -> float | None:
     return nbytes * 8 / nanoseconds if nbytes > 0 and nanoseconds > 0 else None
 
 
+@dataclass(frozen=True)
+class LinkUse:
+    """Bytes that went out over one link, and for how many nanoseconds something was on its way."""
+
+    sent: int
+    moving: int
+
+
+def link_uses(run: Run, totals: Mapping[int, RankTotals]) -> list[LinkUse]:
+    """Of every host to others, or where nothing goes to other hosts, of every rank.
+
+    Ranks of one host share its link: their bytes add up, their times lie beside each other.
+    """
+    if not any(each.inter for each in totals.values()):
+        return [LinkUse(each.intra, each.intra_moving) for each in totals.values()]
+    of_hosts: dict[str, list[RankTotals]] = {}
+    for rank, each in totals.items():
+        of_hosts.setdefault(run.ranks[rank].about.host, []).append(each)
+    return [
+        LinkUse(sum(each.inter for each in here), max(each.inter_moving for each in here))
+        for here in of_hosts.values()
+    ]
+
+
 def traffic_of(
     run: Run, totals: Mapping[int, RankTotals], reasons: dict[str, str]
 ) -> Traffic | None:
-    """Per step and rank. What is None has its reason added to ``reasons``."""
+    """Bytes per step and rank, and rates. What is None has its reason added to ``reasons``."""
     of_ranks = totals.values()
     steps = sum(each.steps for each in of_ranks)
     raw, moving = sum(each.raw for each in of_ranks), sum(each.moving for each in of_ranks)
@@ -32,6 +57,7 @@ def traffic_of(
     if not moving:
         for name in ("wire_gbps", "effective_gbps"):
             reasons[f"traffic.{name}"] = "no exchange was recorded"
+    uses = link_uses(run, totals)
     peak = _peak(run)
     if peak is None:
         reasons["traffic.peak_gbps"] = "no link was measured"
@@ -40,7 +66,7 @@ def traffic_of(
         wire_bytes=(intra + inter) / steps,
         intra_bytes=intra / steps,
         inter_bytes=inter / steps,
-        wire_gbps=gbps(intra + inter, moving),
+        wire_gbps=gbps(sum(each.sent for each in uses), sum(each.moving for each in uses)),
         effective_gbps=gbps(raw, moving),
         peak_gbps=peak,
     )

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -26,11 +30,12 @@ class Watching:
     def __init__(self, model: DistributedDataParallel, session: Session) -> None:
         self._model, self._session = model, session
         self._synchronises = True
-        self._in_backward = False
+        self._in_forward = self._in_backward = False
         self._mine = {id(parameter) for parameter in model.parameters()}
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
+            register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
 
@@ -47,13 +52,15 @@ class Watching:
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if self._trains:
-            self._in_backward = False
+            self._in_forward, self._in_backward = True, False
             self._session.forward()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if not self._trains:
             self._session.set_apart()
             return
+        self._in_forward = False
+        self._session.forward_ended()
         self._synchronises = self._model.require_backward_grad_sync
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
@@ -71,10 +78,18 @@ class Watching:
         self._in_backward = False
         self._session.backward_ended(synchronised=self._synchronises)
 
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if self._is_mine(optimizer):
+            self._session.stepping()
+
     def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if self._is_mine(optimizer):
+            # Lightning's manual optimization; its backward pass is in there too.
+            self._session.stepped(within_forward=self._in_forward)
+
+    def _is_mine(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(parameter) in self._mine for parameter in parameters):
-            self._session.stepped()
+        return any(id(parameter) in self._mine for parameter in parameters)
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

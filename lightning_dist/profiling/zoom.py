@@ -22,7 +22,9 @@ class Zoom:
         folder: of the run.
         wanted: which steps; or a signal, after which come :data:`STEPS` steps of the process that
             received it.
-        on_change: called with whether it is on; steps take longer then.
+        on_change: called with whether it disturbs the step that begins: it is on, or the trace of
+            the steps before is written in it.
+        on_problem: called with what went wrong.
     """
 
     def __init__(
@@ -32,12 +34,15 @@ class Zoom:
         rank: int,
         wanted: range | signal.Signals,
         on_change: Callable[[bool], None] = lambda is_on: None,
+        on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        self._folder, self._rank, self._on_change = folder, rank, on_change
+        self._folder, self._rank = folder, rank
+        self._on_change, self._on_problem = on_change, on_problem
         self._steps = wanted if isinstance(wanted, range) else range(0)
         self._signal = None if isinstance(wanted, range) else wanted
         self._is_asked = False
         self._profiler: Any = None
+        self._has_written = False
         self._first = 0
         self._usual: Any = None
         if self._signal is not None:
@@ -53,6 +58,9 @@ class Zoom:
 
     def begin_step(self, step: int) -> None:
         """Between two steps: look at ``step``, or not."""
+        if self._has_written:
+            self._has_written = False
+            self._on_change(False)
         if self._is_asked and self._profiler is None:
             self._is_asked = False
             self._steps = range(step, step + STEPS)
@@ -63,6 +71,7 @@ class Zoom:
             self._profiler.start()
         elif step not in self._steps and self._profiler is not None:
             self._end()
+            self._has_written = True
 
     def close(self) -> None:
         """Look no more."""
@@ -75,7 +84,9 @@ class Zoom:
     def _end(self) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"zoom-rank{self._rank}-step{self._first}.json.gz"
-        profiler.export_chrome_trace(str(self._folder / name))
-        self._on_change(False)
+        path = self._folder / f"zoom-rank{self._rank}-step{self._first}.json.gz"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:  # no reason to stop training
+            self._on_problem(f"{path} was not written: {error.strerror}")

@@ -14,8 +14,8 @@ from lightning_dist.codecs import BlockCodec, Codec, PowerSGD, Threshold
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.channel import Channel, Pending
 from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
 from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 from lightning_dist.reducer.fusing import Variant, fused_passes
 from lightning_dist.reducer.kernels import Factors, Kernels
 from lightning_dist.reducer.low_rank import LowRankChunk

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
 from lightning_dist.reducer.block_chunk import BlockChunk
+from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.geometry import Grid, Span
 from lightning_dist.reducer.kernels import Kernels, compute_dtype
 from lightning_dist.reducer.keys import ChunkKeys, Place
@@ -19,9 +20,6 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.pieces import Piece, piece_of
 from lightning_dist.reducer.policy import Slot, neighbours
 from lightning_dist.reducer.state import ReducerState
-
-CHUNK_ELEMENTS = 1 << 18  # 1 MB of float32 gradient; measured best of 256 Ki and 1 Mi
-_LEAST_ROW_ELEMENTS = 1 << 15  # many ranks: larger chunks rather than tiny messages
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,3 @@ class BlockPlan:
 
         build = Gather if self.rows == 1 else partial(TwoShot, reduce=reduce)
         return build(planes, blocks, channel=net.data, topology=net.topology, device=net.device)
-
-
-def chunk_elements(rows: int) -> int:
-    """Elements of one chunk, of which each of ``rows`` ranks reduces a part."""
-    return max(CHUNK_ELEMENTS, rows * _LEAST_ROW_ELEMENTS)

@@ -11,10 +11,9 @@ import torch
 
 from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
 from lightning_dist.codecs.base import Codec
-from lightning_dist.reducer.alone import WIDTH, Passes, make_passes
-from lightning_dist.reducer.costs import CodecCost
+from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
+from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
-CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 _CHUNKS = 12
 _ROUNDS = 3
 
@@ -25,6 +24,7 @@ def calibrate(
     fused: bool = False,
     chunks: int = _CHUNKS,
     rounds: int = _ROUNDS,
+    where: str = "on this machine",
 ) -> dict[str, CodecCost]:
     """The cost of each of ``codecs``, by name: medians of the kernels.
 
@@ -33,26 +33,54 @@ def calibrate(
     Args:
         fused: compile the kernels first, as the reducer does for large models; takes seconds each.
         chunks: of a megabyte of gradient; few stay in a cache, as gradients do not.
+        where: of ``CodecCost.source``.
 
     Raises:
         ValueError: an unknown codec, or one whose bytes depend on the values.
     """
+    resolved = {name: resolve_codec(name) for name in codecs}
+    for name, codec in resolved.items():
+        _wire(name, codec)  # refuses before the others are measured
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the reducer has one
     try:
-        with torch.no_grad():
+        # Some passes draw from the generator that a training may go on with.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return {
                 name: _cost(
                     name,
-                    resolve_codec(name),
+                    codec,
                     fused=fused,
                     chunks=chunks,
+                    where=where,
                     seconds=partial(_seconds, rounds=rounds),
                 )
-                for name in codecs
+                for name, codec in resolved.items()
             }
     finally:
         torch.set_num_threads(threads)
+
+
+def has_a_cost(codec: str) -> bool:
+    """Whether :func:`calibrate` takes ``codec``, a name or a name with options."""
+    try:
+        _wire(codec, resolve_codec(codec))
+    except ValueError:
+        return False
+    return True
+
+
+def to_measure(names: Sequence[str], own: str) -> list[str]:
+    """``names``, with what a prediction needs beside them: a copy, and the codec of the run.
+
+    Args:
+        own: of the run; left out where nothing can be said of it: bytes that depend on the values,
+            or a codec of another version.
+    """
+    found = dict.fromkeys(["none", own, *names])
+    if own not in names and not has_a_cost(own):
+        del found[own]
+    return list(found)
 
 
 def _cost(
@@ -61,6 +89,7 @@ def _cost(
     *,
     fused: bool,
     chunks: int,
+    where: str,
     seconds: Callable[[Passes], tuple[float, float]],
 ) -> CodecCost:
     wire, assumes = _wire(name, codec)
@@ -78,6 +107,7 @@ def _cost(
 
     linear = codec.exchange == "allreduce"
     one = passes(1)
+    is_fused = isinstance(one, BlockPasses) and one.kernels.is_fused
     elements = one.numel
     encode, settle_one = seconds(one)
     decode = 0.0
@@ -92,7 +122,7 @@ def _cost(
         encode / elements,
         min(decode, settle_one) / elements,
         max(settle_one - decode, 0.0) / elements,
-        source="compiled, on this machine" if can_fuse else "not compiled, on this machine",
+        source=f"{'compiled' if is_fused else 'not compiled'}, {where}",
         assumes=assumes,
     )
 
@@ -114,11 +144,17 @@ def _seconds(passes: Passes, *, rounds: int) -> tuple[float, float]:
     """Of encode and of settle."""
     encode, settle = [], []
     for _ in range(1 + rounds):  # the first touches the memory
-        passes.prepare()
-        times = [time.thread_time()]
-        for call in (passes.encode, passes.settle):
-            call()
-            times.append(time.thread_time())
-        encode.append(times[1] - times[0])
-        settle.append(times[2] - times[1])
+        # Some codecs do one thing in even steps and another in odd ones.
+        times = [_once(passes) for _ in range(2)]
+        encode.append(sum(each for each, _ in times) / 2)
+        settle.append(sum(each for _, each in times) / 2)
     return statistics.median(encode[1:]), statistics.median(settle[1:])
+
+
+def _once(passes: Passes) -> tuple[float, float]:
+    passes.prepare()
+    times = [time.thread_time()]
+    for call in (passes.encode, passes.settle):
+        call()
+        times.append(time.thread_time())
+    return times[1] - times[0], times[2] - times[1]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
+"""What is asked about where nobody says what."""
+
 
 @dataclass(frozen=True)
 class CodecCost:

@@ -39,9 +39,10 @@ def measure_link(network: Network) -> float:
 class ExposureWatch(Observer):
     """Compares the exposed communication of the first steps with what plain DDP would expose.
 
-    Exposed: from the last bucket's gradients being there to the mean being there. DDP's is
-    predicted from the measured link: the bytes that do not fit under the backward pass, and never
-    less than the last bucket's.
+    Exposed: from the last bucket's gradients being there to the mean being there, on this rank. If
+    another one is late that contains the wait for it, which no codec changes. DDP's is predicted
+    from the measured link: the bytes that do not fit under the backward pass, and never less than
+    the last bucket's.
     """
 
     def __init__(self, network: Network, *, advice_to: bool) -> None:
@@ -102,8 +103,10 @@ class ExposureWatch(Observer):
         if ours <= ddps or not self._says:
             return
         log.warning(
-            "compression costs more than it saves here: it exposes %.1f ms a step, uncompressed "
-            "DDP would expose about %.1f ms at the %.2f Gbit/s measured at start-up. Use "
+            "compression costs more than it saves here, or ranks wait for one that is late: the "
+            "mean of a step comes %.1f ms after rank 0's last gradient, with uncompressed DDP it "
+            "would after about %.1f ms at the %.2f Gbit/s measured at start-up. CommProfiler() "
+            "tells codec and transfer from waiting, and for which rank; if it is not waiting, use "
             "strategy='ddp' (or codec='bf16') on this network.",
             ours * 1e3,
             ddps * 1e3,

@@ -170,6 +170,11 @@ class Kernels:
         """Replace passes by fused ones."""
         self._fused = dict(fused)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether any pass was replaced."""
+        return bool(self._fused)
+
     def _call(self, name: str, *tensors: Any) -> None:
         first = _tensors(tensors)[0]
         rows, blocks, _ = first.shape

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.exchange.channel import Watch
+from lightning_dist.exchange.channel import Pending, Watch
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.job import Job
@@ -65,8 +65,8 @@ class Observer(Watch):
         """The mean of all gradients of a step is there, and bytes are known."""
 
     @override
-    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
-        return _nothing
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None] | None:
+        return None
 
     @override
     def waits(self) -> Callable[[], None]:

@@ -16,8 +16,9 @@ from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.powersgd import PowerSGD
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import ring_allreduce
-from lightning_dist.reducer.block_plan import BlockPlan, chunk_elements
+from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.chunk import Chunk, Lane
+from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.fusing import Variant, fused_passes
 from lightning_dist.reducer.hierarchical import Inside
 from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
@@ -96,6 +97,12 @@ class Planner:
                 self._fuse(inside.down, dtype)
             if self._across is not None:
                 self._across.fuse(codec, [_share_dtype(codec, dtype)])
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether any kernels between hosts are compiled."""
+        own = any(kernels.is_fused for kernels in self._kernels.values())
+        return own or (self._across is not None and self._across.is_fused)
 
     def keeps_state(self, codec: Codec) -> bool:
         """Whether anything is kept from one step to the next."""

@@ -24,6 +24,7 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, sights, working
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import matrices, slots_by_codec
+from lightning_dist.reducer.run_config import run_config
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
@@ -227,6 +228,10 @@ class Reducer:
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent: totals, ``last_step`` and ``per_codec``; see the guide."""
         return self.stats.as_mapping()
+
+    def comm_config(self) -> dict[str, Any]:
+        """Codec, exchange, hosts and versions, for the configuration of a tracked run."""
+        return run_config(self.settings, self.network)
 
     @property
     def in_step(self) -> bool:

@@ -13,6 +13,14 @@ _LOCAL_SIZES = {
     "MPI_LOCALNRANKS": "MPICH",
 }
 
+_SIZES = (
+    "WORLD_SIZE",  # torchrun, accelerate, kubeflow, ...
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",  # srun only: an sbatch script has SLURM_NTASKS and is one process
+)
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -45,6 +53,15 @@ def claim(*, rank: int, environment: Mapping[str, str] = os.environ) -> Claim | 
             return Claim(launcher, local_size=number(variable))
     if "LOCAL_RANK" in environment and "NODE_RANK" in environment:
         return Claim("Lightning", number("NODE_RANK"))
+    return None
+
+
+def promised_ranks(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """The variable in which a launcher says that there are several processes, and how many."""
+    for name in _SIZES:
+        text = environment.get(name, "")
+        if text.isdigit() and int(text) > 1:
+            return name, int(text)
     return None
 
 

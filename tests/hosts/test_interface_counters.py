@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,14 @@ Printed = dict[str, dict[str, int]]
 
 
 @pytest.fixture(scope="module", params=ROWS)
-def hosts(request: pytest.FixtureRequest) -> tuple[str, list[list[Printed]]]:
+def hosts(
+    request: pytest.FixtureRequest, quick_python: list[str]
+) -> tuple[str, list[list[Printed]]]:
     """(layout, what every rank of every host printed)."""
     layout = Layout.parse(request.param)
     try:
         with Testbed(hosts=layout.hosts, link_mbit=None) as testbed:
-            argv = [sys.executable, str(SCRIPT), *ROWS[request.param]]
+            argv = [*quick_python, str(SCRIPT), *ROWS[request.param]]
             printed = testbed.launch(argv, ranks_per_host=layout.ranks_per_host, timeout_s=100)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,10 @@ def require_hierarchical(ranks: Printed) -> None:
 
 @pytest.mark.root
 @pytest.mark.timeout(LIMIT + 20)
-def test_two_hosts_train_with_nothing_set() -> None:
+def test_two_hosts_train_with_nothing_set(quick_python: list[str]) -> None:
     try:
         with Testbed(hosts=2, link_mbit=200) as testbed:
-            argv = [sys.executable, str(SCRIPT), "2", "2", "{}"]
+            argv = [*quick_python, str(SCRIPT), "2", "2", "{}"]
             outputs = testbed.launch(argv, ranks_per_host=2, timeout_s=LIMIT)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
@@ -52,9 +51,11 @@ def test_two_hosts_train_with_nothing_set() -> None:
 
 
 @pytest.mark.timeout(LIMIT + 20)
-def test_declared_hosts_train_everywhere() -> None:
+def test_declared_hosts_train_everywhere(quick_python: list[str]) -> None:
     settings = json.dumps({"ranks_per_host": 2, "codec": {"intra": "bf16", "inter": "int4"}})
-    finished = torchrun(SCRIPT, "1", "4", settings, ranks=4, limit=LIMIT).require_success()
+    finished = torchrun(
+        SCRIPT, "1", "4", settings, ranks=4, limit=LIMIT, python=quick_python
+    ).require_success()
     ranks = printed([finished.output])
     assert len(ranks) == 4
     require_hierarchical(ranks)

@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def main() -> None:
             return read_offset(group, clock=clock, machine=machine, **arguments)
 
         reading = while_busy(read, bulk, row["busy"]) if row.get("busy") else read()
-        found.append({**vars(reading), "calls": clock.calls})
+        found.append({**asdict(reading), "calls": clock.calls})
         dist.barrier()
     say(rank=rank, found=found)
 

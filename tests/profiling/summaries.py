@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_dist.profiling.parts import (
     PARTS,
@@ -15,6 +16,7 @@ from lightning_dist.profiling.parts import (
     Timeline,
     Traffic,
 )
+from lightning_dist.profiling.whatif.answer import NO_DIFFERENCE, Prediction, WhatIf
 
 MS = 1_000_000
 MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))
@@ -158,34 +160,31 @@ def a_summary(
             if a != b
             for seconds in [0.004 if hosts[a] == hosts[b] else 0.33 + 0.1 * rng.random()]
         ],
-        reasons={"intra_gbps": "every host has one rank"} if ranks == 2 else {},
         notes=["rank 1 is missing from step 119 on"],
+        whatif=a_whatif(ranks=ranks),
     )
 
 
-def nothing_measured() -> Summary:
-    """Of a run that has ended in its first step."""
-    return Summary(
-        headline="No step was recorded.",
-        run={},
-        steps=0,
-        skipped=0,
-        step_ms={},
-        parts_ms={},
-        exposed_ms=0.0,
-        hidden_ms=0.0,
-        overlap=None,
-        traffic=None,
-        ranks=(),
-        buckets=(),
-        straggler=None,
-        overhead=0.0,
-        series=Series((), (), {}, {}, ()),
-        reasons={
-            "steps": "the run ended before its first step",
-            "overlap": "no exchange was recorded",
-            "traffic": "no bucket was recorded",
-            "links": "the links were not calibrated",
-            "errors": "error_every is 0",
-        },
+def a_whatif(*, ranks: int = 2) -> WhatIf:
+    """Three settings that are told apart or not, and one of which nothing is known."""
+
+    def told(codec: str, step: float, *, sent_mb: float = 16.0, **more: Any) -> Prediction:
+        of_run = {"step_ms": step, "exposed_ms": step - 70, "sent_mb": sent_mb}
+        source = "not compiled, on node-00.cluster after this run"
+        return Prediction(codec, "flat", 2, ranks, 0.196, **of_run, source=source, **more)
+
+    return WhatIf(
+        measured_ms=114.2,
+        current=told("int8", 112.0),
+        error=-0.0193,
+        margin=0.02,
+        others=[
+            told("int4", 92.0, sent_mb=8.2, change=-0.179, place=1),
+            told("sign", 93.0, sent_mb=2.1, change=-0.17, place=1),
+            told("int8", 111.0, change=-0.009, place=3, verdict=NO_DIFFERENCE, bucket_mb=5.0),
+            told("ddp", 280.0, sent_mb=64.0, change=1.5, place=4),
+            Prediction("topk", "flat", 2, ranks, 0.196, reason="what topk costs was not measured"),
+        ],
+        link={"gbps": 0.196, "inside_gbps": None, "latency_us": None},
+        reasons={"latency": "no small exchange was seen"},
     )

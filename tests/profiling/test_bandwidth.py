@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ PAYLOAD = 1448 / 1514
 
 
 @pytest.fixture(scope="module")
-def links() -> list[dict[str, Any]]:
+def links(quick_python: list[str]) -> list[dict[str, Any]]:
     """What every rank printed."""
     try:
         with Testbed(hosts=3, link_mbit=FAST) as testbed:
             switch = testbed.namespace(0).removesuffix("h0") + "sw"
             network.shape(switch, "h2", rate_mbit=SLOW)
             network.shape(testbed.namespace(2), "eth0", rate_mbit=SLOW)
-            printed = testbed.launch([sys.executable, str(SCRIPT)], timeout_s=90)
+            printed = testbed.launch([*quick_python, str(SCRIPT)], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     return [json.loads(text.strip().splitlines()[-1]) for text in printed]

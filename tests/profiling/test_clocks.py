@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_more_machines_than_one_rank_answers() -> None:
     def one(rank: Rank) -> Reading:
         clock = PlantedClock(shift=rank.rank * HOUR)
         group, name = rank.group("clocks"), f"machine {rank.rank}"
-        return vars(read_offset(group, rounds=2, clock=clock, machine=name))
+        return asdict(read_offset(group, rounds=2, clock=clock, machine=name))
 
     size = 18
     row = {"shifts": [rank * HOUR for rank in range(size)], "drifts": [0] * size}

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.profiling import gathering
 from lightning_dist.profiling.gathering import Gatherer, is_shared
+from lightning_dist.profiling.messenger import Messenger
 
 SCRIPT = Path(__file__).with_name("gather_lines.py")
 LIMIT = 20.0
@@ -167,6 +169,31 @@ def test_much_takes_several_calls_and_is_cut_between_lines(
     assert content(folders[0], 1) == [*everything[count:], *more]
 
 
+def test_only_a_rank_whose_lines_travel_reads_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in "aab"]
+    files = [folder / f"rank{rank}.jsonl" for rank, folder in enumerate(folders)]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"line\n")
+    opened: list[Path] = []
+    open_path = Path.open
+
+    def record(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(path)
+        return open_path(path, *args, **kwargs)
+
+    def work(rank: int, gatherer: Gatherer) -> None:
+        assert gatherer.sends == (rank == 2)
+        Messenger(gatherer, files[rank]).send()
+
+    monkeypatch.setattr(Path, "open", record)
+    assert gathered(folders, work) == [()] * 3
+    assert set(opened) & set(files) == {files[2]}
+    assert content(folders[0], 2) == [b"line\n"]
+
+
 def test_megabytes_arrive(tmp_path: Path) -> None:
     folders = own_folders(tmp_path, 2)
     noise = random.Random(7).randbytes(3 * 2**20).hex()
@@ -190,11 +217,12 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for letter in (b"a", b"b", b"c"):
             gatherer.collect(letter * (600_000 if letter != b"c" else 1000) + b"\n")
         given_all.set()
+        gatherer.collect(b"d\n")
 
     zero, one = gathered(folders, work, limit=100_000)
     assert zero == ()
-    assert one == ("some lines were not sent: 1 MiB were waiting already",)
-    assert [line[:1] for line in content(folders[0], 1)] == [b"a", b"c"]
+    assert one == ("from some step on no lines were sent: 1 MiB were waiting already",)
+    assert [line[:1] for line in content(folders[0], 1)] == [b"a"]  # and no gap before others
 
 
 def test_close_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:

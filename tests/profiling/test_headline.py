@@ -3,10 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planted import Planted
+from planted import MS, Planted
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import milliseconds, percent
+from lightning_dist.profiling.records import BucketTimes, ClockRecord, Phase, Span, StepRecord
 from lightning_dist.profiling.summarize import summarize
 
 
@@ -28,12 +29,22 @@ from lightning_dist.profiling.summarize import summarize
             Planted(world_size=1, buckets=0),
             "One rank communicates with nobody; a step takes 27 ms.",
         ),
-        (Planted(buckets=0), "No exchange was recorded; a step takes 27 ms."),
+        (
+            Planted(buckets=0),
+            "A step takes 27 ms; no bucket of gradients was seen, nor an exchange, so nothing is "
+            "known of its parts.",
+        ),
         (Planted(steps=0), "Nothing to say: no step is recorded on all ranks."),
     ],
 )
 def test_the_most_important_of_a_planted_run(planted: Planted, told: str) -> None:
     assert summarize(planted.run()).headline == told
+
+
+def test_of_some_ranks_only_is_said_before_all_else() -> None:
+    run = Planted(late={1: 50}).run()
+    told = summarize(Run({0: run.ranks[0]})).headline
+    assert told.startswith("OF 1 OF 2 RANKS ONLY: ")
 
 
 def test_waiting_that_no_single_rank_is_to_blame_for() -> None:
@@ -49,6 +60,27 @@ def test_waiting_that_no_single_rank_is_to_blame_for() -> None:
         "43 % of the step is exposed communication (59.7 ms): "
         "84 % transfer, 12 % waiting for others, 3 % codec."
     )
+
+
+def test_who_was_waited_for_under_the_backward_pass_is_not_in_the_headline() -> None:
+    """Rank 1 is 30 ms late for the first exchange, which is hidden, rank 2 8 ms for the last."""
+    launches = {0: (10, 62), 1: (40, 62), 2: (10, 70)}
+    planted = Planted(world_size=3).run()
+    run = {}
+    for rank, begins in launches.items():
+        spans = [
+            Span("exchange", index, begin * MS, end * MS, "all_gather", "flat", 100, order=index)
+            for index, (begin, end) in enumerate(zip(begins, (50, 80), strict=True))
+        ]
+        buckets = [
+            BucketTimes(index, ready * MS, 80 * MS, 400, 0, 100, "int8")
+            for index, ready in enumerate((9, 60))
+        ]
+        step = StepRecord(0, 0, 100 * MS, [Phase("backward", 0, 80 * MS)], buckets, spans)
+        run[rank] = replace(planted.ranks[rank], steps={0: step}, clocks=[ClockRecord(0, 0, 5)])
+    summary = summarize(Run(run))
+    assert (summary.straggler, summary.exposed_straggler) == (1, 2)
+    assert "27 % waiting for rank 2" in summary.headline
 
 
 def test_where_waiting_is_not_known_transfer_says_so() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import count
 
@@ -28,24 +29,73 @@ def test_waiting_outside_of_work_is_nothing() -> None:
     assert taking.take(0) == ((), ())
 
 
+class Work:
+    """A collective that ends when it is told to."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self._fails, self._over = fails, threading.Event()
+
+    def end(self) -> Work:
+        self._over.set()
+        return self
+
+    def wait(self) -> None:
+        assert self._over.wait(30)
+        if self._fails:
+            raise RuntimeError("connection reset by peer")
+
+
+def launch(taking: Recorder, op: str, group: str, work: Work) -> None:
+    see = taking.launches(op, group=group, sent=10)
+    assert see is not None
+    see(work)
+
+
 def test_collectives_are_numbered_on_each_group() -> None:
     taking = recorder()
     taking.is_for(2)
-    ends = [
-        taking.launched("all_to_all", group=group, sent=10) for group in ("intra", "inter", "intra")
-    ]
-    ends[1]()  # 1003
-    ends[0]()
-    ends[2]()
+    works = [Work() for _ in range(3)]
+    for group, work in zip(("intra", "inter", "intra"), works, strict=True):
+        launch(taking, "all_to_all", group, work)
+    for work in works:
+        work.end()
     _, spans = taking.take(1000)
     assert spans == (
-        Span("exchange", 2, 0, 4, "all_to_all", "intra", 10, 0),
-        Span("exchange", 2, 1, 3, "all_to_all", "inter", 10, 0),
+        Span("exchange", 2, 0, 3, "all_to_all", "intra", 10, 0),
+        Span("exchange", 2, 1, 4, "all_to_all", "inter", 10, 0),
         Span("exchange", 2, 2, 5, "all_to_all", "intra", 10, 1),
     )
-    taking.launched("all_gather", group="intra", sent=1)()
+    launch(taking, "all_gather", "intra", Work().end())
     _, (span,) = taking.take(1000)
     assert span.order == 0  # a new step
+
+
+def test_one_that_fails_is_no_transfer_and_those_behind_it_are_seen() -> None:
+    taking = recorder()
+    launch(taking, "all_gather", "flat", Work(fails=True).end())
+    launch(taking, "all_gather", "flat", Work().end())
+    _, (span,) = taking.take(1000)
+    assert span.order == 1
+
+
+def test_one_that_ends_after_its_step_is_in_no_other() -> None:
+    taking = recorder()
+    launch(taking, "all_gather", "flat", late := Work())
+    assert taking.take(1000) == ((), ())
+    launch(taking, "all_gather", "flat", Work().end())
+    late.end()
+    _, spans = taking.take(1000)
+    assert [span.begin for span in spans] == [1]
+
+
+def test_the_mean_of_a_bucket_is_there_when_its_collective_has_ended() -> None:
+    taking = recorder()
+    taking.ready(4)  # 1000
+    launch(taking, "all_reduce", "flat", work := Work().end())  # 1001; seen at 1002
+    taking.note_when_ended(work, BucketTimes(4, 0, 0, 8, 0, 8, "ddp"))
+    ((bucket,), (span,)) = taking.take(1000)
+    assert bucket == BucketTimes(4, 0, 3, 8, 0, 8, "ddp")
+    assert span.end == 2
 
 
 def test_of_a_pass_that_was_tried_again_the_last_counts() -> None:
@@ -63,9 +113,9 @@ def test_one_that_is_off_records_nothing_but_counts_on() -> None:
     taking.is_on = False
     taking.ready(0)
     taking.works(0, "encode")()
-    taking.launched("all_gather", group="flat", sent=1)()
+    assert taking.launches("all_gather", group="flat", sent=1) is None
     taking.settled([(0, [])])
-    assert taking.events == 0
+    assert taking.cost(1.0) == 0
     assert taking.take(0) == ((), ())
 
 

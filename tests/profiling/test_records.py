@@ -2,23 +2,25 @@ from __future__ import annotations
 
 import gc
 import json
+import tracemalloc
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from planted import MS, Planted
 
 from lightning_dist.profiling.folder import RankFile, RankRun, read_run
+from lightning_dist.profiling.lines import from_line, to_line
 from lightning_dist.profiling.records import (
     SCHEMA,
+    BurstRecord,
     ClockRecord,
     EndRecord,
     ErrorRecord,
     LinkRecord,
     RankRecord,
     Record,
-    from_line,
-    to_line,
 )
 from lightning_dist.profiling.summarize import summarize
 
@@ -41,6 +43,7 @@ def write(folder: Path, runs: Iterable[RankRun]) -> None:
         *records_of(Planted(steps=1, shift={1: 3}).run().ranks[1]),
         ErrorRecord(step=3, bucket=1, relative_l2=0.01, cosine=0.99),
         LinkRecord("inter", sent=1 << 20, seconds=0.01, peer=1),
+        BurstRecord("inter", "all_gather", sent=4096, count=16, seconds=0.01, cpu=0.005),
         EndRecord("SIGTERM"),
     ],
     ids=lambda record: record.kind,
@@ -122,7 +125,24 @@ def test_lines_that_a_crash_cut_short_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"[1]", b"7", b'{"a":1}', b"\xff\xfe", b'{"kind":"step"}', b'{"kind":"end","reason":'],
+    [
+        *(
+            b"{",
+            b"[1]",
+            b"7",
+            b'{"a":1}',
+            b"\xff\xfe",
+            b'{"kind":"step"}',
+            b'{"kind":"end","reason":',
+        ),
+        *(b'{"kind":[]}', b'{"kind":{}}', b'{"kind":null}', b"[" * 100_000, b'{"a":' * 100_000),
+        b'{"kind":"end","reason":7}',
+        b'{"kind":"link","group":"flat","sent":1,"seconds":1,"peer":"b"}',
+        b'{"kind":"error","step":1,"bucket":0,"relative_l2":0.1,"cosine":"a"}',
+        b'{"kind":"step","step":4,"begin":5,"duration":6,"detailed":"no"}',
+        b'{"kind":"step","step":4,"begin":5,"duration":6,"spans":null}',
+    ],
+    ids=lambda line: line[:60].decode(errors="replace"),
 )
 def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
     write(tmp_path, Planted().run().ranks.values())
@@ -131,6 +151,37 @@ def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
     run = read_run(tmp_path)
     assert run.common_steps == list(range(6))
     assert run.notes == ["rank0.jsonl: 1 line cut short or foreign, first line 9"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": None},
+        {"groups": [0, 1]},
+        {"groups": {"flat": 2}},
+        {"groups": {"flat": [[0], 1]}},
+        {"host": ["a"]},
+        {"codec": None},
+        {"versions": 2},
+        {"schema": "1"},
+    ],
+    ids=str,
+)
+def test_a_first_line_that_is_damaged_names_the_file(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    ranks = Planted().run().ranks
+    write(tmp_path, ranks.values())
+    path = tmp_path / "rank1.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(json.dumps({**json.loads(first), **change}) + "\n" + "".join(rest))
+    run = read_run(tmp_path)
+    assert list(run.ranks) == [0]
+    assert run.notes[:2] == [
+        "rank1.jsonl: 1 line cut short or foreign, first line 1",
+        "rank1.jsonl does not say whose it is",
+    ]
+    assert summarize(run).steps == 4
 
 
 @pytest.mark.parametrize("row", ["{}", "[1]", '"text"', "7", "null", '["encode",0,1,"a"]'])
@@ -192,3 +243,39 @@ def test_a_folder_of_the_first_schema_still_loads() -> None:
     summary = summarize(run)
     assert summary.headline.startswith("36 % of the step is exposed communication (43 ms)")
     assert (len(summary.errors), len(summary.links)) == (2, 2)
+
+
+def test_spans_stay_in_the_file_until_their_step_is_asked_for(tmp_path: Path) -> None:
+    planted = Planted(steps=300, buckets=16).run()
+    write(tmp_path, planted.ranks.values())
+    read_run(tmp_path)  # what reading itself keeps
+    tracemalloc.start()
+    run = read_run(tmp_path)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 600 * 400  # bytes of a step; as objects its spans take some thousands
+    head = run.ranks[1].head(7)
+    assert (head.duration, head.spans) == (planted.ranks[1].steps[7].duration, ())
+    assert run.ranks[1].steps[7] == planted.ranks[1].steps[7]
+    assert asdict(summarize(run)) == asdict(summarize(planted))
+
+
+def test_a_file_that_changes_while_it_is_looked_at(tmp_path: Path) -> None:
+    write(tmp_path, Planted().run().ranks.values())
+    run = read_run(tmp_path)
+    path = tmp_path / "rank0.jsonl"
+    path.write_bytes(b"\n" * 8 + path.read_bytes())
+    with pytest.raises(ValueError, match=r"line|rank0.jsonl"):
+        run.ranks[0].steps[3]
+    path.unlink()
+    with pytest.raises(OSError, match=r"rank0.jsonl"):
+        run.ranks[0].steps[3]
+
+
+def test_times_that_no_clock_has(tmp_path: Path) -> None:
+    write(tmp_path, Planted().run().ranks.values())
+    with (tmp_path / "rank0.jsonl").open("a") as file:
+        file.write(f'{{"kind":"step","step":9,"begin":5,"duration":{10**30}}}\n')
+    run = read_run(tmp_path)
+    assert run.notes == ["rank0.jsonl: 1 line cut short or foreign, first line 9"]
+    assert run.common_steps == list(range(6))

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from summaries import a_summary, a_timeline, nothing_measured
+from summaries import a_summary, a_timeline, a_whatif
 
+from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline
 from lightning_dist.profiling.report.html import write_report
+from lightning_dist.profiling.summarize import summarize
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -105,7 +107,7 @@ def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
         "[...document.querySelectorAll('.picture')].map("
         "  each => [each.id, (Plotly.validate(each.data, each.layout) || []).map(x => x.msg)])"
     )
-    pictures = ["steps", "timeline-0", "timeline-1", "waits", "links", "errors"]
+    pictures = ["steps", "whatif-steps", "timeline-0", "timeline-1", "waits", "links", "errors"]
     assert told == [[name, []] for name in pictures]
 
 
@@ -123,6 +125,10 @@ def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
         ("#links .heatmap-label", 2),  # nobody measures a link to itself
         ("#errors .scatterlayer .js-line", 3 * 3),
         ("#parts-title ~ .wide tbody tr", len(PARTS)),
+        ("#whatif-title ~ .wide tbody tr", 1 + 4),  # what is not known has its reason above
+        ("#whatif-steps .barlayer .point path", 2 * (1 + 4)),
+        ("#whatif-steps .scatterlayer .point", 1),
+        ("#whatif-steps .ytick text", 1 + 4),
         ("#ranks-title ~ .wide tbody tr", 2),
         ("#buckets-title ~ .wide tbody tr", 4),
         ("#buckets-title ~ .wide th", 11),
@@ -142,7 +148,7 @@ def test_axes_have_units_and_labels_do_not_overlap(shown: Opened) -> None:
     assert {"milliseconds per step", "time in the step, ms", "step"} <= set(
         titles.all_text_contents()
     )
-    for name in ("steps", "timeline-0", "waits", "links", "errors"):
+    for name in ("steps", "whatif-steps", "timeline-0", "waits", "links", "errors"):
         for axis in ("xtick", "ytick"):
             boxes = [
                 each.bounding_box()
@@ -167,6 +173,25 @@ def test_the_figures_are_those_of_the_summary(shown: Opened) -> None:
     assert "3.9 times fewer than uncompressed DDP (64.0 MB)" in text
     assert "95 % of the measured peak" in text
     assert shown.page.title() == "Communication profile"
+
+
+def test_predictions_say_so_and_how_good_they_are(shown: Opened) -> None:
+    titles = [shown.page.inner_text(f"#{name}-title") for name in ("whatif", "whatif-steps")]
+    assert all("PREDICTION, not measured" in title for title in titles)
+    rows = shown.page.locator("#whatif-title ~ .wide tbody tr").all()
+    cells = [[cell.inner_text() for cell in row.locator("td").all()] for row in rows]
+    assert cells[0][1] == "int8: this run"
+    assert cells[0][-1] == "measured 114 ms; error of the model -1.9 %"
+    assert [row[:2] for row in cells[1:]] == [
+        ["1", "int4"],
+        ["1", "sign"],
+        ["3", "int8 in buckets of 5 MB"],
+        ["4", "ddp"],
+    ]
+    assert cells[3][-1] == "no difference that the model could tell"
+    text = shown.page.inner_text("main")
+    assert "N/a for topk flat: what topk costs was not measured." in text
+    assert "int4, sign, ddp cost: not compiled, on node-00.cluster after this run" in text
 
 
 def test_it_follows_the_reader_between_light_and_dark(browser: Any, report: Path) -> None:
@@ -250,6 +275,11 @@ def hostile() -> Summary:
         reasons={"overlap": HOSTILE[2], HOSTILE[0]: HOSTILE[1]},
         overlap=None,
         notes=HOSTILE,
+        whatif=replace(
+            a_whatif(),
+            current=replace(a_whatif().current, codec=HOSTILE[2]),
+            others=[replace(each, reason=HOSTILE[3]) for each in a_whatif().others],
+        ),
     )
 
 
@@ -271,7 +301,8 @@ def hostile_timeline() -> Timeline:
 
 def test_where_nothing_was_measured_it_says_why(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_report(path, nothing_measured(), [])
+    summary = summarize(Run({}))
+    write_report(path, summary, [])
     with opened(browser, path) as page:
         assert page.errors == []
         assert page.count(".picture, table, svg") == 0
@@ -279,7 +310,7 @@ def test_where_nothing_was_measured_it_says_why(browser: Any, tmp_path: Path) ->
             lines = section.inner_text().splitlines()
             assert len([line for line in lines if line.strip()]) >= 2, lines
         text = page.page.inner_text("body")
-        for reason in nothing_measured().reasons.values():
+        for reason in summary.reasons.values():
             assert reason in text
         assert "nan" not in text.lower()
     assert path.stat().st_size < 100_000  # no plotly for no picture

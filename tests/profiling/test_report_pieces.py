@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from summaries import a_summary, a_timeline, nothing_measured
+from planted import Planted, replaced
+from summaries import a_summary, a_timeline
 
+from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.lanes import lanes
-from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline, Traffic
+from lightning_dist.profiling.parts import EXPOSED, PARTS, Placed, Summary, Timeline, Traffic
 from lightning_dist.profiling.report.bins import bins, mean, most_frequent
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_timeline import shown
 from lightning_dist.profiling.report.html import page, write_report
+from lightning_dist.profiling.report.tables import parts_table, ranks_table
 from lightning_dist.profiling.report.text import megabytes, ms, number, percent, rate
 from lightning_dist.profiling.report.words import PART_WORDS
+from lightning_dist.profiling.summarize import pick_steps, summarize
+from lightning_dist.profiling.whatif.ask import with_whatif
+from lightning_dist.profiling.whatif.costs_file import Costs
 
 
 def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
@@ -147,7 +153,6 @@ def test_a_time_line_with_less_says_what_is_missing(timeline: Timeline, sentence
         ({"errors": [], "reasons": {"errors": "not asked for"}}, "Not measured: not asked for."),
         ({"overlap": None, "reasons": {"overlap": "no exchange"}}, "<dd>no exchange</dd>"),
         ({"straggler": None, "reasons": {"straggler": "all alike"}}, "<dd>all alike</dd>"),
-        ({"reasons": {"inter_gbps": "one host"}}, "Most of the waiting is for rank 1."),
     ],
 )  # fmt: skip
 def test_a_view_without_data_says_why(changes: dict[str, Any], sentence: str) -> None:
@@ -166,7 +171,7 @@ def test_series_without_a_number_are_sentences() -> None:
     summary = a_summary(steps=4)
     nothing = {0: [float("nan")] * 4, 1: [0.0] * 4}
     series = replace(summary.series, parts_ms={"wait": [0.0] * 4}, wait_ms=nothing)
-    text = body_of(replace(summary, series=series, reasons={"series": "no phases"}))
+    text = body_of(replace(summary, series=series, reasons={"parts_ms": "no phases"}))
     assert "Not measured: no phases." in text
     assert "No rank has waited for another." in text
 
@@ -225,8 +230,41 @@ def test_half_a_character_is_no_reason_to_have_no_report(tmp_path: Path) -> None
     assert "host-?" in path.read_bytes().decode()
 
 
+def bare(run: Run, **changes: object) -> Run:
+    for rank, of_rank in run.ranks.items():
+        steps = {step: replace(each, **changes) for step, each in of_rank.steps.items()}
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run({}),
+        Planted(steps=0).run(),
+        bare(Planted().run(), buckets=(), spans=(), detailed=False),
+        bare(Planted().run(), buckets=(), spans=(), phases=(), detailed=False),
+        Planted(world_size=1, buckets=0).run(),
+        Planted(buckets=0, codec="ddp").run(),
+        bare(Planted().run(), spans=()),
+    ],
+    ids=["no rank", "no step", "no detail", "no phases", "one rank", "blind", "no exchange"],
+)
+def test_of_what_summarize_makes_everything_missing_has_its_reason(run: Run) -> None:
+    summary = with_whatif(summarize(run), run, lambda observed: Costs(reason="not asked"))
+    text = re.sub(r"<[^>]+>", " ", body_of(summary, *pick_steps(run, summary)))
+    assert "no reason was recorded" not in text
+    tables = parts_table(summary), ranks_table(summary)
+    cells = [cell for table in tables for row in table.rows for cell in row]
+    if "parts_ms" in summary.reasons:
+        assert not {PART_WORDS[name].name for name in EXPOSED} & set(cells)
+        assert "exposed parts are 0" not in text
+        assert all(row[3:6] == ("-", "-", "-") for row in tables[1].rows)
+        assert not any(each.value == "none" for each in facts(summary))
+
+
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
-        write_report(tmp_path / "report.html", nothing_measured(), [])
+        write_report(tmp_path / "report.html", summarize(Run({})), [])
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]

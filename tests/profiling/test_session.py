@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from planted import MS, Planted
 
+from lightning_dist.profiling.lines import from_line, to_line
 from lightning_dist.profiling.recorder import Recorder
-from lightning_dist.profiling.records import BucketTimes, StepRecord, from_line, to_line
+from lightning_dist.profiling.records import (
+    BucketTimes,
+    ClockRecord,
+    StepRecord,
+)
 from lightning_dist.profiling.session import Session, SessionSettings
 
 BUCKETS = 40
+
+
+class Ended:
+    def wait(self) -> None:
+        pass
 
 
 def record(recorder: Recorder) -> None:
@@ -22,7 +34,9 @@ def record(recorder: Recorder) -> None:
     for bucket in range(BUCKETS):
         recorder.ready(bucket)
         recorder.works(bucket, "encode")()
-        recorder.launched("all_gather", group="flat", sent=1)()
+        see = recorder.launches("all_gather", group="flat", sent=1)
+        assert see is not None
+        see(Ended())
         recorder.works(bucket, "decode")()
         recorder.note(BucketTimes(bucket, 0, recorder.now(), 4, 0, 1, "int8"))
 
@@ -90,9 +104,12 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
         step(session, clock, 0.6)
     assert steps() == [0, 1]  # the third is over when the next begins
     step(session, clock, 0.6)
-    session.close("finished")
+    session.end("finished")
     assert steps() == [0, 1, 2, 3]
     assert from_line(path.read_text().splitlines()[0]) == about
+    session.note(last := ClockRecord(5, 6, 7))
+    session.close()
+    assert from_line(path.read_text().splitlines()[-1]) == last
 
 
 def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
@@ -101,7 +118,7 @@ def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
     session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
     for _ in range(2):
         step(session, clock, 0.6)
-    session.close("finished")
+    session.end("finished")
     assert [each.duration for each in told] == [600 * MS, 600 * MS]
 
 
@@ -112,6 +129,61 @@ def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
     for spent in (7 * MS, 0, 0):
         session.recorder.spent += spent
         step(session, clock, 0.6)
-    session.close("finished")
+    session.end("finished")
     assert told[0].overhead >= 7 * MS
     assert [each.overhead for each in told[1:]] == [0, 0]
+
+
+def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:
+    clock, told = Clock(), []
+    about = Planted(steps=0).run().ranks[1].about
+    settings = SessionSettings(flush_s=1)
+    session = Session(tmp_path, about, settings=settings, on_problem=told.append, clock=clock)
+    handle = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(handle, session._file._handle)
+    os.close(handle)
+    for _ in range(4):
+        step(session, clock, 0.6)
+    session.end("finished")
+    session.close()
+    path = tmp_path / "rank1.jsonl"
+    assert told == [
+        f"{path}: No space left on device; the steps of this rank are not kept any more"
+    ]
+
+
+def test_a_disk_that_fails_at_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    about = Planted(steps=0).run().ranks[1].about
+    session = Session(tmp_path, about, settings=SessionSettings(), on_problem=told.append)
+    session.end("finished")
+
+    def failing(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    session.close()
+    assert told == [f"{tmp_path / 'rank1.jsonl'} may not be whole: Input/output error"]
+
+
+def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:
+    """The export of a trace took longer than any step."""
+    clock, told = Clock(), []
+    about = Planted(steps=0).run().ranks[0].about
+
+    def on_step(record: StepRecord) -> None:
+        told.append(record)
+        session.is_disturbed = record.step in (2, 3)
+        clock.now += 5_000 * MS if record.step in (2, 3) else 0
+
+    session = Session(tmp_path, about, settings=SessionSettings(), on_step=on_step, clock=clock)
+    for _ in range(9):
+        step(session, clock, 0.6)
+    session.end("finished")
+    session.close()
+    assert [each.detailed for each in told] == [True] * 9
+    records = map(from_line, (tmp_path / "rank0.jsonl").read_text().splitlines())
+    kept = [each.step for each in records if isinstance(each, StepRecord)]
+    assert kept == [0, 1, 2, 5, 6, 7, 8]

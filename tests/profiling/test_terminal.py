@@ -34,7 +34,9 @@ def test_a_planted_run() -> None:
     assert printed(summary).startswith(f"{summary.headline}\n")
     found = rows(summary)
     assert set(PARTS) <= found.keys()
-    assert found["step"] == "150 ms median 150 ms, p95 150 ms, of 4 steps, without the first 2"
+    assert found["step"] == (
+        "150 ms mean of 2 ranks; median 150 ms, p95 150 ms, of 4 steps, without the first 2"
+    )
     assert found["transfer"] == "45.5 ms 30 %, exposed"
     assert found["optimizer"] == "5 ms 3 %"
     assert found["hidden"] == "29 ms 34 % of exchanges"

@@ -106,3 +106,42 @@ def test_a_forward_pass_without_a_backward_pass() -> None:
     assert [phase.name for phase in cut.phases] == [
         *("data", "forward", "forward", "backward", "optimizer")
     ]
+
+
+def test_steps_within_a_forward_pass_end_a_step_each() -> None:
+    timer = StepTimer(0)
+    timer.forward(5)
+    timer.stepping(20)
+    timer.stepped(25)
+    cut = timer.stepped_within()
+    assert cut == Cut(
+        0, 25, (Phase("data", 0, 5), Phase("backward", 5, 20), Phase("optimizer", 20, 25))
+    )
+    timer.stepping(40)
+    timer.stepped(45)
+    assert timer.stepped_within() == Cut(
+        25, 45, (Phase("backward", 0, 15), Phase("optimizer", 15, 20))
+    )
+    timer.stepped(47)  # a second one, after the same gradients
+    assert timer.stepped_within() is None
+    timer.forward_ended()
+    assert timer.forward(60) is None
+    timer.stepping(70)
+    timer.stepped(75)
+    cut = timer.stepped_within()
+    assert cut is not None
+    assert cut.phases[:2] == (Phase("data", 0, 15), Phase("backward", 15, 25))
+
+
+def test_a_backward_pass_that_was_not_seen_ends_with_the_step_of_an_optimizer() -> None:
+    """What the model gives back is no tensor, nor a container of some."""
+    timer = StepTimer(0)
+    timer.forward(5)
+    timer.forward_ended()
+    timer.stepping(20)
+    timer.stepped(25)
+    timer.stepping(25)
+    timer.stepped(30)
+    cut = timer.forward(40)
+    assert cut is not None
+    assert (cut.begin, cut.end) == (0, 30)

@@ -5,22 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planted import MS, Planted
+from planted import MS, Planted, replaced
 
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.records import Span
+from lightning_dist.profiling.records import BurstRecord, LinkRecord, Span
+from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, NO_ERROR, WhatIf
 from lightning_dist.profiling.whatif.candidates import SCALE, candidates, scaled
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import (
-    LABEL,
-    LEAST_MARGIN,
-    NO_DIFFERENCE,
-    NO_ERROR,
-    WhatIf,
-    Wish,
-    predict,
-)
-from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
+from lightning_dist.profiling.whatif.predict import LEAST_MARGIN, Wish, predict
+from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 from lightning_dist.reducer.costs import CodecCost
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
@@ -91,6 +84,66 @@ def test_a_small_exchange_tells_the_latency_and_without_one_there_is_a_reason() 
     assert "no small exchange" in without.reasons["latency"]
     assert without.setting.inside is None
     assert "inside" in without.reasons
+
+
+def test_small_collectives_that_were_measured_count() -> None:
+    bursts = [
+        BurstRecord("flat", "all_gather", 4096, count, seconds, cpu)
+        for count, seconds, cpu in [(1, 0.003, 0.001), (16, 0.016, 0.008)]
+    ]
+    run = with_small_exchanges(replace(DDP, steps=8).run(), took=0.4)
+    found = observe(replaced(run, 1, bursts=bursts))
+    link = found.setting.link
+    assert (link.latency, link.overhead, link.cpu) == (0.003, 0.001, 0.0005)
+    assert not {"latency", "overhead"} & found.reasons.keys()
+    assert "overhead" in observe(run).reasons
+    (faster,) = predict(found, [Wish(gbps=100.0)], costs=COSTS).others
+    plain = replace(found, setting=replace(found.setting, link=replace(link, overhead=0.0)))
+    (free,) = predict(plain, [Wish(gbps=100.0)], costs=COSTS).others
+    assert free.step_ms is not None
+    assert faster.step_ms == pytest.approx(free.step_ms + 1.0, abs=0.7)  # of the last one
+
+
+def test_a_link_is_as_fast_as_the_collective_that_was_alone_on_it() -> None:
+    fast = [LinkRecord("flat", sent=2_000_000, seconds=0.01)]
+    run = DDP.run()
+    for rank in run.ranks:
+        run = replaced(run, rank, links=fast)
+    assert observe(run).setting.link.rate == pytest.approx(2e8)  # in the steps it was 1e8
+    slow = [replace(fast[0], seconds=1.0)]
+    for rank in run.ranks:
+        run = replaced(run, rank, links=slow)
+    assert observe(run).setting.link.rate == pytest.approx(1e8)
+
+
+@pytest.mark.parametrize(("cores", "one"), [(0, False), (1, True), (2, False)])
+def test_the_cores_of_the_run_count_unless_something_else_is_asked(cores: int, one: bool) -> None:
+    run = DDP.run()
+    for rank, each in run.ranks.items():
+        run = replaced(run, rank, about=replace(each.about, cores=cores))
+    found = observe(run)
+    assert found.one_core is one
+    slow = {**COSTS, "int8": replace(COSTS["int8"], encode=1e-8)}
+    wishes = [Wish(codec="int8", one_core=one_core) for one_core in (None, True, False)]
+    usual, shared, own = (predict(found, [wish], costs=slow).others[0].step_ms for wish in wishes)
+    assert shared != own
+    assert usual == (shared if one else own)
+    with_codec = INT8.run()
+    for rank, each in with_codec.ranks.items():
+        with_codec = replaced(with_codec, rank, about=replace(each.about, cores=cores))
+    assert not observe(with_codec).one_core  # it is in its times
+
+
+def test_the_latency_of_one_host_says_nothing_of_others() -> None:
+    run = with_small_exchanges(replace(DDP, hosts=("a",)).run(), took=0.4)
+    wish = Wish(hosts=64, gbps=10.0)
+    found = predict(observe(run), [wish, replace(wish, latency=0.0)], costs=COSTS)
+    first, second = found.others
+    assert first.step_ms == second.step_ms
+    assert "rounds between hosts count nothing" in found.reasons["latency"]
+    given = predict(observe(run), [replace(wish, latency=1e-3)], costs=COSTS)
+    assert given.others[0].step_ms > first.step_ms
+    assert "latency" not in given.reasons
 
 
 @pytest.mark.parametrize(

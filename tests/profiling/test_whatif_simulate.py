@@ -12,7 +12,7 @@ from lightning_dist.exchange import traffic
 from lightning_dist.profiling.whatif.formulas import collectives, total
 from lightning_dist.profiling.whatif.setting import Link, Setting, impossible
 from lightning_dist.profiling.whatif.simulate import Bucket, play
-from lightning_dist.reducer.block_plan import CHUNK_ELEMENTS
+from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 from lightning_dist.reducer.costs import CodecCost
 from lightning_dist.topology import Topology
 
@@ -41,6 +41,15 @@ def test_rounds_hold_up_one_of_two_threads_and_not_the_link() -> None:
     slower = replace(PAIR, link=Link(1e6, latency=1.0))
     # 1..2 (4), 2..3 (5), and the third waits for a thread until 4.
     assert play([quarter(1.0)] * 3, slower).done == pytest.approx(7.0)
+
+
+def test_small_collectives_follow_one_another_by_the_overhead_of_each() -> None:
+    setting = replace(PAIR, link=Link(1e6, overhead=0.5))
+    small = [Bucket(1.0, 250)] * 3  # a millisecond each
+    assert play(small, setting).done == pytest.approx(2.5)
+    assert play([quarter(1.0)] * 3, setting).done == pytest.approx(4.0)  # lost in their bytes
+    late = replace(setting, link=Link(1e6, latency=0.1, overhead=0.5))  # two rounds
+    assert play(small[:1], late).done == pytest.approx(1.7)
 
 
 def test_one_collective_then_decode() -> None:
@@ -96,6 +105,10 @@ def test_with_one_core_the_codec_takes_time_from_the_backward_pass() -> None:
     later = [Bucket(1.0, 100_000), Bucket(1.5, 100_000)]
     # encode 1.2; ready at 1.6, encode 1.7; travel 1.9; settle 2.1
     assert play(later, setting, cost=FP16, one_core=True).done == pytest.approx(2.1)
+    busy = replace(setting, link=replace(SLOW, cpu=0.1))
+    assert play(later, busy, cost=FP16).done == pytest.approx(2.0)
+    # encode 1.2, gloo 1.4; ready at 1.7, encode 1.8; travel 2.0, gloo 1.9; settle 2.1, 2.3
+    assert play(later, busy, cost=FP16, one_core=True).done == pytest.approx(2.3)
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 1, 1), (2, 2), (3, 1), (3, 1, 1), (2, 2, 2)])

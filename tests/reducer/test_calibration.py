@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from lightning_dist.codecs import Int8
-from lightning_dist.reducer.calibration import CANDIDATES, calibrate
+from lightning_dist.reducer import calibration
+from lightning_dist.reducer.alone import Passes
+from lightning_dist.reducer.calibration import calibrate
+from lightning_dist.reducer.costs import CANDIDATES
 
 
 def test_every_candidate_has_a_cost_and_bytes() -> None:
@@ -22,7 +25,6 @@ def test_every_candidate_has_a_cost_and_bytes() -> None:
         assert cost.source == "not compiled, on this machine"
     assert costs["int8"].wire == Int8().wire_bytes(1 << 20) / (1 << 20)
     assert [costs[name].wire for name in ("none", "fp16")] == [4.0, 2.0]
-    assert costs["int8"].decode > 0
     assert costs["none"].decoding(1) == 0  # added up in the bucket itself
     assert costs["powersgd"].wire == 4 * 4 / 1024
     assert costs["powersgd"].assumes
@@ -37,3 +39,28 @@ def test_options_count() -> None:
 def test_bytes_that_depend_on_the_gradient_are_refused() -> None:
     with pytest.raises(ValueError, match="depend on the gradient, got 'threshold'"):
         calibrate(["threshold"])
+
+
+def test_a_codec_that_alternates_costs_the_mean_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Alternating(Passes):
+        numel = 1
+        step = 0
+
+        def prepare(self) -> None:
+            self.step += 1
+
+        def encode(self) -> None:
+            nonlocal now
+            now += 1.0 if self.step % 2 else 3.0
+
+        def settle(self) -> None:
+            nonlocal now
+            now += 5.0
+
+        def bytes_per_element(self) -> dict[str, float]:
+            return {}
+
+    monkeypatch.setattr(calibration.time, "thread_time", lambda: now)
+    assert calibration._seconds(Alternating(), rounds=3) == (2.0, 5.0)

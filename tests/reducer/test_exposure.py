@@ -38,3 +38,5 @@ def test_it_is_said_once_where_the_link_is_fast(
     with caplog.at_level(logging.WARNING):
         run_threads(train, 2)
     assert caplog.text.count("compression costs more than it saves") == said
+    assert caplog.text.count("or ranks wait for one that is late") == said
+    assert caplog.text.count("CommProfiler()") == said

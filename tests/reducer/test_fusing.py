@@ -75,6 +75,7 @@ def run(rank: Rank, *, compile_kernels: bool) -> tuple[list[str], list[int], set
 
     settings = {"compile_kernels": compile_kernels, "ddp": {"bucket_cap_mb": 0.05}}
     with compressed(rank, Fed(SHAPES), **settings) as (model, reducer):
+        assert reducer.planner.is_fused is compile_kernels
         kernels = reducer.planner.kernels(Int8(), torch.float32)
         kernels.use({name: counted(name, kernel) for name, kernel in kernels._fused.items()})
         rank.barrier.wait()

@@ -13,6 +13,7 @@ from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
 from layouts import FORMS as LAYOUTS
 from worlds import Rank, run_threads
 
+from lightning_dist.exchange.channel import Pending
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.observer import Observer, Phase
 
@@ -25,7 +26,8 @@ class Story(Observer):
     """Everything that was told, with what was going on."""
 
     open: Counter[str] = field(default_factory=Counter)
-    launches: list[tuple[str, str, int]] = field(default_factory=list)
+    collectives: list[tuple[str, str, int]] = field(default_factory=list)
+    under_way: list[Pending] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     settles: list[list[int]] = field(default_factory=list)
     codecs: set[str] = field(default_factory=set)
@@ -38,9 +40,9 @@ class Story(Observer):
         self.threads.add(threading.get_ident())
         return self._begin(f"{phase} {bucket}")
 
-    def launched(self, op: str, *, group: str, sent: int) -> Callable[[], None]:
-        self.launches.append((group, op, sent))
-        return self._begin("collectives")
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None]:
+        self.collectives.append((group, op, sent))
+        return self.under_way.append
 
     def waits(self) -> Callable[[], None]:
         self.threads.add(threading.get_ident())
@@ -88,8 +90,11 @@ CASES = [
 def test_every_collective_and_every_byte(form: Form, size: int, codec: str) -> None:
     ranks = run_threads(lambda rank: observed(rank, form, codec), size)
     for story, _, wire in ranks:
-        assert sum(sent for group, _, sent in story.launches if group != "control") == wire
+        assert sum(sent for group, _, sent in story.collectives if group != "control") == wire
         assert +story.open == Counter()  # all that began has ended
+        assert len(story.under_way) == len(story.collectives)
+        for work in story.under_way:
+            work.wait()  # a second one who waits does no harm
         assert story.buckets == [0, 0, 0]
         assert story.settles == [[0]] * 3
         assert codec.partition(":")[0] in story.codecs

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lightning_dist.topology.launcher import Claim, claim, contradiction
+from lightning_dist.topology.launcher import Claim, claim, contradiction, promised_ranks
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
 TORCHRUN = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "LOCAL_RANK": "1", "RANK": "3"}
@@ -88,3 +88,21 @@ def test_more_ranks_under_one_name_than_were_started_there() -> None:
     assert text == (
         "Open MPI says that there are 2 ranks on the host of rank 1, but 3 ranks give the name 'x'"
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE", 2)),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ("OMPI_COMM_WORLD_SIZE", 4)),
+        ({"PMI_SIZE": "4", "WORLD_SIZE": "1"}, ("PMI_SIZE", 4)),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, ("SLURM_STEP_NUM_TASKS", 4)),
+        ({"SLURM_NTASKS": "4"}, None),  # an sbatch script, which is one process
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "many"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_promised_ranks(environment: Mapping[str, str], expected: tuple[str, int] | None) -> None:
+    assert promised_ranks(environment) == expected

@@ -9,6 +9,7 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.collectives import begin_of
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import PARTS, BucketSummary, StepParts, Summary
 from lightning_dist.profiling.report.files import replace_file
@@ -60,9 +61,9 @@ def _steps(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     counted = set(Run(ranks).common_steps[summary.skipped :])
     begins = {
-        (step, rank): record.begin + each.offset(record.begin)
+        (step, rank): begin_of(run, rank, step)
         for rank, each in ranks.items()
-        for step, record in each.steps.items()
+        for step in each.steps
     }
     first = min(begins.values(), default=0)
     for step in sorted({step for step, _ in begins}):
@@ -75,7 +76,7 @@ def _steps(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
                     each.about.host,
                     int(step in counted),
                     (begins[step, rank] - first) / _MS,
-                    each.steps[step].duration / _MS,
+                    each.head(step).duration / _MS,
                     *_parts(parts.get(rank)),
                 )
 

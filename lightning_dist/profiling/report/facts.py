@@ -24,7 +24,7 @@ def facts(summary: Summary) -> list[Fact]:
 def _step(summary: Summary) -> list[Fact]:
     mean = finite(summary.step_ms.get("mean"))
     if not summary.steps or mean is None:
-        because = why(summary, "step_ms", "steps")
+        because = why(summary, "step_ms")
         return [
             _missing("Exposed communication", because),
             _missing("Step", because),
@@ -34,18 +34,18 @@ def _step(summary: Summary) -> list[Fact]:
         for name, words in (("median", "median"), ("p95", "95 % of all below"))
         if name in summary.step_ms
     ]
-    return [
-        Fact(
-            "Exposed communication",
-            percent(summary.exposed),
-            f"{ms(summary.exposed_ms)} of a step",
-        ),
-        Fact("Step", ms(mean), ", ".join(["mean", *rest])),
-    ]
+    return [_exposed(summary), Fact("Step", ms(mean), ", ".join(["mean", *rest]))]
+
+
+def _exposed(summary: Summary) -> Fact:
+    label = "Exposed communication"
+    if summary.exposed is None or summary.exposed_ms is None:
+        return _missing(label, why(summary, "exposed_ms"))
+    return Fact(label, percent(summary.exposed), f"{ms(summary.exposed_ms)} of a step")
 
 
 def _overlap(summary: Summary) -> Fact:
-    if summary.overlap is None:
+    if summary.overlap is None or summary.hidden_ms is None:
         return _missing("Hidden under compute", why(summary, "overlap"))
     return Fact(
         "Hidden under compute",
@@ -85,8 +85,8 @@ def _compared(ratio: float) -> str:
 
 
 def _straggler(summary: Summary) -> Fact:
-    if not summary.steps:
-        return _missing("Straggler", why(summary, "straggler", "steps"))
+    if not summary.steps or (summary.straggler is None and "wait" in summary.reasons):
+        return _missing("Straggler", why(summary, "straggler"))
     if summary.straggler is None:
         detail = summary.reasons.get("straggler", "most of the waiting is not for one rank")
         return Fact("Straggler", "none", detail)
@@ -99,7 +99,7 @@ def _straggler(summary: Summary) -> Fact:
 
 def _steps(summary: Summary) -> Fact:
     if not summary.steps:
-        return Fact("Steps", "0", why(summary, "steps"))
+        return Fact("Steps", "0", why(summary, "step_ms"))
     detail = "that all ranks have recorded"
     if summary.skipped:
         detail += f", without the first {summary.skipped}"
@@ -108,7 +108,7 @@ def _steps(summary: Summary) -> Fact:
 
 def _overhead(summary: Summary) -> Fact:
     if not summary.steps:
-        return _missing("Profiler", why(summary, "overhead", "steps"))
+        return _missing("Profiler", why(summary, "step_ms"))
     return Fact("Profiler", percent(summary.overhead), "of the time was its own")
 
 

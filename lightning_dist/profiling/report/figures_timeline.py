@@ -43,7 +43,7 @@ class _Band:
 def timelines_of(summary: Summary, timelines: Sequence[Timeline]) -> list[Picture]:
     """A picture of each."""
     if not timelines:
-        missing = f"Not measured: {why(summary, 'timelines', 'buckets', 'steps')}."
+        missing = f"Not measured: {why(summary, 'step_ms')}."
         return [Picture("timeline-0", "Time line of a step", "Time line", missing=missing)]
     return [_picture(summary, each, number) for number, each in enumerate(timelines)]
 
@@ -53,7 +53,7 @@ def _picture(summary: Summary, timeline: Timeline, number: int) -> Picture:
     names = f"timeline-{number}", title, f"Time line {number + 1}" if number else "Time line"
     everyone = sorted({*timeline.phases, *timeline.buckets, *timeline.spans})
     if not any(timeline.phases.values()) and not any(timeline.spans.values()):
-        because = why(summary, "timelines", "buckets", "steps")
+        because = why(summary, "buckets")
         missing = f"Nothing was recorded inside this step: {because}."
         return Picture(*names, missing=missing)
     ranks = shown(summary, everyone)

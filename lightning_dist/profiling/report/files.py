@@ -15,7 +15,10 @@ def replace_file(path: str | Path, content: bytes) -> None:
     path = Path(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_bytes(content)
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

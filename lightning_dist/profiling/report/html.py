@@ -24,6 +24,7 @@ from lightning_dist.profiling.report.tables import (
     run_table,
 )
 from lightning_dist.profiling.report.view import Listing, Picture, View
+from lightning_dist.profiling.report.whatif import whatif_views
 from lightning_dist.profiling.report.words import DEFINITIONS
 
 
@@ -69,6 +70,7 @@ def _views(summary: Summary, timelines: Sequence[Timeline]) -> list[View]:
     return [
         steps_over_time(summary),
         parts_table(summary),
+        *whatif_views(summary),
         *timelines_of(summary, timelines),
         waits_over_time(summary),
         ranks_table(summary),

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary
-from lightning_dist.profiling.report.text import finite, number, percent, why
+from lightning_dist.profiling.report.text import DASH, finite, number, percent, why
 from lightning_dist.profiling.report.view import Column, Table
 from lightning_dist.profiling.report.words import PART_WORDS
 
@@ -25,15 +25,18 @@ def parts_table(summary: Summary) -> Table:
     mean = finite(summary.step_ms.get("mean"))
     known = [name for name in PARTS if finite(summary.parts_ms.get(name)) is not None]
     if not summary.steps or not known:
-        missing = f"Not measured: {why(summary, 'parts_ms', 'step_ms', 'steps')}."
+        missing = f"Not measured: {why(summary, 'parts_ms', 'step_ms')}."
         return Table("parts", title, short, columns, (), missing=missing)
     rows = []
     for name in known:
         value, words = summary.parts_ms[name], PART_WORDS[name]
         share = percent(value / mean) if mean else percent(None)
         rows.append((words.name, number(value), share, words.meaning))
-    exposed = sum(summary.parts_ms[name] for name in known if name in EXPOSED)
-    caption = f"The exposed parts are {number(exposed)} ms together."
+    if any(name in EXPOSED for name in known):
+        exposed = sum(summary.parts_ms[name] for name in known if name in EXPOSED)
+        caption = f"The exposed parts are {number(exposed)} ms together."
+    else:
+        caption = f"What of it is exposed was not measured: {why(summary, 'parts_ms')}."
     return Table("parts", title, short, columns, rows, caption)
 
 
@@ -51,27 +54,25 @@ def ranks_table(summary: Summary) -> Table:
         Column("to other hosts", "Gbit/s"),
     )
     if not summary.ranks:
-        missing = f"Not measured: {why(summary, 'ranks', 'steps')}."
+        missing = f"Not measured: {why(summary, 'step_ms')}."
         return Table("ranks", "Ranks", "Ranks", columns, (), missing=missing)
     caption = "Per step. Waiting is hidden or not; that of others is added up over them."
     if summary.straggler is not None:
         caption += f" Most of the waiting is for rank {summary.straggler}."
-    for name, words in (
-        ("clock_uncertainty_ms", "How exact a clock is"),
-        ("intra_gbps", "Bandwidth inside hosts"),
-        ("inter_gbps", "Bandwidth to other hosts"),
-    ):
-        if name in summary.reasons and any(getattr(each, name) is None for each in summary.ranks):
-            caption += f" {words} was not measured everywhere: {summary.reasons[name]}."
-    rows = [_rank(each) for each in summary.ranks]
+    rows = [_rank(each, summary.reasons) for each in summary.ranks]
     return Table("ranks", "Ranks", "Ranks", columns, rows, caption)
 
 
-def _rank(each: RankSummary) -> Sequence[str]:
+def _rank(each: RankSummary, reasons: Mapping[str, str]) -> Sequence[str]:
+    def waiting(value: float) -> str:
+        return DASH if not value and "wait" in reasons else number(value)
+
     return (
         str(each.rank),
         each.host,
-        *map(number, (each.step_ms, each.exposed_ms, each.wait_ms, each.caused_ms)),
+        number(each.step_ms),
+        DASH if "exposed_ms" in reasons else number(each.exposed_ms),
+        *map(waiting, (each.wait_ms, each.caused_ms)),
         "reference" if each.rank == 0 else number(each.clock_uncertainty_ms),
         *map(number, (each.intra_gbps, each.inter_gbps)),
     )
@@ -92,7 +93,7 @@ def buckets_table(summary: Summary) -> Table:
         Column("end after last gradient", "ms"),
     ]
     if not summary.buckets:
-        missing = f"Not measured: {why(summary, 'buckets', 'steps')}."
+        missing = f"Not measured: {why(summary, 'buckets')}."
         return Table("buckets", "Buckets", "Buckets", columns, (), missing=missing)
     errors = _error_of_bucket(summary.errors)
     if errors:
@@ -122,7 +123,7 @@ def run_table(summary: Summary) -> Table:
     """What ran, and with which versions."""
     columns = Column("setting", is_number=False), Column("value", is_number=False)
     rows = list(_settings("", summary.run))
-    missing = "" if rows else f"Not recorded: {why(summary, 'run')}."
+    missing = "" if rows else f"Not recorded: {why(summary, 'step_ms')}."
     title = "Configuration and versions"
     return Table("run", title, "Configuration", columns, rows, missing=missing)
 

@@ -20,27 +20,20 @@ class Collective:
 
     @property
     def last(self) -> int | None:
-        """The rank that came last; None: two did, or it is not known."""
-        last = [rank for rank, span in self.members.items() if span.begin == span.arrival]
-        return last[0] if len(last) == 1 else None
+        """The rank that came last; None: it is not known, or not shown."""
+        last = {span.last for span in self.members.values()}
+        (rank,) = last if len(last) == 1 else (None,)
+        return rank if rank in self.members else None
 
 
 def collectives(timeline: Timeline) -> list[Collective]:
-    """Those of one step.
-
-    A time line does not say which spans belong together. Those do that are alike and had their last
-    member at the same nanosecond; should that be so in two groups, nobody has come last.
-    """
-    found: dict[tuple[object, ...], dict[int, Placed]] = {}
+    """Those of one step."""
+    found: dict[object, dict[int, Placed]] = {}
     for rank, spans in timeline.spans.items():
-        for span in spans:
-            if span.phase != "exchange":
-                continue
-            alike = (span.op, span.group, span.bucket, span.arrival)
-            nth = 0
-            while rank in found.setdefault((*alike, nth), {}):
-                nth += 1
-            found[*alike, nth][rank] = span
+        for number, span in enumerate(spans):
+            if span.phase == "exchange":
+                key = (rank, number) if span.meeting is None else span.meeting
+                found.setdefault(key, {})[rank] = span
     return [Collective(members) for members in found.values()]
 
 

@@ -67,9 +67,10 @@ DEFINITIONS: Mapping[str, str] = {
     ),
     "wire and effective bandwidth": (
         "Bits sent over the time in which exchanges were under way, without waiting. The wire "
-        "bandwidth is comparable with the link (the bus bandwidth of nccl-tests), the effective "
-        "one with what uncompressed DDP would have needed for the same time. The peak is the best "
-        "that was measured on the idle link, not what the hardware promises."
+        "bandwidth is of a host, with all its ranks, to other hosts (on a single host, of a rank), "
+        "and comparable with the link; the effective one is what uncompressed DDP would have "
+        "needed for the same time. The peak is the best that was measured on the idle link, not "
+        "what the hardware promises."
     ),
     "compression error": (
         "Of p, what a rank has encoded (its gradient, and the residual: what it still owed), and "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.parts import Summary, Timeline
 from lightning_dist.profiling.report.csv_files import write_csv
 from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.trace import write_trace
@@ -51,30 +51,42 @@ def write_files(folder: str | Path, run: Run, summary: Summary, *, wanted: Wante
             folder.mkdir(parents=True, exist_ok=True)
             write(folder)
             names.append(name)
-        except (OSError, ImportError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            problems.append(f"{name} not written to {folder}: {why}")
+        except Exception as error:  # the training, and the other files, are worth more
+            problems.append(f"{name} not written to {folder}: {_why(error)}")
     return Written(tuple(names), tuple(problems))
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    known = isinstance(error, OSError | ImportError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 def _writers(
     run: Run, summary: Summary, wanted: Wanted
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "summary.json", lambda folder: write_summary(folder / "summary.json", summary)
-    timelines = pick_steps(run, summary) if wanted.html or wanted.trace else []
+    picked: list[Timeline] = []  # by the first that needs them, so that what fails is its own
+
+    def timelines() -> list[Timeline]:
+        if not picked:
+            picked.extend(pick_steps(run, summary))
+        return picked
+
     if wanted.html:
 
         def write_html(folder: Path) -> None:
             from lightning_dist.profiling.report.html import write_report  # plotly
 
-            write_report(folder / "report.html", summary, timelines)
+            write_report(folder / "report.html", summary, timelines())
 
         yield "report.html", write_html
     if wanted.trace:
         hosts = {rank: each.about.host for rank, each in run.ranks.items()}
         yield (
             "trace.json.gz",
-            lambda folder: write_trace(folder / "trace.json.gz", timelines, hosts),
+            lambda folder: write_trace(folder / "trace.json.gz", timelines(), hosts),
         )
     if wanted.csv:
         yield "steps.csv, buckets.csv", lambda folder: write_csv(folder, run, summary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lightning_dist.profiling.whatif.buckets import SIZES, recut
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import Wish
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, FORMS
@@ -37,3 +38,20 @@ def candidates(
 def scaled(wishes: Sequence[Wish], hosts: Sequence[int] = SCALE) -> list[Wish]:
     """All of them for each number of hosts."""
     return [replace(wish, hosts=count) for count in hosts for wish in wishes]
+
+
+def in_buckets(wishes: Sequence[Wish], sizes: Sequence[float]) -> list[Wish]:
+    """All of them with each of these sizes of buckets, in MB."""
+    return [replace(wish, bucket_mb=size) for size in sizes for wish in wishes]
+
+
+def other_buckets(observed: Observed, *, like: Wish, sizes: Sequence[float] = SIZES) -> list[Wish]:
+    """The run's own codec and form in other buckets; sizes that change nothing are left out."""
+    seen = [list(observed.buckets)]
+    found = []
+    for size in sizes:
+        buckets = recut(observed.buckets, size, begin=observed.begin)
+        if buckets not in seen:
+            seen.append(buckets)
+            found.append(replace(like, codec=None, form=None, bucket_mb=size))
+    return found

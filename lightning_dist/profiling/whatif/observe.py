@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from lightning_dist.profiling.breakdown import Analysed, analyse
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.intervals import length, union
 from lightning_dist.profiling.sample import sample
-from lightning_dist.profiling.totals import mean
+from lightning_dist.profiling.totals import RankTotals, Reach, mean
+from lightning_dist.profiling.traffic import link_uses
+from lightning_dist.profiling.whatif.buckets import begin_of_gradients
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, Link, Setting
 from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
 
@@ -31,6 +33,9 @@ class Observed:
         sent: bytes over the link of the busiest host.
         encode, decode: the codec, of a rank in a step; None: there is none.
         reasons: what is not known, and why.
+        begin: of the backward pass, of the last rank.
+        one_core: a codec would have to share a core with the backward pass. False for a run with a
+            codec: its times have that in them.
     """
 
     setting: Setting
@@ -41,6 +46,8 @@ class Observed:
     encode: float | None
     decode: float | None
     reasons: Mapping[str, str]
+    begin: float = 0.0
+    one_core: bool = False
 
     @property
     def elements(self) -> float:
@@ -78,9 +85,9 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     codes = [sum(_codec_time(each, "encode") for each in ranks) / len(ranks) for ranks in steps]
     decodes = [sum(_codec_time(each, "decode") for each in ranks) / len(ranks) for ranks in steps]
     every = chosen.ranks.values()
-    durations = [mean([each.steps[step].duration for each in every]) for step in chosen.steps]
+    durations = [mean([each.head(step).duration for each in every]) for step in chosen.steps]
     hosts = _hosts(run)
-    link, sent = _link(run, steps, hosts, reasons)
+    link, sent = _link(run, steps, reasons)
     setting = Setting(
         codec,
         form,
@@ -97,6 +104,18 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         encode=None if codec == DDP else median(codes) / NS,
         decode=None if codec == DDP else median(decodes) / NS,
         reasons=reasons,
+        begin=median(max(begin_of_gradients(x.record) for x in ranks) for ranks in steps) / NS,
+        one_core=codec == DDP and _has_one_core(run, hosts),
+    )
+
+
+def _has_one_core(run: Run, hosts: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a rank of some host has less than two cores, as far as that is known."""
+    abouts = {rank: each.about for rank, each in run.ranks.items()}
+    return any(
+        0 < abouts[rank].cores < 2 * len(ranks) and abouts[rank].device in ("", "cpu")
+        for ranks in hosts.values()
+        for rank in ranks
     )
 
 
@@ -157,30 +176,54 @@ def _hosts(run: Run) -> dict[str, list[int]]:
 def _link(
     run: Run,
     steps: Sequence[Sequence[Analysed]],
-    hosts: Mapping[str, Sequence[int]],
     reasons: dict[str, str],
 ) -> tuple[Link, float]:
-    """What a host sends to others, over the time in which something was on its way there.
-
-    On one host it is what a rank sends to others.
-    """
+    """How fast it is, and the bytes over the busiest."""
     rates, sents = [], []
-    places = list(hosts.values()) if len(hosts) > 1 else [[rank] for rank in run.ranks]
+    reach = {rank: Reach.of(run, each.about) for rank, each in run.ranks.items()}
     for ranks in steps:
-        of_places = []
-        for place in places:
-            here = [each for each in ranks if each.parts.rank in place]
-            moving = max((_moving(each, ("flat", "inter")) for each in here), default=0)
-            of_places.append((sum(_sent(each, len(hosts) > 1) for each in here), moving))
-        sents.append(max(sent for sent, _ in of_places))
-        rates += [sent / moving for sent, moving in of_places if sent and moving]
+        totals = {each.parts.rank: RankTotals() for each in ranks}
+        for each in ranks:
+            totals[each.parts.rank].add(each, reach[each.parts.rank])
+        uses = link_uses(run, totals)
+        sents.append(max(use.sent for use in uses))
+        rates += [use.sent / use.moving for use in uses if use.sent and use.moving]
     if not rates:
         raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
-    return Link(median(rates) * NS, _latency(run, steps, reasons)), median(sents)
+    # Small exchanges leave a link idle between them, and what they reach is less than it can do.
+    rate = max(median(rates) * NS, _measured(run))
+    return _with_bursts(run, Link(rate), steps, reasons), median(sents)
 
 
-def _sent(each: Analysed, between: bool) -> int:
-    return sum(bucket.inter if between else bucket.intra for bucket in each.record.buckets)
+def _measured(run: Run) -> float:
+    """Bytes in a second of the collective that was alone on the link; 0: there was none."""
+    whole = [
+        link.sent / link.seconds
+        for each in run.ranks.values()
+        for link in each.links
+        if link.peer is None and link.seconds > 0
+    ]
+    hosts = _hosts(run)
+    # Where ranks share a link, a collective of all says less of it than their sum.
+    return median(whole) if whole and len(hosts) in (1, len(run.ranks)) else 0.0
+
+
+def _with_bursts(
+    run: Run, link: Link, steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]
+) -> Link:
+    """What a collective takes however small it is; measured alone, or else seen in the steps."""
+    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
+    alone = [burst.seconds for burst in bursts if burst.count == 1]
+    together = [burst for burst in bursts if burst.count > 1]
+    if not alone or not together:
+        reasons["overhead"] = "small collectives were not measured; each counts its bytes only"
+        return replace(link, latency=_latency(run, steps, reasons))
+    return replace(
+        link,
+        latency=median(alone) / (run.world_size - 1),
+        overhead=median(burst.seconds / burst.count for burst in together),
+        cpu=median(burst.cpu / burst.count for burst in together),
+    )
 
 
 def _moving(each: Analysed, groups: Sequence[str]) -> int:

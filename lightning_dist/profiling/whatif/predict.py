@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from math import inf
 
+from lightning_dist.profiling.whatif.answer import (
+    NO_DIFFERENCE,
+    NO_ERROR,
+    Prediction,
+    WhatIf,
+)
+from lightning_dist.profiling.whatif.buckets import recut
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, FORMS, Link, Setting, impossible
 from lightning_dist.profiling.whatif.simulate import play
 from lightning_dist.reducer.costs import CodecCost
 
-SCHEMA = 1
-
-LABEL = "PREDICTION, not measured"
-
 LEAST_MARGIN = 0.02
 """Two runs of the same differ by as much, whatever the model says of one of them."""
-
-NO_DIFFERENCE = "no difference that the model could tell"
-
-NO_ERROR = "the model has no error to be judged by"
 
 MS = 1e3
 
@@ -36,7 +35,9 @@ class Wish:
         hosts: as many, each with the ranks of one of the run.
         inside_gbps: of a rank inside its host.
         latency: seconds of a round between hosts.
-        one_core: a rank has one core for the backward pass and the codec.
+        one_core: a rank has one core for the backward pass and the codec. None: if the run, without
+            a codec, had less than two for each.
+        bucket_mb: of gradients in a bucket, ``bucket_cap_mb`` of DDP.
     """
 
     codec: str | None = None
@@ -46,7 +47,8 @@ class Wish:
     was_gbps: float | None = None
     inside_gbps: float | None = None
     latency: float | None = None
-    one_core: bool = False
+    one_core: bool | None = None
+    bucket_mb: float | None = None
 
     def __post_init__(self) -> None:
         if self.form is not None and self.form not in FORMS:
@@ -59,6 +61,8 @@ class Wish:
             rate = getattr(self, name)
             if rate is not None and rate <= 0:
                 raise ValueError(f"{name} must be above 0 Gbit/s, got {rate}")
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < inf:
+            raise ValueError(f"bucket_mb must be above 0 MB, got {self.bucket_mb}")
         if self.was_gbps is not None and self.gbps is None:
             raise ValueError(
                 f"was_gbps={self.was_gbps} says of the run's link what another one is compared "
@@ -66,65 +70,6 @@ class Wish:
             )
         if self.latency is not None and self.latency < 0:
             raise ValueError(f"latency must not be negative, got {self.latency} s")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One setting. Milliseconds of a step; a figure that cannot be told is None, see ``reason``.
-
-    Args:
-        gbps: of the link between hosts, headers included.
-        exposed_ms: from the last gradient to the mean of all.
-        sent_mb: over the link of a host.
-        change: of the step against the prediction for the run itself, -0.5: half as long.
-        place: 1 for the best; those that the model cannot tell apart share one.
-        verdict: in words; empty where ``change`` says it.
-        source: where the cost of the codec is from.
-        assumes: what has to be so.
-    """
-
-    codec: str
-    form: str
-    hosts: int
-    world_size: int
-    gbps: float
-    step_ms: float | None = None
-    exposed_ms: float | None = None
-    sent_mb: float | None = None
-    change: float | None = None
-    place: int | None = None
-    verdict: str = ""
-    source: str = ""
-    assumes: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """What can be said of a run and of others like it.
-
-    Args:
-        measured_ms: median step of the run.
-        current: the model's word on that very run.
-        error: of it against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
-        margin: share of a step within which nothing is ranked.
-        others: the best first, then those of which nothing can be told.
-        link: what was measured of the links.
-        reasons: by name, what is not known, and why.
-    """
-
-    measured_ms: float
-    current: Prediction
-    error: float | None
-    margin: float | None
-    others: Sequence[Prediction]
-    link: Mapping[str, float | None]
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    label: str = LABEL
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"schema": SCHEMA, **asdict(self)}
 
 
 def predict(
@@ -136,9 +81,7 @@ def predict(
     if current.step_ms is not None:
         error = current.step_ms / (observed.step * MS) - 1
     margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    played = [
-        _play(observed, _wished(observed, wish), known, one_core=wish.one_core) for wish in wishes
-    ]
+    played = [_play(observed, _wished(observed, wish), known, wish) for wish in wishes]
     return WhatIf(
         measured_ms=observed.step * MS,
         current=current,
@@ -152,8 +95,16 @@ def predict(
             else observed.setting.inside.gbps,
             "latency_us": _us(observed.setting.link.latency),
         },
-        reasons=observed.reasons,
+        reasons=_reasons(observed, wishes),
     )
+
+
+def _reasons(observed: Observed, wishes: Sequence[Wish]) -> Mapping[str, str]:
+    asks = any(wish.hosts is not None and wish.latency is None for wish in wishes)
+    if observed.setting.hosts > 1 or not asks:
+        return observed.reasons
+    reason = "the run was on one host; rounds between hosts count nothing without --latency-us"
+    return {**observed.reasons, "latency": reason}
 
 
 def _of_this_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
@@ -191,11 +142,12 @@ def _wished(observed: Observed, wish: Wish) -> Setting:
     if wish.hosts is not None:
         counts = [max(counts)] * wish.hosts
     if wish.gbps is not None:
-        whole = Link.of_gbps(wish.gbps, link.latency)
         share = 1.0 if wish.was_gbps is None else link.gbps / wish.was_gbps
-        link = replace(whole, rate=whole.rate * share)
+        link = replace(link, rate=Link.of_gbps(wish.gbps).rate * share)
     if wish.latency is not None:
         link = replace(link, latency=wish.latency)
+    elif setting.hosts == 1 and wish.hosts is not None:
+        link = replace(link, latency=None)  # that of one host says nothing of what is between them
     inside = setting.inside
     if wish.inside_gbps is not None:
         inside = Link.of_gbps(wish.inside_gbps)
@@ -212,18 +164,28 @@ def _play(
     observed: Observed,
     setting: Setting,
     costs: Mapping[str, CodecCost],
-    *,
-    one_core: bool = False,
+    wish: Wish | None = None,
 ) -> Prediction:
+    bucket_mb = None if wish is None else wish.bucket_mb
     about = Prediction(
-        setting.codec, setting.form, setting.hosts, setting.world_size, setting.link.gbps
+        setting.codec,
+        setting.form,
+        setting.hosts,
+        setting.world_size,
+        setting.link.gbps,
+        bucket_mb=bucket_mb,
     )
     cost = costs.get(setting.codec)
     if reason := _unknown(observed, setting, costs):
         return replace(about, reason=reason)
-    plain = costs.get("none")
-    played = play(observed.buckets, setting, cost=cost, plain=plain, one_core=one_core)
-    last = max(bucket.ready for bucket in observed.buckets)
+    buckets = observed.buckets
+    if bucket_mb is not None:
+        buckets = recut(buckets, bucket_mb, begin=observed.begin)
+    one_core = False
+    if wish is not None:
+        one_core = observed.one_core if wish.one_core is None else wish.one_core
+    played = play(buckets, setting, cost=cost, plain=costs.get("none"), one_core=one_core)
+    last = max(bucket.ready for bucket in buckets)
     done = max(played.done, last)
     return replace(
         about,

@@ -23,10 +23,14 @@ class Link:
         rate: bytes of payload in a second, in one direction: of a host between hosts, of a rank
             inside one.
         latency: seconds of a round; None: not known, and rounds count nothing.
+        overhead: seconds by which collectives follow one another at least, however small.
+        cpu: seconds of a core that a collective takes.
     """
 
     rate: float
     latency: float | None = None
+    overhead: float = 0.0
+    cpu: float = 0.0
 
     @classmethod
     def of_gbps(cls, gbps: float, latency: float | None = None) -> Link:
@@ -91,5 +95,7 @@ def impossible(setting: Setting) -> str:
     if setting.form == SHARDED and len(set(setting.counts)) > 1:
         return "the hosts hold different numbers of ranks, which takes the leader form"
     if setting.inside is None:
-        return "no exchange inside a host was measured; give the rate of a rank inside"
+        return (
+            "no exchange inside a host was measured; give the rate of a rank inside with --inside"
+        )
     return ""

@@ -6,7 +6,8 @@ of each chunk, reduces and issues again; when the last bucket is through, it dec
 has no worker: a bucket travels when it is ready.
 
 A collective travels when a thread of gloo is free, of which a group has two, and the link is. Its
-rounds come on top and hold up its thread, not the link. All ranks are taken to be in step.
+rounds come on top and hold up its thread, not the link. However small, collectives follow one
+another by no less than what the link's measured overhead says. All ranks are taken to be in step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import zip_longest
 
 from lightning_dist.profiling.whatif.formulas import Collective, collectives, inside
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, Link, Setting, impossible
-from lightning_dist.reducer.block_plan import chunk_elements
+from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.costs import CodecCost
 
 BYTES = 4
@@ -59,15 +60,17 @@ class _Wire:
     link: Link
     free: float = 0.0
     threads: list[float] = field(default_factory=lambda: [0.0] * _THREADS)
+    engine: float = 0.0  # when what it has of collectives is under way
     sent: float = 0.0
 
     def send(self, at: float, what: Collective) -> float:
         """When a collective that is issued at ``at`` has ended."""
         thread = self.threads.index(min(self.threads))
-        begin = max(at, self.threads[thread], self.free)
-        self.free = begin + what.nbytes / self.link.rate
+        begin = max(at, self.threads[thread])
+        self.engine = max(begin, self.engine) + self.link.overhead
+        self.free = max(begin, self.free) + what.nbytes / self.link.rate
         self.sent += what.nbytes
-        end = self.free + what.rounds * (self.link.latency or 0.0)
+        end = max(self.free, self.engine) + what.rounds * (self.link.latency or 0.0)
         self.threads[thread] = end
         return end
 
@@ -95,7 +98,8 @@ def play(
         cost: of the codec; None for stock DDP.
         plain: of a pass without a codec, inside a host.
         one_core: a rank has no second core for its worker, which then takes turns with the backward
-            pass: what it encodes meanwhile takes twice as long and delays the gradients to come.
+            pass: what it encodes and sends meanwhile takes twice as long and delays the gradients
+            to come. What gloo's threads take of that core delays the worker.
     """
     assert not impossible(setting), impossible(setting)
     assert buckets
@@ -119,7 +123,8 @@ class _Worker:
         self.setting, self.cost = setting, cost
         self.now = 0.0
         self.wire = _Wire(setting.link)
-        self.pace = 1.0  # of what it encodes: how many times as long
+        self.pace = 1.0  # of what it does: how many times as long
+        self.cpu = 0.0  # of a collective, taken from its own core
         self.flat = setting.form == FLAT
         self.peers = setting.peers if self.flat else (1,) * setting.hosts
         self.world = sum(self.peers)
@@ -130,18 +135,20 @@ class _Worker:
     def play(self, buckets: Sequence[Bucket], *, one_core: bool) -> Played:
         done: list[_Chunk] = []
         late = 0.0
+        self.cpu = self.setting.link.cpu if one_core else 0.0
         for bucket in buckets:
             self.now = max(self.now, bucket.ready + late)
             chunks = list(self._chunks(bucket.elements))
             self.pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
-            late += bucket.elements / self._shares * self.cost.encode * (self.pace - 1)
+            busy = bucket.elements / self._shares * self.cost.encode + len(chunks) * self.cpu
+            late += busy * (self.pace - 1)
             self._encode(chunks)
             if len(self._collectives(1.0)) == 2:
                 self._reduce(chunks)
             done += chunks
         # The verdict, whether all ranks were finite: a few bytes in as many rounds as a ring has.
-        verdict = 2 * (self.world - 1) * (self.setting.link.latency or 0.0)
-        self.now += verdict
+        link = self.setting.link
+        self.now += link.overhead + 2 * (self.world - 1) * (link.latency or 0.0)
         self._settle(done)
         return Played(self.now, self.wire.sent)
 
@@ -176,6 +183,7 @@ class _Worker:
             self.now = max(self.now, chunk.up) + (0 if self.flat else chunk.elements * self.copy)
             self.now += chunk.share * self.cost.encode * self.pace
             chunk.end = self.wire.send(self.now, self._collectives(chunk.share)[0])
+            self.now += self.cpu * self.pace
 
     def _up(self, chunk: _Chunk) -> None:
         if not self.flat:
@@ -194,6 +202,7 @@ class _Worker:
             self.now = max(self.now, chunk.end)
             self.now += chunk.share * (cost.decode + cost.encode / self.world)
             chunk.end = self.wire.send(self.now, self._collectives(chunk.share)[1])
+            self.now += self.cpu
 
     def _settle(self, chunks: Sequence[_Chunk]) -> None:
         gathers = len(self._collectives(1.0)) == 1 and self.cost.exchange != "allreduce"

@@ -1,0 +1,14 @@
+"""Where commands and callbacks print their tables."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+_WIDE = 10_000
+
+
+def stdout_console() -> Console:
+    """Standard output, as wide as its terminal; without one, a line of a table stays a line."""
+    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)

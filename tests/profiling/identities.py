@@ -1,0 +1,12 @@
+"""What holds for the parts of any step."""
+
+from __future__ import annotations
+
+from lightning_dist.profiling.parts import PARTS, StepParts
+
+
+def check_identities(parts: StepParts) -> None:
+    assert tuple(parts.parts) == PARTS
+    assert sum(parts.parts.values()) == parts.duration
+    assert min(parts.parts.values()) >= 0
+    assert parts.hidden + parts.parts["wait"] + parts.parts["transfer"] == parts.union

@@ -1,0 +1,160 @@
+"""Half a summary, with the reasons, where something is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planted import Planted, replaced
+
+from lightning_dist.integrations.live_profile import metrics_of
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.parts import EXPOSED
+from lightning_dist.profiling.report.facts import facts
+from lightning_dist.profiling.summarize import pick_steps, summarize
+
+
+def without_detail(run: Run, rank: int, *steps: int) -> Run:
+    bare = {
+        step: replace(run.ranks[rank].steps[step], buckets=(), spans=(), detailed=False)
+        for step in steps
+    }
+    return replaced(run, rank, steps={**run.ranks[rank].steps, **bare})
+
+
+def test_missing_ranks() -> None:
+    run = Planted(world_size=3, late={1: 50}).run()
+    run = Run({rank: each for rank, each in run.ranks.items() if rank != 1}, ["nothing of rank 1"])
+    summary = summarize(run)
+    reason = "exchanges without a record of rank 1 count as transfer, waiting included"
+    assert summary.reasons["wait"] == summary.reasons["straggler"] == reason
+    assert summary.notes == ["nothing of rank 1", reason]
+    assert summary.run["hosts"] == ["host-a", None, "host-a"]
+    assert summary.exposed_ms == pytest.approx(83)
+    assert len(pick_steps(run, summary)) == 1
+
+
+def test_one_exchange_without_a_record_is_told() -> None:
+    run = Planted().run()
+    steps = dict(run.ranks[1].steps)
+    steps[2] = replace(steps[2], spans=[each for each in steps[2].spans if each.bucket])
+    assert "record of rank 1" in summarize(replaced(run, 1, steps=steps)).reasons["wait"]
+
+
+def test_a_rank_that_died_early_and_one_that_never_began() -> None:
+    run = Planted(world_size=3, steps=9).run()
+    few = {step: run.ranks[1].steps[step] for step in range(5)}
+    run = replaced(replaced(run, 1, steps=few), 2, steps={})
+    summary = summarize(run)
+    assert summary.steps == 3
+    assert [each.rank for each in summary.ranks] == [0, 1]
+    assert summary.notes[0] == "5 of 9 steps are of all ranks; only these count"
+    assert "without a record of rank 2" in summary.reasons["wait"]
+
+
+def test_no_steps() -> None:
+    for run in (Planted(steps=0).run(), Run({})):
+        summary = summarize(run)
+        assert (summary.steps, summary.parts_ms, summary.buckets) == (0, {}, [])
+        for name in ("step_ms", "parts_ms", "exposed_ms", "hidden_ms", "overlap", "traffic"):
+            assert summary.reasons[name] == "no step is recorded on all ranks"
+        assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
+        assert summary.traffic is None
+        assert pick_steps(run, summary) == []
+
+
+def test_one_rank() -> None:
+    summary = summarize(Planted(world_size=1, buckets=0).run())
+    assert summary.parts_ms["forward"] == 20
+    assert summary.reasons["overlap"] == "one rank exchanges nothing"
+    assert summary.reasons["traffic"] == "one rank sends nothing"
+    assert summary.reasons["straggler"] == "one rank exchanges nothing"
+
+
+def test_no_exchange() -> None:
+    summary = summarize(Planted(buckets=0).run())
+    assert summary.reasons["overlap"] == "no exchange was recorded"
+    assert summary.reasons["traffic"] == "no bucket of gradients was sent"
+    # A model that has a hook already: what is exposed is in the backward pass, and not zero.
+    reason = "no bucket of gradients was seen, nor an exchange"
+    for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "straggler", "buckets"):
+        assert summary.reasons[name] == reason
+    assert summary.parts_ms.keys() == {"data", "forward", "backward", "optimizer", "other"}
+    assert summary.series.parts_ms.keys() == summary.parts_ms.keys()
+    assert sum(summary.parts_ms.values()) == pytest.approx(summary.step_ms["mean"])
+
+
+def test_ddp_of_torch_has_no_codec() -> None:
+    summary = summarize(Planted(codec="ddp", encode=0, decode=0, sent=4_000_000).run())
+    assert summary.reasons["codec"] == "DDP itself exchanges the gradients, without a codec"
+    assert summary.parts_ms["transfer"] == pytest.approx(30)
+    assert summary.traffic.ratio == 1
+
+
+def test_buckets_without_exchanges() -> None:
+    run = Planted().run()
+    for rank, of_rank in run.ranks.items():
+        steps = {step: replace(each, spans=()) for step, each in of_rank.steps.items()}
+        run = replaced(run, rank, steps=steps)
+    summary = summarize(run)
+    assert summary.parts_ms["unattributed"] == summary.exposed_ms == pytest.approx(33)
+    assert summary.overlap is None
+    assert summary.traffic.wire_gbps is None
+    assert summary.reasons["traffic.wire_gbps"] == "no exchange was recorded"
+    assert summary.traffic.ratio == 4
+
+
+def test_steps_that_are_not_recorded_in_detail() -> None:
+    run = Planted().run()
+    for rank in (0, 1):
+        run = without_detail(run, rank, *range(6))
+    summary = summarize(run)
+    assert summary.step_ms["mean"] == pytest.approx(100)
+    assert summary.reasons["parts_ms"] == "no step is recorded in detail on all ranks"
+    # The phases are known, and what is exposed is not: it is not zero either.
+    assert summary.parts_ms == pytest.approx(
+        {"data": 2, "forward": 20, "backward": 73, "optimizer": 5, "other": 0}
+    )
+    assert not summary.parts_ms.keys() & set(EXPOSED)
+    assert [each.label for each in pick_steps(run, summary)] == ["median step"]
+
+
+def test_steps_without_phases() -> None:
+    run = Planted().run()
+    for rank in (0, 1):
+        run = without_detail(run, rank, *range(6))
+        bare = {step: replace(each, phases=()) for step, each in run.ranks[rank].steps.items()}
+        run = replaced(run, rank, steps=bare)
+    summary = summarize(run)
+    assert summary.parts_ms == {}
+    assert summary.step_ms["mean"] == pytest.approx(100)
+    assert summary.reasons["parts_ms"] == "no step is recorded in detail on all ranks"
+
+
+def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
+    run = Planted(slow_steps={3: 2}).run()
+    run = without_detail(run, 1, 2, 4, 5)
+    summary = summarize(run)
+    assert (summary.steps, list(summary.series.steps)) == (4, [3])
+    assert summary.step_ms["mean"] == pytest.approx(115)
+    assert summary.notes == [
+        "parts and communication are of the 1 step of 4 that were looked at in detail; step times "
+        "are of all",
+        "steps looked at in detail take 160.0 ms, and all steps 115.0 ms",
+    ]
+    assert "wait" not in summary.reasons
+
+
+def test_steps_that_were_only_timed_have_no_zeros() -> None:
+    """As on CUDA: neither a logger nor the page is told that all communication is hidden."""
+    run = Planted().run()
+    for rank in run.ranks:
+        run = without_detail(run, rank, *run.ranks[rank].steps)
+    summary = summarize(run)
+    assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
+    metrics = metrics_of(summary)
+    assert metrics["comm/step_ms"] > 0
+    assert not {"comm/exposed_ms", "comm/exposed_pct", "comm/hidden_ms"} & set(metrics)
+    (exposed,) = [each for each in facts(summary) if each.label == "Exposed communication"]
+    assert exposed.missing
+    assert exposed.detail == "no step is recorded in detail on all ranks"

@@ -1,0 +1,68 @@
+"""The hook that watches DDP's own allreduce: its means, to the bit, and what it leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Rank, run_threads
+
+from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.recorder import Recorder
+
+
+def gradients(rank: Rank, recorder: Recorder | None, *, steps: int = 2) -> list[Tensor]:
+    module = nn.Sequential(nn.Linear(33, 41), nn.Linear(41, 7))
+    weights = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=weights))
+    group = rank.group("payload")
+    model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.005)
+    if recorder is not None:
+        watched = WatchedAllReduce(recorder, group, crosses=False)
+        assert watch_allreduce(model, watched)
+    generator = torch.Generator().manual_seed(rank.rank)
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(5, 33, generator=generator)).square().mean().backward()
+    return [parameter.grad.clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_means_are_those_of_ddp_to_the_bit(is_on: bool, size: int) -> None:
+    def watched(rank: Rank) -> list[Tensor]:
+        recorder = Recorder()
+        recorder.is_on = is_on
+        return gradients(rank, recorder)
+
+    stock = run_threads(lambda rank: gradients(rank, None), size)
+    for ours, theirs in zip(run_threads(watched, size), stock, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_one_that_is_off_keeps_nothing() -> None:
+    def work(rank: Rank) -> int:
+        recorder = Recorder()
+        recorder.is_on = False
+        gradients(rank, recorder, steps=5)
+        recorder.is_on = True  # what was kept would be in the next step
+        buckets, spans = recorder.take(0)
+        return len(buckets) + len(spans) + recorder.cost(1.0)
+
+    assert run_threads(work, 2) == [0, 0]
+
+
+def test_every_bucket_has_its_collective() -> None:
+    def work(rank: Rank) -> None:
+        recorder = Recorder()
+        gradients(rank, recorder, steps=1)
+        buckets, spans = recorder.take(0)
+        assert [each.index for each in buckets] == [each.bucket for each in spans] != []
+        for bucket, span in zip(buckets, spans, strict=True):
+            assert bucket.ready <= span.begin < span.end <= bucket.done
+            assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
+
+    run_threads(work, 2)

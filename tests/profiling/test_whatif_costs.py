@@ -1,0 +1,135 @@
+"""What codecs cost: measured at the end of a run, kept, and read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from planted import Planted
+
+from lightning_dist.profiling.whatif import measure
+from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs, write_costs
+from lightning_dist.profiling.whatif.measure import measure_costs, seconds_of
+from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.reducer.calibration import calibrate, to_measure
+from lightning_dist.reducer.costs import CANDIDATES, CodecCost
+
+COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumes="b")
+KEPT = Costs({"int8": COST}, "no time was left")
+LONG = Planted(steps=4, forward=10_000)
+"""40 s."""
+
+
+def measured(planted: Planted, clock: Sequence[float] = (0.0,) * 99) -> Costs:
+    run, times = planted.run(), iter(clock)
+    return measure_costs(run, observe(run), fused=False, clock=lambda: next(times))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names that were measured, in order; sign cannot be."""
+    found: list[str] = []
+
+    def fake(names: Sequence[str], *, fused: bool, where: str) -> dict[str, CodecCost]:
+        found.extend(names)
+        if "sign" in names:
+            raise RuntimeError("no sign")
+        return {name: replace(COST, name=name, source=where) for name in names}
+
+    monkeypatch.setattr(measure, "calibrate", fake)
+    return found
+
+
+def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
+    write_costs(tmp_path, KEPT)
+    assert read_costs(tmp_path) == KEPT
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": 2}, "install a newer"),
+        ({"costs": [{}]}, "damaged"),
+        ({"costs": [{**vars(COST), "encode": float("nan")}]}, "damaged"),
+        ({"costs": [{**vars(COST), "wire": 0}]}, "damaged"),
+        ({"costs": [{**vars(COST), "encode": "fast"}]}, "damaged"),
+        ({"costs": [{**vars(COST), "exchange": "pigeon"}]}, "damaged"),
+        ({"costs": [{**vars(COST), "name": ["int8"]}]}, "damaged"),
+        ({"costs": None}, "damaged"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(
+    change: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    write_costs(tmp_path, KEPT)
+    content = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({**content, **change}))
+    found = read_costs(tmp_path)
+    assert found.by_name == {}
+    assert reason in found.reason
+
+
+def test_cut_short_foreign_or_not_there(tmp_path: Path) -> None:
+    assert "was not measured" in read_costs(tmp_path).reason
+    for text in ('{"schema": 1, "co', "[1]", "\xff"):
+        (tmp_path / NAME).write_text(text, encoding="latin-1")
+        assert "damaged" in read_costs(tmp_path).reason
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    assert "cannot be read" in read_costs(tmp_path).reason
+
+
+def test_fields_of_a_later_version_are_skipped(tmp_path: Path) -> None:
+    write_costs(tmp_path, KEPT)
+    content = json.loads((tmp_path / NAME).read_text())
+    content["costs"][0]["smell"] = 1
+    (tmp_path / NAME).write_text(json.dumps(content))
+    assert read_costs(tmp_path) == KEPT
+
+
+def test_a_trial_does_not_wait_for_it(calls: list[str]) -> None:
+    found = measured(Planted())
+    assert found == Costs(
+        reason="the training was shorter than 30 s; `lightning-dist profile whatif DIR` measures"
+    )
+    assert calls == []
+
+
+def test_the_own_codec_comes_first_and_one_that_fails_is_no_reason_to_end(
+    calls: list[str],
+) -> None:
+    assert seconds_of(LONG.run()) == pytest.approx(40, rel=0.05)
+    found = measured(LONG)
+    assert calls == ["none", "int8", *(n for n in CANDIDATES if n not in ("none", "int8"))]
+    assert set(found.by_name) == {*CANDIDATES} - {"sign"}
+    assert found.reason == "measuring sign failed: RuntimeError: no sign"
+    assert found.by_name["int8"].source == "on host-a after this run"
+
+
+def test_it_begins_with_nothing_more_when_its_time_is_over(calls: list[str]) -> None:
+    found = measured(LONG, [100.0, 103.9, 104.2])  # a tenth of 40 s
+    assert calls == ["none", "int8"]
+    assert set(found.by_name) == {"none", "int8"}
+    assert found.reason.startswith("no time was left to measure fp16, int4, sign, topk, powersgd")
+
+
+def test_codecs_of_which_nothing_can_be_said_are_left_out() -> None:
+    assert to_measure(["int4"], "threshold") == ["none", "int4"]
+    assert to_measure(["int4"], "of another version") == ["none", "int4"]
+    assert to_measure(["int4"], "ddp") == ["none", "int4"]
+    assert to_measure(["int4"], "dgc") == ["none", "dgc", "int4"]
+    assert to_measure(["threshold"], "threshold") == ["none", "threshold"]  # asked for: refused
+
+
+def test_measuring_draws_nothing_from_the_generator() -> None:
+    before = torch.random.get_rng_state()
+    threads = torch.get_num_threads()
+    found = calibrate(["powersgd"], chunks=4, rounds=1, where="here")
+    assert found["powersgd"].source == "not compiled, here"
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,192 @@
+"""Predictions in the headline, the summary and the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import Planted
+from rich.console import Console
+from summaries import a_summary, a_whatif
+
+from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.whatif import whatif_views
+from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.terminal import print_summary
+from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
+from lightning_dist.profiling.whatif.ask import with_whatif
+from lightning_dist.profiling.whatif.costs_file import Costs
+from lightning_dist.profiling.whatif.told import predicted, times_faster
+from lightning_dist.reducer.costs import CodecCost
+
+DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
+NOTHING = "No other setting is predicted to be faster than the model can tell."
+
+
+def cost(name: str, wire: float) -> CodecCost:
+    return CodecCost(name, "allreduce", wire, 0.0, 0.0, 0.0, source="here")
+
+
+COSTS = {"none": cost("none", 4.0), "fp16": cost("fp16", 2.0)}
+
+
+def told(planted: Planted, costs: Mapping[str, CodecCost] = COSTS) -> Summary:
+    run = planted.run()
+    return with_whatif(summarize(run), run, lambda observed: Costs(costs))
+
+
+def with_best(**changes: Any) -> WhatIf:
+    found = a_whatif()
+    return replace(found, others=[replace(found.others[0], **changes), *found.others[2:]])
+
+
+def printed(summary: Summary) -> str:
+    file = io.StringIO()
+    print_summary(summary, Console(file=file, width=300))
+    return file.getvalue()
+
+
+def test_the_best_comes_after_what_was_measured() -> None:
+    before = summarize(DDP.run())
+    after = told(DDP)
+    # 4 buckets of 40 ms, the first ready after 10 of 40 ms: 130 ms exposed, and with half the
+    # bytes 50; the rest of the step takes 67.
+    assert after.headline == f"{before.headline} Predicted with fp16: 1.7x."
+    assert replace(after, headline=before.headline, whatif=None) == before
+
+
+def test_where_nothing_is_faster_it_says_so() -> None:
+    assert told(DDP, {"none": COSTS["none"]}).headline.endswith(f". {NOTHING}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"form": "sharded"}, "Predicted with int4 between hosts: 1.2x."),
+        ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
+        ({"bucket_mb": 100.0}, "Predicted with int4 in buckets of 100 MB: 1.2x."),
+        ({"verdict": NO_DIFFERENCE}, NOTHING),
+        ({"assumes": "matrices"}, NOTHING),
+        ({"change": 0.5}, NOTHING),
+    ],
+)
+def test_what_is_told_of_the_best(changes: dict[str, Any], sentence: str) -> None:
+    assert predicted(with_best(**changes)) == sentence
+
+
+def test_a_flat_exchange_is_named_where_the_run_had_another() -> None:
+    found = a_whatif()
+    found = replace(found, current=replace(found.current, form="sharded"))
+    assert predicted(found) == "Predicted with int4, flat: 1.2x."
+
+
+def test_of_those_that_are_alike_the_one_that_loses_the_least_is_told() -> None:
+    found = a_whatif()
+    int4, sign, *rest = found.others
+    sends_more = [replace(int4, sent_mb=1.0), replace(sign, sent_mb=2.0), *rest]
+    assert predicted(replace(found, others=sends_more)) == "Predicted with sign: 1.2x."
+    apart = replace(sign, step_ms=95.0, sent_mb=2.0)  # more than 2 % from the best
+    assert predicted(replace(found, others=[int4, apart])) == "Predicted with int4: 1.2x."
+
+
+def test_without_an_error_nothing_is_told() -> None:
+    assert predicted(replace(a_whatif(), margin=None)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"), [(-0.474, "1.9x"), (-0.5, "2x"), (-0.84, "6.2x"), (-0.95, "20x")]
+)
+def test_factors_have_two_digits(change: float, factor: str) -> None:
+    assert times_faster(replace(a_whatif().others[0], change=change)) == factor
+
+
+def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
+    summary = told(DDP)
+    write_summary(tmp_path / "summary.json", summary)
+    content = json.loads((tmp_path / "summary.json").read_text())["whatif"]
+    assert summary.whatif is not None
+    assert content == json.loads(json.dumps(summary.whatif.as_dict()))
+    assert (content["label"], content["schema"]) == (LABEL, 1)
+    assert content["error"] == pytest.approx(0, abs=1e-9)
+    # the run itself is the first row anyway
+    assert "ddp" not in [each["codec"] for each in content["others"] if each["bucket_mb"] is None]
+    assert {each["bucket_mb"] for each in content["others"]} == {None, 5.0, 25.0}
+
+
+@pytest.mark.parametrize(
+    ("planted", "costs", "reason"),
+    [
+        (replace(DDP, world_size=1), COSTS, "one rank exchanges nothing"),
+        (DDP, {}, "not today"),
+    ],
+)
+def test_where_nothing_can_be_predicted_there_is_the_reason(
+    planted: Planted, costs: Mapping[str, CodecCost], reason: str
+) -> None:
+    run = planted.run()
+    before = summarize(run)
+    after = with_whatif(before, run, lambda observed: Costs(costs, "not today"))
+    assert after.headline == before.headline
+    assert after.as_dict()["whatif"] is None
+    assert reason in after.reasons["whatif"]
+    assert f"n/a  {after.reasons['whatif']}" in " ".join(printed(after).split(" "))
+    (view,) = whatif_views(after)
+    assert view.missing == f"n/a: {after.reasons['whatif']}."
+
+
+def test_a_fault_in_a_prediction_costs_only_the_prediction() -> None:
+    def broken(observed: object) -> Costs:
+        raise ZeroDivisionError("by nothing")
+
+    run = DDP.run()
+    found = with_whatif(summarize(run), run, broken)
+    assert found.reasons["whatif"] == "the prediction failed: ZeroDivisionError: by nothing"
+
+
+def test_what_was_not_measured_is_told() -> None:
+    run = DDP.run()
+    found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
+    assert found.whatif is not None
+    assert found.whatif.reasons["costs"] == "no time was left"
+    table, _ = whatif_views(found)
+    assert "Costs: n/a, no time was left." in table.caption
+    assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption
+    assert "N/a for int8 flat: what int8 costs was not measured." in table.caption
+
+
+def test_what_is_not_known_is_told_once_for_each_reason() -> None:
+    run = replace(DDP, world_size=4, hosts=("a",)).run()
+    found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS))
+    table, _ = whatif_views(found)
+    assert "4 ranks on one host, " in table.caption
+    assert (
+        "N/a for int8 flat or sharded or leader: what int8 costs was not measured." in table.caption
+    )
+    assert "N/a for none, fp16 sharded or leader: one host: nothing is left" in table.caption
+
+
+def test_the_terminal_has_the_best_few() -> None:
+    text = printed(a_summary(steps=4))
+    (label,) = [line for line in text.splitlines() if line.startswith(LABEL)]
+    assert "The model says 112.0 ms of it, -1.9 %. Steps within 2.0 % are not told" in label
+    rows = [line.split() for line in text.splitlines() if "ms" in line]
+    assert ["1", "int4", "92", "ms", "22", "ms", "-17.9", "%"] in rows
+    assert [row[:7] for row in rows if "buckets" in row] == [
+        ["3", "int8", "in", "buckets", "of", "5", "MB"]
+    ]
+
+
+def test_an_old_folder_is_predicted_too() -> None:
+    run: Run = read_run(Path(__file__).with_name("kept") / "schema-1")
+    costs = {**COSTS, "int8": replace(cost("int8", 1.0), exchange="gather")}
+    found = with_whatif(summarize(run), run, lambda observed: Costs(costs))
+    assert found.whatif is not None
+    assert found.whatif.current.step_ms is not None
+    assert found.whatif.others
