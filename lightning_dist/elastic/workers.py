@@ -16,6 +16,9 @@ class ToldOnce:
     training down before there is a checkpoint. At one from its own process it ends, and at the
     second from anywhere. Workers of a fork server end with that, which no signal spares.
 
+    Programs that a worker starts inherit that the signals are blocked (a process learns who has
+    sent one only while they are): ``Popen.kill()`` ends them, and ``terminate()`` has no effect.
+
     Args:
         usual: what the user wants a worker to begin with.
         signals: that are sent to groups.

@@ -8,9 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from typing_extensions import override
 
 from lightning_dist.elastic.layout import BatchPolicy, Layout, layout_for
 from lightning_dist.elastic.loading import LoaderFacts, NotExactError, facts_of, shard
@@ -18,8 +16,6 @@ from lightning_dist.elastic.plan import EpochPlan, Position, full_size
 from lightning_dist.elastic.sampling import Cursor
 from lightning_dist.elastic.state import ElasticState
 from lightning_dist.elastic.stateful import Remembered, StatefulLoader
-from lightning_dist.elastic.workers import keep_workers
-from lightning_dist.integrations.elastic_signals import notice_signals
 
 
 class ElasticData:
@@ -97,12 +93,6 @@ class ElasticData:
             seed=self._seed,
             on_first=self._on_first if loader.num_workers == 0 else lambda: None,
         )
-
-    def keep_workers(self, *loaders: Any) -> None:
-        """Let their workers outlive a launcher's signal, as this process does."""
-        environment = self._trainer._accelerator_connector.cluster_environment
-        for loader in loaders:
-            keep_workers(loader, notice_signals(environment))
 
     def _leave(self, loader: Any, reason: NotExactError) -> Any:
         """Take a loader as it is."""
@@ -249,21 +239,6 @@ def _translated(passes: int, *, first: Layout, now: Layout, what: str) -> int:
             f"{first.accumulate}"
         )
     return steps * now.accumulate
-
-
-class ElasticSource(_DataLoaderSource):
-    """Where a fit loop gets its train dataloader from: the user's, dealt."""
-
-    def __init__(self, source: _DataLoaderSource, data: ElasticData) -> None:
-        super().__init__(source.instance, source.name)
-        self.usual = source
-        self._data = data
-
-    @override
-    def dataloader(self) -> Any:
-        dealt = self._data.deal(super().dataloader())
-        self._data.keep_workers(dealt)
-        return dealt
 
 
 def require_plain_trainer(trainer: pl.Trainer) -> None:

@@ -8,29 +8,25 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
 from lightning_dist.elastic.plan import Pass
+from lightning_dist.elastic.rates import scale_learning_rates
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.checkpoint_last import folder_of
 from lightning_dist.integrations.early import EarlyCallback
 from lightning_dist.integrations.elastic_account import RunAccount
-from lightning_dist.integrations.elastic_data import (
-    ElasticData,
-    ElasticSource,
-    require_plain_trainer,
-)
+from lightning_dist.integrations.elastic_data import ElasticData, require_plain_trainer
 from lightning_dist.integrations.elastic_environment import FollowsLauncher, follow_launcher
 from lightning_dist.integrations.elastic_life import RunLife
-from lightning_dist.integrations.elastic_lr import scale_learning_rates
 from lightning_dist.integrations.elastic_position import ElasticPosition
 from lightning_dist.integrations.elastic_resume import RestartConnector, restore_usual
 from lightning_dist.integrations.elastic_saves import NewestCheckpoint
 from lightning_dist.integrations.elastic_signals import NoticeConnector
+from lightning_dist.integrations.elastic_sources import place_sources
 
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -65,7 +61,8 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             launcher waits (torchrun: 30).
         hang_timeout: seconds without a batch (from the set-up on: without one, or the next stage of
             the start) after which a process ends itself (exit code 76), so that the launcher starts
-            all anew; the bound for a rank that stops answering. None: never.
+            all anew; the bound for a rank that stops answering. While the last checkpoint is
+            written it is enough that all ranks answer. None: never.
         **kwargs: as of :class:`~lightning_dist.AsyncCheckpoint`, without ``monitor``,
             ``save_top_k`` and what goes with them.
 
@@ -115,6 +112,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._state: ElasticState | None = None
         self._data: ElasticData | None = None
         self._at: ElasticPosition | None = None
+        self._has_begun = False
         self._epoch_is_due = False
         self._polls_validation = False
 
@@ -134,8 +132,9 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._state = self._data = self._at = None
+        self._has_begun = False
         self._life.open()
-        self._account.open(trainer, folder_of(self, trainer), seed=self._seed)
+        self._account.join(trainer, folder_of(self, trainer), seed=self._seed)
         found = self._find_last_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
         if trainer.world_size > 1 and self._vote_group is None:
@@ -190,8 +189,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             run_id=self._account.run_id,
             seed=self._account.seed,
         )
-        loop: Any = trainer.fit_loop
-        loop._data_source = ElasticSource(loop._data_source, data)
+        place_sources(trainer, data)
 
     def _place_loops(self) -> None:
         if self._at is not None:
@@ -210,9 +208,10 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             first, _ = self._data.layouts()
             before = first if self._state is None else self._state.layout
             factor = lr_factor(self._policy, before=before, now=self._data.layout)
-            scale_learning_rates(trainer, factor)
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            scale_learning_rates(trainer.optimizers, schedulers, factor=factor)
         self._at.restore_metrics()
-        self._data.keep_workers(*tree_leaves(trainer.val_dataloaders))
+        self._has_begun = True
         self._account.begin(trainer, self._state, self._data)
         self._life.begin()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
@@ -298,11 +297,18 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         if self._at is not None and self._at.has_begun:
             self._epoch_is_due = False
             self._save_at_last(trainer)
+            self._await_saves()
         super().on_train_end(trainer, pl_module)
         self._vote.end()
         if self._at is not None:
             self._life.finish()
             self._account.finish(trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
+        if self._data is not None and not self._has_begun:
+            self._account.say_nothing_is_left(trainer, self._state, self._data)
 
     @override
     def on_exception(
@@ -318,6 +324,13 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._end(trainer)
         self._life.close()
         restore_usual(trainer)
+
+    @override
+    def _await_saves(self) -> None:
+        """Writing may take long. That all ranks have come to a round of waiting is progress."""
+        while not all(self._vote.gather(self._is_saved_within(self._life.round_s))):
+            self._life.beat()
+        self._life.beat()
 
     def _end(self, trainer: pl.Trainer) -> None:
         if self._data is not None:

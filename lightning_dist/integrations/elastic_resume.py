@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dist.elastic.plan import Position
+from lightning_dist.integrations.elastic_sources import restore_sources
 
 
 class RestartConnector(_CheckpointConnector):
@@ -57,15 +58,12 @@ def restore_usual(trainer: pl.Trainer) -> None:
     """Give the trainer back what ElasticRestart has stood in for."""
     inner: Any = trainer
     connector, signals = inner._checkpoint_connector, inner._signal_connector
-    source = inner.fit_loop._data_source
     if hasattr(connector, "usual"):
         inner._checkpoint_connector = connector.usual
     if hasattr(signals, "usual"):
         signals.usual._original_handlers = signals._original_handlers
         inner._signal_connector = signals.usual
-    if hasattr(source, "usual"):
-        source.usual.instance = source.instance
-        inner.fit_loop._data_source = source.usual
+    restore_sources(trainer)
 
 
 def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -69,7 +70,9 @@ class NewestCheckpoint(AsyncCheckpoint):
     def _require_own_folder(self, trainer: pl.Trainer) -> None:
         own = folder_of(self, trainer)
         for other in trainer.checkpoint_callbacks:
-            if other is not self and folder_of(other, trainer) == own:  # type: ignore[arg-type]
+            if other is self or not isinstance(other, ModelCheckpoint):
+                continue
+            if folder_of(other, trainer) == own:
                 raise ValueError(
                     f"{type(other).__name__} saves into {own} too, and a start would go on from "
                     "its checkpoints; give it a folder of its own with dirpath="
@@ -99,8 +102,7 @@ class NewestCheckpoint(AsyncCheckpoint):
 
     def _save_at_last(self, trainer: pl.Trainer) -> None:
         """Save this step, and skip nothing, whatever ``on_busy`` says."""
-        if self._session is not None:
-            self._session.wait()
+        self._await_saves()
         self._save_now(trainer)
 
     def _save_for_good(self, trainer: pl.Trainer) -> None:
@@ -108,8 +110,21 @@ class NewestCheckpoint(AsyncCheckpoint):
         self._save_at_last(trainer)
         if self._session is not None:
             self._session.flush_removals()
-            self._session.drain()
+            self._await_saves()
             self._session.agree_on_failures()
+
+    def _await_saves(self) -> None:
+        """Return when all that this rank writes is durable."""
+        self._is_saved_within(None)
+
+    def _is_saved_within(self, seconds: float | None) -> bool:
+        """Wait for what this rank writes, for so long; whether all of it is durable."""
+        if self._session is not None:
+            try:
+                self._session.drain(seconds)
+            except TimeoutError:
+                return False
+        return True
 
 
 def _require_keywords(kwargs: dict[str, Any]) -> None:

@@ -14,9 +14,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-EXIT_RESTART = 75
-"""Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again."""
-
 
 class Preempted(SIGTERMException):
     """The training has stopped at a checkpoint of all ranks; ends the process with a code."""

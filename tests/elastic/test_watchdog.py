@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,11 +127,13 @@ def test_it_ends_a_process_once() -> None:
     assert len(watched.said) == 2
 
 
-def hang(way: str) -> Finished:
-    return run([sys.executable, HANGING, way], limit=40)
+@pytest.fixture(scope="module")
+def hang(quick_python: list[str]) -> Callable[[str], Finished]:
+    """Run a process that hangs in one way."""
+    return lambda way: run([*quick_python, HANGING, way], limit=40)
 
 
-def test_a_process_in_a_call_that_does_not_return() -> None:
+def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished]) -> None:
     finished = hang("step")
     assert finished.returncode == EXIT_STUCK == 76
     _, _, after = finished.output.partition("hangs\n")
@@ -141,14 +143,14 @@ def test_a_process_in_a_call_that_does_not_return() -> None:
     assert "in _watch" in after
 
 
-def test_a_process_whose_grace_period_is_over() -> None:
+def test_a_process_whose_grace_period_is_over(hang: Callable[[str], Finished]) -> None:
     finished = hang("told")
     assert finished.returncode == EXIT_STUCK
     assert "ends itself: SIGTERM, and the grace period is over\n" in finished.output
 
 
 @pytest.mark.parametrize("way", ["words fail", "words hang", "nobody reads", "stderr closed"])
-def test_whatever_it_cannot_say_it_ends(way: str) -> None:
+def test_whatever_it_cannot_say_it_ends(way: str, hang: Callable[[str], Finished]) -> None:
     finished = hang(way)
     assert finished.returncode == EXIT_STUCK
     assert "last words: no progress for 0.2 s\n" in finished.output

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 import signal
-import sys
+import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
 from processes import run
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.elastic.workers import ToldOnce, keep_workers
 
@@ -39,15 +39,17 @@ SCRIPT = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_outlive_the_first_signal(context: str, tmp_path: Path) -> None:
+def test_workers_outlive_the_first_signal(
+    context: str, tmp_path: Path, quick_python: list[str]
+) -> None:
     script = tmp_path / "script.py"  # spawned workers import it
     script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(SCRIPT, '    ')}")
-    done = run([sys.executable, script, "kept", context], limit=60).require_success()
+    done = run([*quick_python, script, "kept", context], limit=60).require_success()
     assert "all seen" in done.output
 
 
-def test_without_it_they_take_the_training_down() -> None:
-    done = run([sys.executable, "-c", SCRIPT, "as they are"], limit=60)
+def test_without_it_they_take_the_training_down(quick_python: list[str]) -> None:
+    done = run([*quick_python, "-c", SCRIPT, "as they are"], limit=60)
     assert done.returncode == 1
     assert "all seen" not in done.output
 
@@ -78,3 +80,23 @@ def test_a_loader_without_workers_stays_as_it_is() -> None:
     keep_workers(loader, [signal.SIGTERM])
     keep_workers([1, 2], [signal.SIGTERM])
     assert loader.worker_init_fn is None
+
+
+class Started(Dataset):
+    """The exit code of a program that a worker has started and ended, by how it was."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        program = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        getattr(program, "kill" if index else "terminate")()
+        program.communicate(timeout=60)  # its input ends, which ends it too
+        return program.returncode
+
+
+def test_programs_of_a_worker_end_as_documented() -> None:
+    loader = DataLoader(Started(), batch_size=None, num_workers=1)
+    assert list(loader) == [-signal.SIGTERM, -signal.SIGKILL]
+    keep_workers(loader, [signal.SIGTERM])
+    assert list(loader) == [0, -signal.SIGKILL]

@@ -34,6 +34,20 @@ def test_each_start_says_where_it_goes_on(tmp_path: Path, caplog: Any) -> None:
     assert said[2].endswith("4 samples redone (rank 0: Fault: on_after_backward at step 7)")
 
 
+def test_a_start_with_nothing_left_to_do_says_so(tmp_path: Path, caplog: Any) -> None:
+    fit(tmp_path, max_epochs=1)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, max_epochs=1)
+    said = [m for record in caplog.records if (m := record.getMessage()).startswith("elastic: ")]
+    assert said == [
+        "elastic: world 1 -> 1, resumed at sample 48 (epoch 1, step 12); global batch 4: 1 pass "
+        "on 1 rank; there is nothing left to do"
+    ]
+    journal = (tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in journal] == ["start", "end"]
+
+
 def test_the_journal_outlives_every_process(tmp_path: Path) -> None:
     fail_and_go_on(tmp_path)
     path = tmp_path / "ckpt" / "elastic" / "rank-0.jsonl"

@@ -46,7 +46,9 @@ def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, dict[str, Any]]]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
+) -> dict[str, tuple[Job, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("faults")
     in_backward, later = Fault("kill", "on_after_backward", 3, (0,)), "on_after_backward"
     jobs = {
@@ -96,7 +98,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, d
         ),
         "stock ddp without a fault": job("stock reference", folder, codec=None),
     }
-    results = run_jobs(list(jobs.values()), folder)
+    results = run_jobs(list(jobs.values()), folder, python=quick_python)
     return {name: (each, results[each.name]) for name, each in jobs.items()}
 
 

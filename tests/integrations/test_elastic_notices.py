@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from elastic_runs import FailAt, committed, fit, hash_of
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from processes import run
+from processes import Finished, run
 
 from lightning_dist.elastic.watchdog import EXIT_STUCK
 from lightning_dist.integrations.elastic_signals import Preempted, requeue
@@ -28,6 +28,25 @@ def stick():
     os.read(os.pipe()[0], 1)
 if what == "stuck":
     fit(folder, FailAt("on_after_backward", 7, stick), elastic={"grace_period": 2.0})
+elif what == "slow":
+    import threading
+    from lightning_dist.checkpoint.disk.writer import Writer
+    from lightning_dist.elastic.watchdog import Watchdog
+    beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.beat
+    def noted(self):
+        beats.append(1)
+        if len(beats) == 8:  # a quarter of hang_timeout each
+            enough.set()
+        beat(self)
+    def slow(self, *arguments):
+        enough.wait(60)
+        do(self, *arguments)
+    def hold():
+        beats.clear()
+        Writer.do, Watchdog.beat = slow, noted
+    trainer, _ = fit(folder, FailAt("on_train_end", 12, hold), max_epochs=1,
+                     elastic={"hang_timeout": 2.0})
+    print("all saved after", len(beats), "beats", enough.is_set())
 elif what == "hang":
     fit(folder, FailAt("on_after_backward", 7, lambda: os.read(os.pipe()[0], 1)),
         elastic={"hang_timeout": 3.0})
@@ -36,19 +55,26 @@ else:
 """
 
 
-def start(what: str, folder: Path, **environment: str):
-    here = str(Path(__file__).parent)
-    code = f"import sys; sys.path.insert(0, {here!r})\n{MAIN}"
-    return run([sys.executable, "-c", code, what, folder], limit=90, **environment)
+Start = Callable[..., Finished]
 
 
-def test_a_signal_ends_a_process_well(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def start(quick_python: list[str]) -> Start:
+    def start(what: str, folder: Path, **environment: str) -> Finished:
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path.insert(0, {here!r})\n{MAIN}"
+        return run([*quick_python, "-c", code, what, folder], limit=90, **environment)
+
+    return start
+
+
+def test_a_signal_ends_a_process_well(start: Start, tmp_path: Path) -> None:
     done = start("SIGTERM", tmp_path / "run").require_success()
     assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
     assert max(committed(tmp_path / "run" / "account")) == 8
 
 
-def test_slurm_is_asked_for_another_start(tmp_path: Path) -> None:
+def test_slurm_is_asked_for_another_start(start: Start, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -80,11 +106,19 @@ def test_a_job_that_is_cancelled_is_not_started_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "why"), [("stuck", "SIGTERM, and the grace period is over"), ("hang", "no progress")]
 )
-def test_a_process_that_cannot_stop_is_ended(what: str, why: str, tmp_path: Path) -> None:
+def test_a_process_that_cannot_stop_is_ended(
+    what: str, why: str, start: Start, tmp_path: Path
+) -> None:
     done = start(what, tmp_path / "run")
     assert done.returncode == EXIT_STUCK
     assert f"this process ends itself: {why}" in done.output
     assert "in fail" in done.output, "where it hung"
+
+
+def test_the_last_checkpoint_may_take_longer_than_a_batch(start: Start, tmp_path: Path) -> None:
+    done = start("slow", tmp_path / "run").require_success()
+    assert "beats True" in done.output
+    assert list((tmp_path / "run" / "ckpt").glob("*step=12.ckpt"))
 
 
 def test_a_notice_of_the_cloud(tmp_path: Path) -> None:

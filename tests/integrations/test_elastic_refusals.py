@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from elastic_runs import FailAt, Fault, Net, Numbered, fit, make_loader
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 
 from lightning_dist import AsyncCheckpoint, ElasticRestart
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -72,7 +72,7 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
     broken_off(tmp_path)
     other = Net()
     other.extra = other.net[0]
-    with pytest.raises(ValueError, match="is a checkpoint of another model"):
+    with pytest.raises(ValueError, match=r"is a checkpoint of another model.*Give another folder"):
         fit(tmp_path, module=other)
 
 
@@ -91,6 +91,21 @@ def test_a_folder_of_another_callback(tmp_path: Path) -> None:
     trainer.fit(Net(), make_loader())
     with pytest.raises(ValueError, match=r"was not saved under ElasticRestart.*folder of its own"):
         fit(tmp_path)
+
+
+def test_a_folder_that_another_callback_saves_into(tmp_path: Path) -> None:
+    beside = AsyncCheckpoint(tmp_path / "ckpt", save_last=True)
+    with pytest.raises(ValueError, match=r"AsyncCheckpoint saves into .*ckpt too.*dirpath="):
+        fit(tmp_path, beside)
+
+
+def test_a_checkpoint_at_an_exception_may_be_beside(tmp_path: Path) -> None:
+    beside = OnExceptionCheckpoint(tmp_path / "failed")
+    with pytest.raises(Fault):
+        fit(tmp_path, beside, FailAt("on_after_backward", 3))
+    assert (tmp_path / "failed" / "on_exception.ckpt").exists()
+    trainer, _ = fit(tmp_path, beside)
+    assert trainer.global_step == 36
 
 
 def test_no_whole_checkpoint_is_left(tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""Which run a process is a part of, over all restarts, and what they have cost it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.elastic.journal import FINISHED, Journal, Progress, Summary, summarize
+from lightning_dist.elastic.layout import Layout
+from lightning_dist.elastic.state import ElasticState
+
+
+class Account:
+    """What one process knows of the run that it is a part of, and writes down for the next."""
+
+    def __init__(self) -> None:
+        self._journal = Journal(None, rank=0)
+        self._before: Progress | None = None
+        self._to_catch_up: int | None = None
+        self._given_seed: int | None = None
+        self._is_first = True
+        self.run_id = ""
+        self.seed = 0
+        self.first: Layout | None = None
+        """The layout that the run began with, if it began before this process."""
+
+    def look(self, folder: str, *, rank: int) -> None:
+        """Read what earlier processes have left in ``folder``; draw a name if there is nothing."""
+        self._open_journal(folder, rank=rank)
+        self.run_id = self._last_start().get("run_id") or secrets.token_hex(6)
+
+    def open(
+        self,
+        folder: str,
+        *,
+        rank: int,
+        seed: int | None,
+        broadcast: Callable[[Any], Any],
+        all_agree: Callable[[bool], bool],
+    ) -> None:
+        """Agree on which run this is. Collective.
+
+        Args:
+            seed: of the order of the samples; None: that of the run.
+            broadcast: returns what rank 0 gives.
+            all_agree: whether all ranks give True.
+
+        Raises:
+            ValueError: not all ranks see the folder.
+        """
+        self._open_journal(folder, rank=rank)
+        said: tuple[str, int, dict[str, Any] | None] = (self.run_id, 0, None)
+        if self._is_first:
+            start = self._last_start()
+            self._before = self._journal.last_progress()
+            run_id = self.run_id or start.get("run_id") or secrets.token_hex(6)
+            begun = None if self._before is None else start.get("first")  # if it did any step
+            said = run_id, _seed(seed, start.get("seed")), begun
+        self.run_id, self.seed, first = broadcast(said)
+        self.first = None if first is None else Layout(**first)
+        self._given_seed = seed
+        self._require_shared(folder, broadcast=broadcast, all_agree=all_agree)
+
+    def _require_shared(
+        self,
+        folder: str,
+        *,
+        broadcast: Callable[[Any], Any],
+        all_agree: Callable[[bool], bool],
+    ) -> None:
+        """Find out now, and not when another host has to go on, that it could not."""
+        if not self._journal.is_kept:
+            return
+        name = broadcast(self._journal.leave_token() if self._is_first else "")
+        if not all_agree(not name or self._journal.has_token(name)):
+            raise ValueError(
+                f"some ranks do not see rank 0's {folder}, so they could not go on from its "
+                "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
+            )
+
+    def _open_journal(self, folder: str, *, rank: int) -> None:
+        storage, inside = storage_of(folder)
+        local = inside if isinstance(storage, LocalStorage) else None
+        self._journal = Journal(local, rank=rank)
+        self._is_first = rank == 0
+
+    def _last_start(self) -> dict[str, Any]:
+        starts = [each for each in self._journal.read() if each["event"] == "start"]
+        return starts[-1] if starts else {}
+
+    def resume(self, state: ElasticState | None, *, is_own: bool) -> None:
+        """Be the run that a checkpoint belongs to.
+
+        Args:
+            is_own: it was in the folder of this run; or else another run begins with it.
+
+        Raises:
+            ValueError: the checkpoint's order of samples has another seed than the user wants.
+        """
+        if state is None:
+            return
+        if self._given_seed not in (None, state.seed):
+            raise ValueError(
+                f"seed={self._given_seed} could not take effect: the epochs of the checkpoint are "
+                f"in the order of seed {state.seed}; give that one, or none"
+            )
+        self.seed = state.seed
+        if is_own:
+            self.run_id = state.run_id
+
+    def start(self, state: ElasticState | None, *, first: Layout, world_size: int) -> None:
+        """Write down where training goes on."""
+        if not self._is_first:
+            return
+        samples = 0 if state is None else state.total_samples
+        before = self._before
+        redone = None if before is None else max(before.samples - samples, 0)
+        self._to_catch_up = None if before is None else before.samples
+        self._journal.write(
+            "start",
+            run_id=self.run_id,
+            seed=self.seed,
+            first=asdict(first),
+            world_size=world_size,
+            samples=samples,
+            redone=redone,
+        )
+
+    def step(self, samples: int) -> bool:
+        """An optimizer step is done, of all ranks; ``samples`` so far.
+
+        Returns whether the run has now caught up with what it had done before the restart.
+        """
+        if not self._is_first:
+            return False
+        caught_up = self._to_catch_up is not None and samples > self._to_catch_up
+        if caught_up:
+            assert self._before is not None
+            seconds = time.time() - self._before.time
+            self._to_catch_up = None
+            self._journal.write("caught_up", run_id=self.run_id, seconds=seconds)
+        if self._to_catch_up is None:  # or else a second fault would hide what the first one cost
+            self._journal.progress(samples)
+        return caught_up
+
+    @property
+    def summary(self) -> Summary:
+        """What restarts have cost this run so far; on rank 0."""
+        return summarize(self._journal.read(), run_id=self.run_id)
+
+    def complete(self) -> None:
+        """The training has ended as it should."""
+        self.end(FINISHED)
+
+    def end(self, reason: str, *, is_echo: bool = False) -> None:
+        """This process ends; ``is_echo``: because another one did."""
+        self._journal.write("end", reason=reason, kind="echo" if is_echo else "own")
+
+    def close(self) -> None:
+        """The training is over."""
+        self._journal.close()
+        self._before = self._to_catch_up = None
+
+
+def _seed(given: int | None, before: int | None) -> int:
+    if given is not None:
+        return given
+    if before is not None:
+        return before
+    everywhere = os.environ.get("PL_GLOBAL_SEED")  # of seed_everything
+    return secrets.randbits(32) if everywhere is None else int(everywhere)
+
+
+def metrics_of(summary: Summary, *, world_size: int) -> dict[str, float]:
+    """What loggers are told."""
+    return {
+        "elastic/restarts": float(summary.restarts),
+        "elastic/seconds_lost": summary.seconds_lost,
+        "elastic/samples_redone": float(summary.samples_redone),
+        "elastic/world_size": float(world_size),
+    }
+
+
+def start_line(state: ElasticState | None, now: Layout | None, *, world_size: int) -> str:
+    """Where training goes on, for the user.
+
+    Args:
+        now: the layout; None where samples are not counted.
+    """
+    if state is None:
+        start = f"elastic: world {world_size}, fresh start"
+    else:
+        start = (
+            f"elastic: world {state.layout.world_size} -> {world_size}, resumed at sample "
+            f"{state.total_samples:,} (epoch {state.position.epoch}, step {state.total_steps})"
+        )
+    if now is None:
+        return start
+    rest = now.global_batch % (now.world_size * now.accumulate)
+    uneven = ", not all of them equal" if rest else ""
+    passes, ranks = _counted(now.accumulate, "pass"), _counted(now.world_size, "rank")
+    return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
+
+
+def cost_line(summary: Summary) -> str:
+    """What restarts have cost, for the user."""
+    restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
+    return (
+        f"elastic: {restarts}, {summary.seconds_lost:.1f} s lost, "
+        f"{summary.samples_redone} samples redone ({causes})"
+    )
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number} {what}{plural}"

@@ -1,0 +1,163 @@
+"""How a process of a run ends: notices, bounds on hanging, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.settings import EndSettings
+from lightning_dist.elastic.watchdog import Watchdog
+
+EXIT_RESTART = 75
+"""Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again."""
+
+_LAST_SECONDS = 20.0
+"""How long a process may take to end when its peers are gone, or all is saved."""
+_ROUND = 10.0
+
+
+class TakesNote(Protocol):
+    """What is told of the end of a process."""
+
+    def end(self, reason: str, *, is_echo: bool = False) -> None:
+        """It ends; ``is_echo``: because another one did."""
+
+
+class Life:
+    """The life of one process, from its set-up to its end.
+
+    Args:
+        settings: when it ends by itself.
+        account: takes note of why.
+    """
+
+    def __init__(self, settings: EndSettings, account: TakesNote) -> None:
+        self._settings = settings
+        self._notes = account
+        self._notices: Notices | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why this process has been told to end; empty if it has not."""
+        return "" if self._notices is None else self._notices.reason
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this process has been told to end."""
+        return bool(self.reason)
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that a rank may wait for something before it has to show that it answers."""
+        limit = self._settings.hang_timeout
+        return _ROUND if limit is None else min(_ROUND, limit / 4)
+
+    def open(self) -> None:
+        """Begin to watch for progress."""
+        self._watchdog = Watchdog(self._settings.hang_timeout, last_words=self._last_words)
+        self._watchdog.start()
+
+    def note(
+        self,
+        signals: Iterable[signal.Signals],
+        *,
+        asks: bool,
+        on_told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to note signals.
+
+        Args:
+            asks: whether this process asks ``preempted``; one of a host does.
+            on_told: called from a thread at the first notice.
+        """
+        self.beat()
+        watchdog = self._watchdog
+
+        def on_notice(reason: str) -> None:
+            assert watchdog is not None
+            watchdog.end_within(
+                self._settings.grace_period, f"{reason}, and the grace period is over"
+            )
+            on_told()
+
+        self._notices = Notices(
+            signals,
+            preempted=self._settings.preempted if asks else None,
+            poll_s=self._settings.poll_s,
+            on_notice=on_notice,
+        )
+        self._notices.start()
+
+    def beat(self) -> None:
+        """A batch, or a stage of the start, is done."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
+
+    def finish(self) -> None:
+        """The training has ended as it should: no batch is to be expected any more."""
+        if self._watchdog is not None:
+            self._watchdog.rest()
+
+    def stop(self) -> int:
+        """All ranks have saved, because some were told to end: this process's exit code."""
+        told = self.reason
+        self._notes.end(told or "told by others", is_echo=not told)
+        return EXIT_RESTART if Launch.from_env().is_elastic and not told else 0
+
+    def leave(self) -> None:
+        """After :meth:`stop`: nothing is left to do but to end."""
+        if Launch.from_env().is_elastic:
+            self._be_gone_soon("after the last checkpoint")
+        elif self._watchdog is not None:
+            self._watchdog.stop()
+
+    def fail(self, exception: BaseException) -> None:
+        """The training ends with an exception; others may have had it first."""
+        text = str(exception).strip().split("\n")[0][:200]
+        is_echo = _is_of_a_peer(exception)
+        self._notes.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
+        if is_echo and Launch.from_env().is_elastic:
+            self.finish()
+            self._be_gone_soon(f"after {type(exception).__name__}")
+        else:
+            self.close()
+
+    def _be_gone_soon(self, why: str) -> None:
+        """Leaving a group whose ranks are gone may hang, and the launcher waits for the exit."""
+        if self._watchdog is not None:
+            self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
+
+    def _last_words(self, why: str) -> None:
+        self._notes.end(why, is_echo=not why.startswith("no progress"))
+
+    def end_listening(self) -> None:
+        """Note no more signals."""
+        if self._notices is not None:
+            self._notices.stop()
+            self._notices = None
+
+    def close(self) -> None:
+        """The training is over."""
+        self.end_listening()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+
+def told_by(reasons: list[str]) -> str:
+    """Which ranks were told to end, and why: ``"rank 1: SIGTERM"``."""
+    return ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+
+
+def _is_of_a_peer(exception: BaseException) -> bool:
+    """Whether an exception says that another rank is gone; torch's are all RuntimeErrors."""
+    text = str(exception).lower()
+    signs = (
+        *("gloo", "nccl", "processgroup", "connection closed", "connection reset"),
+        "killed by signal: terminated",  # a worker of a loader, by the launcher
+    )
+    return isinstance(exception, RuntimeError) and any(sign in text for sign in signs)

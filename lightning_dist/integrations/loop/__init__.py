@@ -1,0 +1,1 @@
+"""Elastic restart for a loop of the user's own: `lightning_dist.ElasticLoop`."""

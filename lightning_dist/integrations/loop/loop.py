@@ -1,0 +1,269 @@
+"""``ElasticLoop``: elastic restart for Accelerate, Fabric and plain DDP."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.journal import Summary
+from lightning_dist.elastic.layout import BatchPolicy
+from lightning_dist.elastic.plan import Pass
+from lightning_dist.elastic.settings import EndSettings
+from lightning_dist.elastic.state import ElasticState
+from lightning_dist.integrations.loop.run import LoopRun
+from lightning_dist.integrations.loop.settings import LoopSettings
+
+
+class ElasticLoop:
+    """Saves, and goes on by itself from the newest whole checkpoint, in a loop of your own.
+
+    What :class:`~lightning_dist.ElasticRestart` is for a Trainer, for Accelerate, Fabric and plain
+    DDP::
+
+        state = {"model": model, "optimizer": optimizer}
+        with ElasticLoop("ckpts/", loader=loader, state=state, every_n_steps=50) as loop:
+            for epoch in loop.epochs(3):
+                for x, y in loop.batches():
+                    loss = criterion(model(x), y)
+                    loop.weighted(loss).backward()  # or accelerator.backward(...), fabric.backward
+                    if loop.ends_step:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        loop.step_ended()
+
+    Every rank makes one. Entering it is collective, and loads; leave it by an exception or at the
+    end only. Gradients are exchanged in the last pass of a step: no ``no_sync`` is needed.
+
+    Args:
+        dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
+        loader: as for one process: not from ``accelerator.prepare``, nor ``setup_dataloaders``.
+        state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
+            optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
+            compressed models go with them.
+        every_n_steps: optimizer steps between two checkpoints. None: at the end of epochs only.
+        every_n_epochs: epochs between two checkpoints at the end of an epoch; 0: never.
+        keep: how many of the newest stay; a damaged one is passed over for the one before.
+        batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
+        accumulate: passes per optimizer step of the first start.
+        device: where batches are moved to. None: they stay where the loader makes them.
+        seed: of the order of the samples; None: a random one that the run keeps.
+        signals: that end the training at a checkpoint of all ranks.
+        preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
+            is about to go.
+        poll_s: seconds.
+        grace_period: seconds from a signal to the forced end of the process (exit code 76).
+        hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
+            What you do between epochs counts, call :meth:`beat` there if it is longer. None: never.
+        checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
+            written in the background.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        *,
+        loader: Any,
+        state: Mapping[str, Any],
+        every_n_steps: int | None = None,
+        every_n_epochs: int = 1,
+        keep: int = 2,
+        batch_policy: BatchPolicy = "constant_global",
+        accumulate: int = 1,
+        device: Any = None,
+        seed: int | None = None,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        preempted: Callable[[], bool] | None = None,
+        poll_s: float = 5.0,
+        grace_period: float = 25.0,
+        hang_timeout: float | None = 600.0,
+        checkpoint: CheckpointSettings | None = None,
+    ) -> None:
+        self._settings = LoopSettings(
+            dirpath,
+            every_n_steps=every_n_steps,
+            every_n_epochs=every_n_epochs,
+            keep=keep,
+            batch_policy=batch_policy,
+            accumulate=accumulate,
+            device=device,
+            seed=seed,
+            signals=tuple(signals),
+        )
+        self._loader, self._given = loader, state
+        ending = EndSettings(preempted, poll_s, grace_period, hang_timeout)
+        saving = checkpoint or CheckpointSettings(snapshot="blocking")
+        self._run = LoopRun(self._settings, ending=ending, saving=saving)
+        self._in_epoch = False
+        self._this: Pass | None = None
+        self._index = -1  # of this pass in its epoch
+        self._is_weighted = self._has_stepped = False
+
+    def __enter__(self) -> ElasticLoop:
+        run = self._run
+        if run.is_open or run.is_complete:
+            raise ValueError("an ElasticLoop is entered once; make a new one")
+        try:
+            run.meet()
+            run.open(self._loader, self._given)
+        except BaseException as error:
+            run.close(error)
+            raise
+        return self
+
+    @property
+    def resumed(self) -> ElasticState | None:
+        """What the checkpoint said that this start goes on from; None for a fresh start."""
+        return self._run.progress.resumed
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far, of all starts."""
+        return self._run.progress.steps
+
+    @property
+    def this_pass(self) -> Pass | None:
+        """Which samples this rank is computing, and their weight; None outside of an epoch."""
+        return self._this
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the optimizer has to step after this pass."""
+        return self._this is not None and self._this.ends_step
+
+    @property
+    def summary(self) -> Summary:
+        """What restarts have cost this run so far; on rank 0."""
+        return self._run.account.summary
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost; on rank 0."""
+        return self._run.metrics
+
+    def beat(self) -> None:
+        """There is progress, outside of batches too; see ``hang_timeout``."""
+        self._run.life.beat()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs of the training that are left, of ``count``."""
+        if not self._run.is_open:
+            raise ValueError("epochs() is for the inside of `with ElasticLoop(...) as loop:`")
+        if not self._run.begin(epochs=count):
+            return
+        for epoch in range(self._run.progress.position.epoch, count):
+            self._begin_epoch(epoch)
+            yield epoch
+            self._end_epoch(epoch)
+        self._run.complete()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._run.data.set_epoch(epoch)
+        self._in_epoch = True
+        self._run.life.beat()
+        if self._run.data.begin.samples == 0:
+            self._run.progress.restore_rng()
+
+    def _end_epoch(self, epoch: int) -> None:
+        if self._in_epoch:
+            raise ValueError(
+                f"epoch {epoch} has batches left, which the next one would leave out; to end the "
+                "training early leave epochs() too, with break, return or an exception"
+            )
+        self._run.progress.end_epoch(epoch)
+        if self._settings.is_due_after_epoch(epoch, steps=self._run.progress.steps):
+            self._run.save()
+        self._run.stop_if_told()
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's batches of the epoch that are left.
+
+        Raises:
+            ValueError: a loss was not :meth:`weighted`, or a step not told of, in the pass before.
+        """
+        if not self._in_epoch:
+            raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
+        plan, device = self._run.data.plan(), self._settings.device
+        self._run.progress.restore_rng()
+        for index, batch in enumerate(self._run.data.batches, start=plan.first_pass):
+            self._this = plan.pass_at(index)
+            self._is_weighted = self._has_stepped = False
+            self._index = index
+            with self._run.objects.exchanging(self._this.ends_step):
+                yield batch if device is None else move_data_to_device(batch, device)
+            self._require_told()
+            self._run.life.beat()
+        self._this, self._in_epoch = None, False
+
+    def _require_told(self) -> None:
+        if not self._is_weighted:
+            raise ValueError(
+                "a pass ended whose loss was not weighted, so on another number of ranks the "
+                "gradients would be wrong; use loop.weighted(loss).backward()"
+            )
+        if self.ends_step and not self._has_stepped:
+            raise ValueError(
+                "a step ended without loop.step_ended(), so it would not be in a checkpoint; call "
+                "it after the optimizer's step(), where loop.ends_step"
+            )
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """What to call ``backward`` on: ``loss``, a mean over the batch, by its share of the step.
+
+        With it the gradient of a step is the mean over its samples, however many passes and ranks
+        there are.
+        """
+        if self._this is None:
+            raise ValueError("weighted() is for the loss of a batch of batches()")
+        self._is_weighted = True
+        weight = self._this.weight / self._run.data.layout.accumulate
+        return loss if weight == 1.0 else loss * weight
+
+    def step_ended(self) -> None:
+        """The optimizer has stepped. Collective: saves if it is due, and ends if a rank was told.
+
+        Raises:
+            ValueError: the optimizer should not have stepped after this pass.
+            CheckpointError: an earlier save has failed, on all ranks.
+            SystemExit: a rank was told to end, and everything is saved.
+        """
+        if not self.ends_step or self._has_stepped:
+            raise ValueError(
+                "step_ended() is for the last pass of a step, once; ask loop.ends_step before the "
+                "optimizer steps"
+            )
+        plan, done = self._run.data.plan(), self._index + 1
+        self._has_stepped = True
+        self._run.progress.step(plan.after(done))
+        self._run.life.beat()
+        self._run.account.step(self._run.progress.samples)
+        if done < len(plan):  # or else a checkpoint waits for what the user does after the epoch
+            if self._settings.is_due_after_step(self._run.progress.steps):
+                self._run.save()
+            self._run.stop_if_told()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None and not self._run.is_complete:
+                self._run.complete()  # the user has left the loop early
+        except BaseException as second:
+            error = second
+            raise
+        finally:
+            self._this = None
+            self._run.close(error)

@@ -1,0 +1,149 @@
+"""What is saved of a loop: the user's objects, and the residuals of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dist.elastic.state import KEY, ElasticState
+from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.reducer.reducer import Reducer
+
+
+class Objects:
+    """Models, optimizers, schedulers and whatever else has a state, by the names in a checkpoint.
+
+    Models and optimizers may be as Accelerate or Fabric return them. A model's names in a
+    checkpoint are those of the module inside, so that another number of ranks can load it.
+
+    Args:
+        given: by name.
+        world_size: ranks.
+
+    Raises:
+        ValueError: something has no state, a model is not in DDP, or Accelerate counts steps.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *, world_size: int) -> None:
+        self._given = dict(given)
+        for name, each in self._given.items():
+            _require_state(name, each)
+            _require_plain_counting(name, each)
+        modules = [each for each in self._given.values() if isinstance(each, nn.Module)]
+        if not modules:
+            raise ValueError(
+                "state= has no model, so nothing could go on; give "
+                'state={"model": model, "optimizer": optimizer}'
+            )
+        self._wrapped = [ddp for each in modules if (ddp := _ddp_in(each)) is not None]
+        if world_size > 1 and not self._wrapped:
+            raise ValueError(
+                f"no model in state= is in DistributedDataParallel, so {world_size} ranks would "
+                "train apart; give the one that prepare(), fabric.setup() or DDP returned"
+            )
+        self.device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Torch's own."""
+        inner = map(_without_wrapper, self._given.values())
+        return [each for each in inner if isinstance(each, Optimizer)]
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """Whatever has learning rates and is no optimizer."""
+        return [each for each in self._given.values() if hasattr(each, "get_last_lr")]
+
+    @property
+    def _reducers(self) -> list[Reducer]:
+        found = (reducer_of(ddp.module) for ddp in self._wrapped)
+        return [reducer for reducer in found if reducer is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective; residuals are on rank 0 only."""
+        return {
+            "objects": {name: _inside(each).state_dict() for name, each in self._given.items()},
+            "reducers": [reducer.state_dict() for reducer in self._reducers],
+        }
+
+    def take_up(self, checkpoint: Any, *, path: str) -> ElasticState:
+        """Load a checkpoint, on all ranks; where it was taken.
+
+        Raises:
+            ValueError: somebody else saved it, or it has other objects; nothing was loaded.
+        """
+        if not isinstance(checkpoint, dict) or not {KEY, "objects"} <= checkpoint.keys():
+            raise ValueError(
+                f"{path} was not saved by an ElasticLoop; give ElasticLoop a folder of its own"
+            )
+        place = ElasticState.from_dict(checkpoint[KEY], path=path)
+        saved = checkpoint["objects"]
+        if saved.keys() != self._given.keys():
+            raise ValueError(
+                f"{path} holds {', '.join(saved)}, and state= has {', '.join(self._given)}; give "
+                "the same names, or another folder"
+            )
+        for name, each in self._given.items():
+            _inside(each).load_state_dict(saved[name])
+        owed = checkpoint["reducers"]
+        for index, reducer in enumerate(self._reducers):
+            reducer.load_state_dict(owed[index] if index < len(owed) else None)
+        return place
+
+    @contextmanager
+    def exchanging(self, exchange: bool) -> Iterator[None]:
+        """Whether passes inside exchange gradients, or leave them for a later one."""
+        with ExitStack() as stack:
+            for ddp in () if exchange else self._wrapped:
+                stack.enter_context(ddp.no_sync())
+            yield
+
+
+def _ddp_in(module: nn.Module) -> DistributedDataParallel | None:
+    for each in module.modules():
+        if isinstance(each, DistributedDataParallel):
+            return each
+    return None
+
+
+def _inside(each: Any) -> Any:
+    wrapped = _ddp_in(each) if isinstance(each, nn.Module) else None
+    return each if wrapped is None else wrapped.module
+
+
+def _without_wrapper(each: Any) -> Any:
+    """Accelerate's and Fabric's optimizers have torch's in them."""
+    if isinstance(each, nn.Module) or hasattr(each, "get_last_lr"):
+        return each
+    inner = getattr(each, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else each
+
+
+def _require_state(name: str, each: Any) -> None:
+    if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+        raise ValueError(
+            f"state[{name!r}] has no state_dict() and load_state_dict(), so it could not be saved: "
+            f"{type(each).__name__}; give them to it, or leave it out"
+        )
+
+
+def _require_plain_counting(name: str, each: Any) -> None:
+    """What Accelerate does itself with passes and steps, by the number of ranks of this start."""
+    passes = getattr(getattr(each, "gradient_state", None), "num_steps", 1)
+    if passes != 1:
+        raise ValueError(
+            f"ElasticLoop decides how many passes a step takes, so gradient_accumulation_steps="
+            f"{passes} of the Accelerator would divide losses once more; leave it out, and give "
+            f"accumulate={passes} to ElasticLoop"
+        )
+    if getattr(each, "step_with_optimizer", False) and not getattr(each, "split_batches", True):
+        raise ValueError(
+            f"state[{name!r}] is a scheduler that Accelerate steps once for every rank, so it "
+            "would run at another speed on another number of ranks; do not prepare() it"
+        )

@@ -1,0 +1,168 @@
+"""Learning rates that grow with the global batch, whatever schedules them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+from lightning_dist.elastic.rates import scale_learning_rates
+
+STEPS = 24
+Make = Callable[[torch.optim.Optimizer, float], Any]
+
+
+def _lambda(optimizer: torch.optim.Optimizer, factor: float) -> Any:
+    return schedulers.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1 / (1 + step)])
+
+
+def _sequence(optimizer: torch.optim.Optimizer, factor: float) -> Any:
+    parts = [
+        schedulers.LinearLR(optimizer, start_factor=0.1, total_iters=5),
+        schedulers.CosineAnnealingLR(optimizer, T_max=9, eta_min=0.001 * factor),
+        schedulers.ExponentialLR(optimizer, 0.8),
+    ]
+    return schedulers.SequentialLR(optimizer, parts, milestones=[5, 14])
+
+
+def _chain(optimizer: torch.optim.Optimizer, factor: float) -> Any:
+    parts = [
+        schedulers.ConstantLR(optimizer, factor=0.1, total_iters=6),
+        schedulers.ExponentialLR(optimizer, 0.9),
+    ]
+    return schedulers.ChainedScheduler(parts, optimizer)
+
+
+def _plateau(optimizer: torch.optim.Optimizer, factor: float) -> Any:
+    return schedulers.ReduceLROnPlateau(optimizer, patience=1, factor=0.5, min_lr=0.01 * factor)
+
+
+MAKES: dict[str, Make] = {
+    "StepLR": lambda o, f: schedulers.StepLR(o, 4, gamma=0.5),
+    "MultiStepLR": lambda o, f: schedulers.MultiStepLR(o, [3, 9], gamma=0.5),
+    "LambdaLR": _lambda,
+    "MultiplicativeLR": lambda o, f: schedulers.MultiplicativeLR(o, lambda step: 0.95),
+    "CosineAnnealingLR": lambda o, f: schedulers.CosineAnnealingLR(o, 10, eta_min=0.01 * f),
+    "CosineAnnealingWarmRestarts": lambda o, f: schedulers.CosineAnnealingWarmRestarts(
+        o, 5, 2, eta_min=0.01 * f
+    ),
+    "OneCycleLR": lambda o, f: schedulers.OneCycleLR(
+        o, max_lr=[0.4 * f, 0.04 * f], total_steps=STEPS + 1, three_phase=True
+    ),
+    "CyclicLR": lambda o, f: schedulers.CyclicLR(
+        o, base_lr=0.1 * f, max_lr=0.3 * f, step_size_up=4, cycle_momentum=False
+    ),
+    "LinearLR": lambda o, f: schedulers.LinearLR(o, start_factor=0.1, total_iters=8),
+    "PolynomialLR": lambda o, f: schedulers.PolynomialLR(o, total_iters=12, power=2),
+    "SequentialLR": _sequence,
+    "ChainedScheduler": _chain,
+    "ReduceLROnPlateau": _plateau,
+}
+
+
+class Training:
+    """An optimizer with two groups and a scheduler, stepped with a metric that never improves."""
+
+    def __init__(self, make: Make, factor: float = 1.0, *, tensors: bool = False) -> None:
+        weights = nn.Linear(2, 2)
+
+        def lr(value: float) -> Any:
+            return torch.tensor(value * factor) if tensors else value * factor
+
+        groups = [
+            {"params": [weights.weight], "lr": lr(0.2)},
+            {"params": [weights.bias], "lr": lr(0.02)},
+        ]
+        self.optimizer = torch.optim.SGD(groups, lr=lr(0.2), momentum=0.9)
+        self.scheduler = make(self.optimizer, factor)
+
+    def step(self, times: int) -> list[list[float]]:
+        """The learning rates after each of them."""
+        is_plateau = isinstance(self.scheduler, schedulers.ReduceLROnPlateau)
+        rates = []
+        for _ in range(times):
+            self.optimizer.step()
+            self.scheduler.step(*([1.0] if is_plateau else []))
+            rates.append(self.rates)
+        return rates
+
+    @property
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def scale(self, factor: float) -> None:
+        scale_learning_rates([self.optimizer], [self.scheduler], factor=factor)
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("before", [0, 1, 5, 7, 14, 20])
+@pytest.mark.parametrize("factor", [0.75, 2.0])
+def test_they_go_on_as_if_built_with_the_scaled_rate(name: str, before: int, factor: float) -> None:
+    training, reference = Training(MAKES[name]), Training(MAKES[name], factor)
+    training.step(before)
+    reference.step(before)
+    training.scale(factor)
+    assert training.rates == pytest.approx(reference.rates, rel=1e-9)
+    assert training.scheduler.get_last_lr() == pytest.approx(training.rates)
+    for got, expected in zip(
+        training.step(STEPS - before), reference.step(STEPS - before), strict=True
+    ):
+        assert got == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_the_other_way_round_it_is_as_before(name: str) -> None:
+    training, reference = Training(MAKES[name]), Training(MAKES[name])
+    for factor in (4.0, 0.5, 0.5):
+        training.scale(factor)
+    for got, expected in zip(training.step(STEPS), reference.step(STEPS), strict=True):
+        assert got == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau"])
+def test_after_a_checkpoint(name: str) -> None:
+    """As in a restart: the scheduler is loaded into one that the script has built anew."""
+    saved, reference = Training(MAKES[name]), Training(MAKES[name], 2.0)
+    saved.step(6)
+    reference.step(6)
+    training = Training(MAKES[name])
+    training.optimizer.load_state_dict(saved.optimizer.state_dict())
+    training.scheduler.load_state_dict(saved.scheduler.state_dict())
+    training.scale(2.0)
+    for got, expected in zip(training.step(9), reference.step(9), strict=True):
+        assert got == pytest.approx(expected, rel=1e-9)
+    assert saved.rates != training.rates, "what was saved is left alone"
+
+
+def test_rates_that_are_tensors() -> None:
+    make = MAKES["StepLR"]
+    training, reference = Training(make, tensors=True), Training(make, 2.0)
+    training.step(3)
+    reference.step(3)
+    training.scale(2.0)
+    assert training.rates == pytest.approx(reference.rates)
+    for got, expected in zip(training.step(9), reference.step(9), strict=True):
+        assert got == pytest.approx(expected)
+
+
+@given(st.floats(0.01, 100))
+def test_without_a_scheduler(factor: float) -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.3, betas=(0.8, 0.9))
+    scale_learning_rates([optimizer], [], factor=factor)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.3 * factor
+    assert group["betas"] == (0.8, 0.9)
+    assert group["weight_decay"] == 0
+
+
+def test_a_factor_of_one_changes_nothing() -> None:
+    training = Training(MAKES["CosineAnnealingLR"])
+    before = training.optimizer.param_groups[0]["lr"], training.scheduler.state_dict()
+    training.scale(1.0)
+    assert (training.optimizer.param_groups[0]["lr"], training.scheduler.state_dict()) == before

@@ -1,0 +1,129 @@
+"""The training of `elastic_runs`, in loops of the user's own: plain DDP, Accelerate, Fabric."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from elastic_runs import _ATTEMPT, Numbered, hash_of, make_loader
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist import ElasticLoop, compress_ddp, init_process_group
+
+WIDTH = 4
+Strike = Callable[[str, int], None]
+"""What may happen at a place and step of the loop."""
+
+
+def net(*, noisy: bool = True) -> nn.Module:
+    torch.manual_seed(1)
+    drop = nn.Dropout(0.2 if noisy else 0.0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), drop, nn.Tanh(), nn.Linear(8, WIDTH))
+
+
+def _plain(model: nn.Module, optimizer: Any, codec: str | None) -> Any:
+    if "RANK" not in os.environ:
+        return model, optimizer, lambda loss: loss.backward()
+    init_process_group("gloo")
+    model = DistributedDataParallel(model)
+    _compress(model, codec)
+    return model, optimizer, lambda loss: loss.backward()
+
+
+def _accelerate(model: nn.Module, optimizer: Any, codec: str | None) -> Any:
+    from accelerate import Accelerator
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if "RANK" in os.environ:
+        init_process_group("gloo")
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    _compress(model, codec)
+    return model, optimizer, accelerator.backward
+
+
+def _fabric(model: nn.Module, optimizer: Any, codec: str | None) -> Any:
+    from lightning.fabric import Fabric
+
+    from lightning_dist.fabric import CompressedDDPStrategy
+
+    strategy = CompressedDDPStrategy(codec or "none", min_compress_numel=0)
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=1)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    return model, optimizer, fabric.backward
+
+
+def _compress(model: nn.Module, codec: str | None) -> None:
+    if codec is not None and isinstance(model, DistributedDataParallel):
+        compress_ddp(model, codec, min_compress_numel=0, compile_kernels=False)
+
+
+FRAMEWORKS = {"plain": _plain, "accelerate": _accelerate, "fabric": _fabric}
+
+
+def train(
+    folder: Path,
+    framework: str,
+    *,
+    codec: str | None = "int8",
+    strike: Strike = lambda place, step: None,
+    noisy: bool = True,
+    epochs: int = 3,
+    loader: Mapping[str, Any] | None = None,
+    elastic: Mapping[str, Any] | None = None,
+) -> tuple[str, int]:
+    """Hash of the weights and number of steps at the end."""
+    module = net(noisy=noisy)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
+    model, optimizer, backward = FRAMEWORKS[framework](module, optimizer, codec)
+    torch.manual_seed(2), random.seed(2), np.random.seed(2)
+    ids: list[int] = []
+    settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
+    with ElasticLoop(
+        folder / "ckpt",
+        loader=make_loader(Numbered(noisy=noisy), **(loader or {})),
+        state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+        **settings,
+    ) as loop:
+        for epoch in loop.epochs(epochs):
+            for numbers, x in loop.batches():
+                loss = nn.functional.mse_loss(model(x), x.flip(1))
+                strike("in_pass", loop.steps)
+                backward(loop.weighted(loss))
+                ids += numbers.tolist() if loop.this_pass.weight else []
+                if loop.ends_step:
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    _note(folder / "account", loop.steps + 1, epoch, ids, module)
+                    ids = []
+                    loop.step_ended()
+                    strike("after_step", loop.steps)
+            strike("after_epoch", loop.steps)
+            torch.rand(())  # a validation that draws
+    return hash_of(module), loop.steps
+
+
+def _note(folder: Path, step: int, epoch: int, ids: list[int], module: nn.Module) -> None:
+    line = {
+        "step": step,
+        "epoch": epoch,
+        "ids": ids,
+        "hash": hash_of(module),
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+        "attempt": [os.environ.get(name, "") for name in _ATTEMPT],
+        "time": time.time(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"rank-{os.environ.get('RANK', '0')}.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")

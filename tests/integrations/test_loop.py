@@ -1,0 +1,245 @@
+"""`ElasticLoop` in one process: what it keeps, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_runs import fit, make_loader
+from loop_runs import net, train
+from torch import nn
+
+from lightning_dist import ElasticLoop
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations.loop.run import Stopped
+
+
+class Fault(Exception):
+    """What a test lets happen."""
+
+
+def failing(place: str, step: int) -> Any:
+    def strike(at: str, steps: int) -> None:
+        if (at, steps) == (place, step):
+            raise Fault
+
+    return strike
+
+
+def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    return ElasticLoop(folder, **{"loader": make_loader(), "state": state, **changed})
+
+
+@pytest.mark.parametrize(
+    ("place", "step"), [("in_pass", 5), ("after_step", 6), ("after_step", 12), ("after_epoch", 24)]
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate": 3},
+        {"every_n_steps": None},
+        {"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")},
+    ],
+    ids=str,
+)
+def test_a_second_start_goes_on_to_the_same_end(
+    place: str, step: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = train(tmp_path / "reference", "plain", elastic=settings)
+    if step <= expected[1]:
+        with pytest.raises(Fault):
+            train(tmp_path / "run", "plain", elastic=settings, strike=failing(place, step))
+    assert train(tmp_path / "run", "plain", elastic=settings) == expected
+    assert train(tmp_path / "run", "plain", elastic=settings)[1] == expected[1]
+
+
+def test_a_damaged_newest_is_passed_over(tmp_path: Path) -> None:
+    expected = train(tmp_path / "reference", "plain")
+    with pytest.raises(Fault):
+        train(tmp_path / "run", "plain", strike=failing("in_pass", 7))
+    newest = max((tmp_path / "run" / "ckpt").glob("*.ckpt"), key=os.path.getmtime)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    assert train(tmp_path / "run", "plain") == expected
+    assert len(list((tmp_path / "run" / "ckpt").glob("*.ckpt"))) == 2
+
+
+def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
+    seen: list[int] = []
+    for most in (3, 100):
+        with loop_in(tmp_path, seed=3) as loop:
+            for _ in loop.epochs(1):
+                for numbers, _x in loop.batches():
+                    if loop.steps == most:
+                        break
+                    loop.weighted(torch.ones((), requires_grad=True)).backward()
+                    seen += numbers.tolist()
+                    loop.step_ended()
+                if loop.steps == most:
+                    break
+    assert sorted(seen) == list(range(48))
+
+
+def test_a_signal_leads_to_a_checkpoint_and_handlers_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    expected = train(tmp_path / "reference", "plain")
+
+    def strike(place: str, step: int) -> None:
+        if (place, step) == ("in_pass", 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as ended:
+        train(tmp_path / "run", "plain", strike=strike, elastic={"every_n_steps": None})
+    assert ended.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in (tmp_path / "run" / "ckpt").glob("*.ckpt")]
+    assert train(tmp_path / "run", "plain", elastic={"every_n_steps": None}) == expected
+
+
+def test_a_loss_that_is_not_weighted(tmp_path: Path) -> None:
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match=r"use loop.weighted\(loss\).backward"),
+        loop_in(tmp_path) as loop,
+    ):
+        for _ in loop.epochs(1):
+            for _batch in loop.batches():
+                loop.step_ended()
+
+
+def test_a_step_that_nobody_told_of(tmp_path: Path) -> None:
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match="call it after the optimizer's step"),
+        loop_in(tmp_path) as loop,
+    ):
+        for _ in loop.epochs(1):
+            for _batch in loop.batches():
+                loop.weighted(torch.ones(()))
+
+
+def test_a_step_in_the_middle_of_one(tmp_path: Path) -> None:
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match=r"ask loop.ends_step"),
+        loop_in(tmp_path, accumulate=2) as loop,
+    ):
+        for _ in loop.epochs(1):
+            for _batch in loop.batches():
+                loop.weighted(torch.ones(()))
+                loop.step_ended()
+
+
+def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match="epoch 0 has batches left"),
+        loop_in(tmp_path) as loop,
+    ):
+        for _ in loop.epochs(2):
+            for _batch in loop.batches():
+                break
+
+
+def _prepared() -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    names = ("loader", "model", "optimizer", "scheduler")
+    return dict(
+        zip(names, accelerator.prepare(make_loader(), model, optimizer, scheduler), strict=True)
+    )
+
+
+def test_a_loader_of_accelerate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"before prepare\(\)"):
+        loop_in(tmp_path, loader=_prepared()["loader"]).__enter__()
+
+
+def test_a_scheduler_that_accelerate_steps_by_ranks_is_refused(tmp_path: Path) -> None:
+    parts = _prepared()
+    state = {name: parts[name] for name in ("model", "optimizer", "scheduler")}
+    with pytest.raises(ValueError, match=r"do not prepare\(\) it"):
+        loop_in(tmp_path, state=state).__enter__()
+
+
+def test_accumulation_of_accelerate_is_refused(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import GradientState
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = net()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        with pytest.raises(ValueError, match="give accumulate=4 to ElasticLoop"):
+            loop_in(tmp_path, state={"model": model, "optimizer": optimizer}).__enter__()
+    finally:
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps has to be positive; got 0"),
+        ({"every_n_epochs": 0}, "after steps, after epochs or both"),
+        ({"keep": 0}, "keep has to be positive; got 0"),
+        ({"accumulate": 0}, "accumulate has to be positive; got 0"),
+        ({"batch_policy": "same"}, "batch_policy is one of"),
+        ({"grace_period": 0}, "grace_period has to be positive"),
+    ],
+)
+def test_settings(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        loop_in(tmp_path, **changed)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "state= has no model"),
+        ({"model": nn.Linear(1, 1), "extra": 3}, r"state\['extra'\] has no state_dict"),
+    ],
+)
+def test_states(state: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        loop_in(tmp_path, state=state).__enter__()
+
+
+def test_other_names_than_in_the_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, "plain", epochs=1)
+    with pytest.raises(ValueError, match="holds model, optimizer, scheduler, and state= has"):
+        loop_in(tmp_path / "ckpt").__enter__()
+
+
+def test_checkpoints_of_a_trainer_are_not_taken_for_ours(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tmp_path, max_epochs=1)
+    with pytest.raises(ValueError, match="was not saved by an ElasticLoop"):
+        loop_in(tmp_path / "ckpt").__enter__()
+
+
+def test_another_dataset(tmp_path: Path) -> None:
+    train(tmp_path, "plain", epochs=1)
+    with pytest.raises(ValueError, match="its epochs have 48 samples"):
+        train(tmp_path, "plain", loader={"sampler": range(40), "shuffle": None})
+
+
+def test_ranks_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="started 2 ranks, and there is no process group"):
+        loop_in(tmp_path).__enter__()
+
+
+def test_epochs_outside_of_with(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="for the inside of `with ElasticLoop"):
+        next(iter(loop_in(tmp_path).epochs(1)))
