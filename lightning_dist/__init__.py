@@ -35,12 +35,15 @@ if TYPE_CHECKING:
         by_size,
         warmup,
     )
+    from lightning_dist.elastic.meeting import init_process_group
     from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
     from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.comm_profiler import CommProfiler
     from lightning_dist.integrations.ddp import compress_ddp
     from lightning_dist.integrations.elastic_environment import ElasticEnvironment
+    from lightning_dist.integrations.elastic_restart import ElasticRestart
     from lightning_dist.integrations.lightning import CompressedDDPStrategy
+    from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.onebit_adam import OneBitAdam
 
 _HOME = {
@@ -53,6 +56,7 @@ _HOME = {
     "CompressedDDPStrategy": "integrations.lightning",
     "DGC": "codecs",
     "ElasticEnvironment": "integrations.elastic_environment",
+    "ElasticLoop": "integrations.loop.loop",
     "ElasticRestart": "integrations.elastic_restart",
     "FP16": "codecs",
     "FP8": "codecs",
@@ -71,6 +75,7 @@ _HOME = {
     "by_name": "codecs",
     "by_size": "codecs",
     "compress_ddp": "integrations.ddp",
+    "init_process_group": "elastic.meeting",
     "warmup": "codecs",
 }
 
@@ -87,6 +92,7 @@ __all__ = [
     "CommProfiler",
     "CompressedDDPStrategy",
     "ElasticEnvironment",
+    "ElasticLoop",
     "ElasticRestart",
     "Int4",
     "Int8",
@@ -103,6 +109,7 @@ __all__ = [
     "by_name",
     "by_size",
     "compress_ddp",
+    "init_process_group",
     "warmup",
 ]
 

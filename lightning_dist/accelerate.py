@@ -1,5 +1,13 @@
-"""Accelerate's side: ``from lightning_dist.accelerate import AsyncState``."""
+"""Accelerate's side: compressed gradients, and checkpoints in the background.
 
+``from lightning_dist.accelerate import Accelerator, AsyncState, CompressedDDPPlugin``
+"""
+
+from lightning_dist.integrations.accelerate.accelerator import Accelerator as Accelerator
+from lightning_dist.integrations.accelerate.compression import Compression as Compression
+from lightning_dist.integrations.accelerate.plugin import (
+    CompressedDDPPlugin as CompressedDDPPlugin,
+)
 from lightning_dist.integrations.accelerate.state import AsyncState as AsyncState
 
-__all__ = ["AsyncState"]
+__all__ = ["Accelerator", "AsyncState", "CompressedDDPPlugin", "Compression"]

@@ -36,7 +36,10 @@ class OneBitAdam(torch.optim.Optimizer):
     Args:
         freeze_step: steps of the warm-up; the paper uses 15 to 25 % of the training. The learning
             rate's own warm-up should be over by then.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        lr: as in ``torch.optim.AdamW``.
+        betas: as in ``torch.optim.AdamW``.
+        eps: as in ``torch.optim.AdamW``.
+        weight_decay: as in ``torch.optim.AdamW``.
     """
 
     def __init__(

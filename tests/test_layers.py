@@ -13,7 +13,7 @@ import pytest
 import lightning_dist
 
 PACKAGE = Path(lightning_dist.__file__).parent
-FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "wandb")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb")
 
 FORBIDDEN = {
     "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
@@ -27,7 +27,14 @@ FORBIDDEN = {
         f"lightning_dist.{x}" for x in ("checkpoint", "codecs", "elastic", "settings", "topology")
     ),
     "elastic": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings", "topology")),
+    "configuration": (
+        "torch",
+        *(f"lightning_dist.{x}" for x in ("checkpoint", "cli", "codecs", "console", "elastic")),
+        *(f"lightning_dist.{x}" for x in ("exchange", "profiling", "settings", "topology")),
+    ),
+    "console.py": ("torch", "lightning_dist"),
     "shared_folder.py": ("torch", "lightning_dist"),
+    "versions.py": ("torch.distributed",),
 }
 """What a layer must not import, beside the frameworks and the layers above it."""
 
@@ -78,7 +85,17 @@ def test_a_layer_imports_nothing_above_it(layer: str) -> None:
 
 
 def test_every_module_has_a_rule_or_is_on_top() -> None:
-    on_top = {"__init__.py", "_version.py", "accelerate.py", "cli", "fabric.py", "integrations"}
+    on_top = {
+        "__init__.py",
+        "_version.py",
+        "accelerate.py",
+        "cli",
+        "fabric.py",
+        "integrations",
+        "__main__.py",
+        "run.py",
+        "transformers.py",
+    }
     modules = {
         p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
     }

@@ -9,6 +9,8 @@ from lightning_dist.integrations.refusals import refuse_ddp_arguments, refuse_py
 from lightning_dist.settings import Settings
 
 CHECKPOINT_KEY = "lightning_dist"
+CONFIG_KEY = "lightning_dist"
+"""Of `comm_config` in the configuration of a tracked run."""
 
 
 class CompressionArguments:

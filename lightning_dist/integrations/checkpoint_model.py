@@ -26,8 +26,8 @@ def require_same_model(saved: Mapping[str, Tensor], model: nn.Module, path: str)
     if differences:
         raise ValueError(
             f"{path} is a checkpoint of another model; parameters and buffers "
-            f"{'; '.join(differences)}. Give the path of a checkpoint of this model, or set "
-            "strict_loading=False on the module"
+            f"{'; '.join(differences)}. Give another folder, or the path of a checkpoint of this "
+            "model, or set strict_loading=False on the module"
         )
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dist.integrations.live_profile import LiveProfile, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.integrations.sigterm import sigterm_raises
 from lightning_dist.profiling.divergence import ResidualAlarm
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.records import ErrorRecord
@@ -35,28 +39,35 @@ class CommProfiler(pl.Callback):
         with CommProfiler(model) as profiler:
             train()
 
+    There SIGTERM raises ``SystemExit(143)``, unless the program handles it.
+
     Every rank appends what it measures to ``rank<r>.jsonl``; at the end rank 0 prints a summary and
     writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
     exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
 
     Now and then it also looks at what the codec loses of a bucket. Where the residual of one grows
-    without end, a warning says so, once.
+    without end, a warning of the rank that has it says so, once.
 
     Args:
         model: to be profiled, outside of Lightning.
         dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
             ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
-        calibrate: measure the links for about a second before the first step, to say how much of
-            them is used.
+        calibrate: measure the links for one to four seconds before the first step, to say how much
+            of them is used.
         zoom: steps, ``range(100, 103)``, that torch's own profiler looks at too, or a signal,
-            ``signal.SIGUSR2``, after which it looks at three; every rank writes
-            ``zoom-rank<r>-step<n>.json.gz``. Such steps are left out of everything else.
+            ``signal.SIGUSR2``, after which it looks at three of the process that got it; every
+            rank that looks writes ``zoom-rank<r>-step<n>.json.gz``. Such steps, and the next one,
+            in which that is written, are left out of everything else.
         error_every: steps between two looks at what compression loses, at one bucket in turn; 0:
             never.
         html: write ``report.html``.
-        trace: write ``trace.json.gz``, for ui.perfetto.dev.
+        trace: write ``trace.json.gz``, for ui.perfetto.dev: the median and the p95 step.
         csv: write ``steps.csv`` and ``buckets.csv``.
+        whatif: after a training of 30 s or more that has ended by itself, measure on rank 0 what
+            codecs cost there, about 2 s and at most a tenth of the training and one codec more
+            (with compiled kernels a codec may take 20 s), to predict the step with other settings.
+            False: never measure.
         show: print the summary at the end.
 
     Raises:
@@ -75,6 +86,7 @@ class CommProfiler(pl.Callback):
         html: bool = True,
         trace: bool = True,
         csv: bool = False,
+        whatif: bool = True,
         show: bool = True,
     ) -> None:
         self._model = model
@@ -83,10 +95,12 @@ class CommProfiler(pl.Callback):
         self._zoom = zoom
         self._settings = SessionSettings(budget=budget, error_every=error_every)
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
+        self._whatif = whatif
         self._show = show
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
         self._alarm: ResidualAlarm | None = None
+        self._signals = ExitStack()
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
 
@@ -102,6 +116,7 @@ class CommProfiler(pl.Callback):
                 "with CommProfiler(model)"
             )
         self._open(_unwrapped(self._model), Path("comm_profile"))
+        self._signals.enter_context(sigterm_raises())  # Lightning does that itself
         return self
 
     def __exit__(
@@ -110,7 +125,8 @@ class CommProfiler(pl.Callback):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close("finished" if error is None else _reason(error), together=error is None)
+        with self._signals:
+            self._close("finished" if error is None else _reason(error), together=error is None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,6 +152,8 @@ class CommProfiler(pl.Callback):
             calibrate=self._calibrate,
             zoom=self._zoom,
             on_error=self._on_error,
+            on_problem=_warn_here,
+            whatif=self._whatif,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")
@@ -145,7 +163,7 @@ class CommProfiler(pl.Callback):
             self._live.add_error(error)
         if self._alarm is not None and (growth := self._alarm.add(error)) is not None:
             self._alarm = None  # once
-            rank_zero_warn(f"CommProfiler: {growth}")
+            _warn_here(str(growth))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -177,10 +195,10 @@ class CommProfiler(pl.Callback):
         if run is None or run.is_closed:
             return
         lost = run.close(reason, together=together)
+        for problem in lost:  # on every rank: of its lines rank 0 knows only that none came
+            warnings.warn(f"CommProfiler, rank {run.about.rank}: {problem}", stacklevel=2)
         if run.about.rank != 0:
             return
-        for problem in lost:
-            rank_zero_warn(f"CommProfiler: {problem}")
         try:
             self.summary, written = run.report(self._wanted)
         except ValueError as error:
@@ -205,6 +223,12 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
             "it the model that DDP, fabric.setup() or accelerator.prepare() returned"
         )
     return inner
+
+
+def _warn_here(text: str) -> None:
+    """On the rank that sees it: rank 0 may not know."""
+    rank = dist.get_rank()
+    warnings.warn(rank_prefixed_message(f"CommProfiler: {text}", rank), stacklevel=2)
 
 
 def _reason(error: BaseException) -> str:

@@ -68,6 +68,10 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         """Bytes this rank sent, for each module in the order of ``fabric.setup``."""
         return [reducer.comm_stats() for reducer in self.reducers]
 
+    def comm_config(self) -> dict[str, Any]:
+        """Codec, exchange, hosts and versions; empty before the first ``fabric.setup``."""
+        return self.reducers[0].comm_config() if self.reducers else {}
+
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         states = [reducer.state_dict() for reducer in self.reducers]

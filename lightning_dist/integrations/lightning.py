@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
+from lightning_dist.integrations.arguments import (
+    CHECKPOINT_KEY,
+    CONFIG_KEY,
+    CompressionArguments,
+)
 from lightning_dist.integrations.checks import require_compressible
+from lightning_dist.integrations.comm_metrics import comm_metrics
 from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.integrations.early import EarlyCallback
 from lightning_dist.integrations.elastic_environment import FollowsLauncher
@@ -101,6 +107,22 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         """
         return {} if self._reducer is None else self._reducer.comm_stats()
 
+    def comm_config(self) -> dict[str, Any]:
+        """Codec, exchange, hosts and versions; empty before the first fit.
+
+        A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
+        """
+        return {} if self._reducer is None else self._reducer.comm_config()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        for logger in self.lightning_module.trainer.loggers:
+            # Others keep hyperparameters that cannot change later, as they do after a restart.
+            if isinstance(logger, WandbLogger):
+                logger.log_hyperparams({CONFIG_KEY: self.comm_config()})
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -125,12 +147,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         if not stats or stats["steps"] in (0, self._logged_step):
             return
         self._logged_step = stats["steps"]
-        last = stats["last_step"]
-        metrics = {
-            f"comm/{key}": last[key]
-            for key in ("raw_bytes", "wire_bytes", "ratio", "intra_bytes", "inter_bytes")
-        }
-        metrics |= {f"comm/total_{key}": stats[key] for key in ("raw_bytes", "wire_bytes")}
+        metrics = comm_metrics([stats])
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
 

@@ -83,7 +83,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
     found: dict[str, float | None] = {
         "comm/step_ms": summary.step_ms.get("mean"),
         "comm/exposed_ms": summary.exposed_ms,
-        "comm/exposed_pct": 100 * summary.exposed,
+        "comm/exposed_pct": None if summary.exposed is None else 100 * summary.exposed,
         "comm/hidden_ms": summary.hidden_ms,
         "comm/overlap_pct": None if summary.overlap is None else 100 * summary.overlap,
         "comm/wait_ms": parts.get("wait"),

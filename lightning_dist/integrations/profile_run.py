@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from signal import Signals
@@ -16,32 +16,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist._version import __version__
 from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.integrations.profile_about import about
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.flight import dump_flight_record
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.gathering import Gatherer, is_shared
 from lightning_dist.profiling.messenger import Messenger
 from lightning_dist.profiling.parts import Summary
-from lightning_dist.profiling.records import ErrorRecord, RankRecord, StepRecord
+from lightning_dist.profiling.peer import end_group, first_sentence
+from lightning_dist.profiling.records import ErrorRecord, StepRecord
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
 from lightning_dist.profiling.session import Session, SessionSettings
 from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.watching import Watching
+from lightning_dist.profiling.whatif.ask import with_whatif
+from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_costs
+from lightning_dist.profiling.whatif.measure import measure_costs
+from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.zoom import Zoom
-from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 
 _EVERY = 100
 """Steps after which lines travel to rank 0."""
 _PATIENCE = 60.0
-"""Seconds for the last ones."""
+"""Seconds for the last ones, and for ranks to come to the end."""
 
 
 class ProfileRun:
@@ -50,10 +55,12 @@ class ProfileRun:
     Args:
         parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
         first: number of the step that comes next.
-        on_step: called with every step of this rank.
+        on_step: called with every step of this rank that nothing disturbs.
         calibrate: measure the links first.
         zoom: steps, or a signal after which steps, are looked at with torch's profiler.
         on_error: called with every compression error that this rank has looked at.
+        on_problem: called with what goes wrong on this rank, which others may not know of.
+        whatif: measure what codecs cost when the training is over, on rank 0.
     """
 
     def __init__(
@@ -67,12 +74,17 @@ class ProfileRun:
         calibrate: bool = True,
         zoom: range | Signals | None = None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
+        on_problem: Callable[[str], None] = lambda problem: None,
+        whatif: bool = True,
     ) -> None:
+        self._asks = whatif
+        self._has_finished = False
         self.reasons: list[str] = []
         """What is not measured, and why."""
         self._reducer = reducer_of(model.module)
         self._tell = on_step
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self._groups = [self._group]
         rank = dist.get_rank()
         folder = self._new_folder(Path(parent)) if rank == 0 else ""
         facts = self._facts({"host": this_host(), "folder": str(folder)})
@@ -84,15 +96,22 @@ class ProfileRun:
                 "phases, buckets and compression errors: n/a, the times of work on "
                 f"{model.device.type} are not taken yet; step times are"
             )
-        self.about = _about(model, self._reducer)
-        self._session = Session(
-            self.folder,
-            self.about,
+        self.about = about(model, self._reducer, host=facts[rank]["host"])
+        new_session = partial(
+            Session,
+            about=self.about,
             settings=replace(settings, in_detail=in_detail),
             first=first,
             on_step=self._on_step,
             on_error=on_error,
+            on_problem=on_problem,
         )
+        try:
+            self._session = new_session(self.folder)
+        except OSError as error:  # the others are on their way to the next collective
+            problem = f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
+            on_problem(problem)
+            self._session = new_session(None)
         hosts = [each["host"] for each in facts]
         self._session.note(read_offset(self._group))
         if calibrate and in_detail:
@@ -100,7 +119,13 @@ class ProfileRun:
             self._session.note(*measure_links(self._group, hosts=hosts, name=name))
         self._zoom: Zoom | None = None
         if zoom is not None:
-            self._zoom = Zoom(self.folder, rank=rank, wanted=zoom, on_change=self._disturb)
+            self._zoom = Zoom(
+                self.folder,
+                rank=rank,
+                wanted=zoom,
+                on_change=self._disturb,
+                on_problem=on_problem,
+            )
             self._zoom.begin_step(first)
         self._watch(model, hosts)
         self._watching: Watching | None = Watching(model, self._session)
@@ -146,13 +171,15 @@ class ProfileRun:
             return None
         group = dist.new_group(backend="gloo")  # in use while training goes on
         gatherer = Gatherer(self.folder, group=group, is_shared=sees)
+        self._groups.append(group)
         return Messenger(gatherer, self.folder / f"rank{dist.get_rank()}.jsonl")
 
     def _disturb(self, is_on: bool) -> None:
         self._session.is_disturbed = is_on
 
     def _on_step(self, record: StepRecord) -> None:
-        self._tell(record)
+        if not self._session.is_disturbed:
+            self._tell(record)
         if self._zoom is not None:
             self._zoom.begin_step(record.step + 1)
         if self._messenger is not None and record.step % _EVERY == 0:
@@ -172,72 +199,80 @@ class ProfileRun:
 
         Args:
             reason: ``"finished"``, or what happened.
-            together: all ranks close now, so that they can compare clocks once more.
+            together: all ranks close now, so that they can compare clocks once more; one that is
+                gone, or does not come within a minute, costs only that.
         """
         if self._watching is None:
             return ()
         self._watching.stop()
         self._watching = None
-        if self._zoom is not None:
-            self._zoom.close()
+        self._has_finished = together
+        zoom, self._zoom = self._zoom, None
+        self._session.set_apart()  # the last step, while the zoom is still said to be on
+        if zoom is not None:
+            zoom.close()
         if self._reducer is not None:
             self._reducer.leave_alone(self._session.recorder)
+        self._session.end(reason)  # what comes now needs the others, and one may be gone
+        problems: list[str] = []
         if together:
-            self._session.note(read_offset(self._group))
-        else:
+            # Not before: ranks may come to the begin of a profile minutes apart.
+            _set_pg_timeout(timedelta(seconds=_PATIENCE), self._group)
+            together = self._meets(self._compare_clocks, "clocks were not compared", problems)
+        if not together:
             with suppress(OSError):
                 dump_flight_record(self.folder, rank=self.about.rank, environ=os.environ)
-        self._session.close(reason)
-        lost: Sequence[str] = ()
+        self._session.close()
         if self._messenger is not None:
-            lost = self._messenger.close(_PATIENCE if together else 0.0)
+            problems += self._messenger.close(_PATIENCE if together else 0.0)
         if together:
-            dist.barrier(self._group)
-        return lost
+            self._meets(self._end_groups, "not all lines may be there", problems)
+        return problems
+
+    def _end_groups(self) -> None:
+        """Of a model that is profiled many times; where something went wrong they stay."""
+        for each in self._groups:
+            # Others may have waited for the last lines all of their patience.
+            _set_pg_timeout(timedelta(seconds=2 * _PATIENCE), each)
+        over = self._messenger is None or self._messenger.is_over
+        if all(of["over"] for of in self._facts({"over": over})):
+            del self._group, self._messenger
+            while self._groups:
+                end_group(self._groups.pop())
+
+    def _compare_clocks(self) -> None:
+        self._session.note(read_offset(self._group))
+
+    def _meets(self, meet: Callable[[], object], loss: str, problems: list[str]) -> bool:
+        """Whether all ranks have come to ``meet``; what is lost otherwise goes to ``problems``."""
+        try:
+            meet()
+        except RuntimeError as error:  # of gloo
+            because = first_sentence(error)
+            problems.append(f"at the end a rank was gone or late, so {loss}: {because}")
+            return False
+        return True
 
     def report(self, wanted: Wanted) -> tuple[Summary, Written]:
         """Make the files of the folder from the lines of all ranks.
+
+        After a training that has ended as it should, what codecs cost is measured first.
 
         Raises:
             ValueError: there are no lines.
         """
         run = read_run(self.folder)
-        summary = summarize(run)
+        summary = with_whatif(summarize(run), run, partial(self._costs, run))
         return summary, write_files(self.folder, run, summary, wanted=wanted)
 
-
-def _about(model: DistributedDataParallel, reducer: Reducer | None) -> RankRecord:
-    if reducer is None:
-        groups = {"flat": dist.get_process_group_ranks(model.process_group)}
-    else:
-        channels = reducer.network.channels
-        groups = {each.name: dist.get_process_group_ranks(each.group) for each in channels}
-    return RankRecord(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        host=this_host(),
-        groups=groups,
-        clock=time.monotonic_ns(),
-        unix=time.time(),
-        codec="ddp" if reducer is None else repr(reducer.settings.codec),
-        backend=dist.get_backend(model.process_group),
-        device=model.device.type,
-        pid=os.getpid(),
-        versions=_versions(),
-    )
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, Any] = {
-        "lightning_dist": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-    for name in ("lightning", "accelerate"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    def _costs(self, run: Run, observed: Observed) -> Costs:
+        if not self._has_finished:
+            return Costs(reason=f"the training did not end by itself; {MEASURES}")
+        if not self._asks:
+            return Costs(reason=f"whatif=False; {MEASURES}")
+        is_fused = self._reducer is not None and self._reducer.planner.is_fused
+        costs = measure_costs(run, observed, fused=is_fused)
+        if costs.by_name:
+            with suppress(OSError):  # the other files say that the folder cannot be written to
+                write_costs(self.folder, costs)
+        return costs

@@ -20,16 +20,16 @@ LIMIT = 170.0
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every scenario of two ranks left behind."""
+    """What every scenario of two ranks left behind. They are no forks: see `forks.fork_server`."""
     folder = tmp_path_factory.mktemp("two_ranks")
     finished = torchrun(RUNNER, folder, *OF_TWO, ranks=2, limit=LIMIT)
     return Results(folder, finished, ranks=2)
 
 
 @pytest.fixture(scope="session")
-def three(two: Results) -> Results:
+def three(two: Results, quick_python: list[str]) -> Results:
     """Scenarios of three ranks, in the folder of the two: they take over its checkpoint."""
-    finished = torchrun(RUNNER, two.folder, *OF_THREE, ranks=3, limit=LIMIT)
+    finished = torchrun(RUNNER, two.folder, *OF_THREE, ranks=3, limit=LIMIT, python=quick_python)
     return Results(two.folder, finished, ranks=3)
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+PROGRAMS = 2  # side by side: half of a job is waiting for a rendezvous
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -27,7 +29,7 @@ class Fault:
 
     Args:
         kind: of :data:`KINDS`.
-        hook: of a callback; ``"at_start"``: before the trainer is built.
+        hook: of a callback, or a place in the loop of `loop_runs`; ``"at_start"``: before that.
         step: optimizer steps so far.
         ranks: to which it happens.
         start: in which start of the job, counted from 0.
@@ -48,7 +50,8 @@ class Job:
         worlds: ranks of each start.
         max_restarts: by the agent, within a start.
         codec: of compressed_ddp; None: Lightning's ddp.
-        fit: arguments of :func:`elastic_runs.fit`.
+        framework: ``"trainer"``, or one of `loop_runs.FRAMEWORKS`.
+        fit: arguments of :func:`elastic_runs.fit`, or of :func:`loop_runs.train`.
         limit: seconds for all of it.
     """
 
@@ -58,6 +61,7 @@ class Job:
     faults: Sequence[Fault] = ()
     max_restarts: int = 2
     codec: str | None = "int8"
+    framework: str = "trainer"
     module: Mapping[str, Any] = field(default_factory=dict)
     loader: Mapping[str, Any] = field(default_factory=dict)
     dataset: Mapping[str, Any] = field(default_factory=dict)
@@ -66,15 +70,24 @@ class Job:
     expect_failure: bool = False
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run them in a program of their own; what became of each, by name."""
-    from processes import run
+def run_jobs(
+    jobs: Sequence[Job], folder: Path, *, python: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Run them in programs of their own; what became of each, by name."""
+    from processes import run_together
 
-    given, results = folder / "jobs.json", folder / "results.json"
-    given.write_text(json.dumps([asdict(job) for job in jobs]))
+    commands, found = [], {}
+    for number in range(PROGRAMS):
+        given, results = folder / f"jobs-{number}.json", folder / f"results-{number}.json"
+        given.write_text(json.dumps([asdict(job) for job in jobs[number::PROGRAMS]]))
+        commands.append([*python, __file__, given, results])
     limit = 60 + sum(job.limit for job in jobs)
-    run([sys.executable, __file__, given, results], limit=limit).require_success()
-    return json.loads(results.read_text())
+    for command, done in zip(
+        commands, run_together(commands, [{}] * PROGRAMS, limit=limit), strict=True
+    ):
+        done.require_success()
+        found |= json.loads(Path(command[-1]).read_text())
+    return found
 
 
 KINDS: dict[str, Callable[[], None]] = {
@@ -86,20 +99,20 @@ KINDS: dict[str, Callable[[], None]] = {
 }
 
 
+Places = Sequence[tuple[Fault, Callable[[], None]]]
+
+
 def rank_main(job: Job, start: int) -> str:
     """One rank of one start."""
     import logging
     import warnings
-
-    import lightning as L
-    from elastic_runs import FailAt, Net, Numbered, fit, hash_of, make_loader
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's, which a fork inherits
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     Path(folder / "starts").mkdir(exist_ok=True, parents=True)
-    callbacks: list[L.Callback] = []
+    places: list[tuple[Fault, Callable[[], None]]] = []
     for number, fault in enumerate(job.faults):
         if rank not in fault.ranks or fault.start != start:
             continue
@@ -107,19 +120,39 @@ def rank_main(job: Job, start: int) -> str:
         if fault.hook == "at_start":
             once()
         else:
-            callbacks.append(FailAt(fault.hook, fault.step, once))
-    module = Net(**job.module)
+            places.append((fault, once))
+    train = _fit if job.framework == "trainer" else _loop
+    result = train(job, folder, places)
+    (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
+    return str(result["hash"])
+
+
+def _fit(job: Job, folder: Path, places: Places) -> dict[str, Any]:
+    from elastic_runs import FailAt, Net, Numbered, fit, hash_of, make_loader
+
     trainer, module = fit(
         folder,
-        *callbacks,
+        *(FailAt(fault.hook, fault.step, once) for fault, once in places),
         loader=lambda: make_loader(Numbered(**job.dataset), **job.loader),
-        module=module,
+        module=Net(**job.module),
         **_strategy_of(job.codec),
         **job.fit,
     )
-    result = {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
-    (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
-    return result["hash"]
+    return {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
+
+
+def _loop(job: Job, folder: Path, places: Places) -> dict[str, Any]:
+    from loop_runs import train
+
+    def strike(place: str, step: int) -> None:
+        for fault, once in places:
+            if (fault.hook, fault.step) == (place, step):
+                once()
+
+    found, step = train(
+        folder, job.framework, codec=job.codec, strike=strike, loader=job.loader, **job.fit
+    )
+    return {"hash": found, "step": step}
 
 
 def _strategy_of(codec: str | None) -> dict[str, Any]:
@@ -195,24 +228,18 @@ def _in_a_child(job: Job, results: Path) -> dict[str, Any]:
     ended = bool(select.select([handle], [], [], job.limit)[0])
     os.close(handle)
     if not ended:
-        _kill_all(pid)
+        from processes import kill_tree
+
+        kill_tree(pid)
     os.waitpid(pid, 0)
     result = json.loads(part.read_text()) if part.exists() else {"codes": ["no result"]}
     return {**result, "seconds": time.monotonic() - began, "hung": not ended}
 
 
-def _kill_all(pid: int) -> None:
-    from processes import _descendants
-
-    for each in [*_descendants(pid), pid]:
-        try:
-            os.kill(each, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
 def main(given: str, results: str) -> None:
+    import accelerate  # noqa: F401
     import elastic_runs  # noqa: F401  (and all that it imports, once)
+    import loop_runs  # noqa: F401
 
     import lightning_dist.integrations.elastic_restart  # noqa: F401
 

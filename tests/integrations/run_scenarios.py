@@ -32,8 +32,9 @@ from scenarios.catalogue import SCENARIOS, process_group, rank, world_size  # no
 def main(folder: Path, modules: list[str], chosen: list[str]) -> None:
     os.environ["SCENARIO_FOLDER"] = str(folder)
     torch.set_num_threads(1)
-    if rank() == 0:
-        torch.save({"facts": IMPORTED_WITH_THE_PACKAGE}, folder / "imported.0.pt")
+    imported = folder / "imported.0.pt"
+    if rank() == 0 and not imported.exists():  # forks that use this folder later have imported all
+        torch.save({"facts": IMPORTED_WITH_THE_PACKAGE}, imported)
     for module in modules:
         importlib.import_module(f"scenarios.{module}")
     store = dist.TCPStore(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_dist.accelerate import AsyncState
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
 
 HERE = Path(__file__).parent
+RUNNER = HERE / "run_scenarios.py"
 pytestmark = pytest.mark.timeout(240)
 KILLED = HERE / "scenarios" / "accelerate_killed.py"
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path) -> None:
+def killed(folder: Path, quick_python: list[str]) -> None:
     """A job of two ranks and one of a single process kill themselves; their writers go on."""
     free = str(port())
     pair = [
@@ -37,14 +37,16 @@ def killed(folder: Path) -> None:
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free}
         for rank in "01"
     ]
-    commands = [[sys.executable, KILLED, folder / name] for name in ("killed", "killed", "single")]
+    commands = [[*quick_python, KILLED, folder / name] for name in ("killed", "killed", "single")]
     for finished in run_together(commands, [*pair, {}], limit=100):
         assert finished.returncode == -signal.SIGKILL, finished.output[-3000:]
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path, killed: None) -> Results:
-    finished = torchrun(HERE / "run_scenarios.py", folder, "accelerate_states", ranks=2, limit=170)
+def pair(folder: Path, killed: None, quick_python: list[str]) -> Results:
+    finished = torchrun(
+        RUNNER, folder, "accelerate_states", ranks=2, limit=170, python=quick_python
+    )
     return Results(folder, finished, ranks=2)
 
 

@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import Between, fit, whole_checkpoints
-from processes import _environment
+from processes import environment_of
 
 from lightning_dist import AsyncCheckpoint
 
@@ -49,12 +48,12 @@ class Owner:
 
 
 @contextmanager
-def owner_of(folder: Path, format: str) -> Iterator[Owner]:
+def owner_of(python: list[str], folder: Path, format: str) -> Iterator[Owner]:
     tests = os.pathsep.join(str(OWNER.parents[n]) for n in (0, 1))
-    environment = _environment({})
+    environment = environment_of({})
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], tests])
     process = subprocess.Popen(
-        [sys.executable, str(OWNER), str(folder), format],
+        [*python, str(OWNER), str(folder), format],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -75,14 +74,14 @@ def owner_of(folder: Path, format: str) -> Iterator[Owner]:
 
 @pytest.mark.parametrize("format", ["single", "sharded"])
 def test_the_writer_finishes_for_a_dead_trainer(
-    format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_python: list[str]
 ) -> None:
     """And while that one lives, a second one is refused; the next one is not."""
 
     def callback() -> AsyncCheckpoint:
         return AsyncCheckpoint(tmp_path, "{step}", every_n_train_steps=1, format=format)
 
-    with owner_of(tmp_path, format) as owner:
+    with owner_of(quick_python, tmp_path, format) as owner:
         with pytest.raises(ValueError, match="only one trainer may write") as error:
             fit(callback())
         assert str(error.value) == (

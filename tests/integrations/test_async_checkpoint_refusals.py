@@ -119,8 +119,8 @@ def test_a_checkpoint_of_another_model(format: Any, tmp_path: Path) -> None:
     assert message(ValueError, callback, model=model, ckpt_path=path) == (
         f"{path} is a checkpoint of another model; parameters and buffers only in the model: "
         "more.bias, more.weight; of another shape: net.2.weight (4, 6) for (5, 6), net.2.bias "
-        "(4,) for (5,). Give the path of a checkpoint of this model, or set strict_loading=False "
-        "on the module"
+        "(4,) for (5,). Give another folder, or the path of a checkpoint of this model, or set "
+        "strict_loading=False on the module"
     )
     assert hashlib.sha256(digest(model)).digest() == before
     assert listing(tmp_path) == ["step=3.ckpt"]

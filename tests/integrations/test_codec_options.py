@@ -37,10 +37,10 @@ OPTIONS = [*(text for text, _ in STRINGS), "threshold:tau=2.0"]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def launched(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
     """One pair of processes for all scenarios of this file."""
     folder = tmp_path_factory.mktemp("codec_options")
-    finished = torchrun(RUNNER, folder, "codec_options", ranks=2, limit=110)
+    finished = torchrun(RUNNER, folder, "codec_options", ranks=2, limit=110, python=quick_python)
     return Results(folder, finished, ranks=2)
 
 

@@ -64,6 +64,19 @@ def test_fabric_save_and_load_carry_the_residuals(two: Results) -> None:
     require_replicas(pick(ranks, "resumed"))
 
 
+def test_another_number_of_ranks_owes_what_was_owed(two: Results, three: Results) -> None:
+    """What is owed to the model is the mean over ranks."""
+    before = [facts["half"]["residuals"] for facts in two("fabric_resumes")]
+    after = [facts["start"]["residuals"] for facts in three("fabric_two_to_three")]
+    assert before[0].keys() == after[0].keys() != set()
+    for name in before[0]:
+        owed = torch.stack([each[name] for each in before]).mean(0)
+        assert owed.any()
+        found = torch.stack([each[name] for each in after]).mean(0)
+        torch.testing.assert_close(found, owed, rtol=1e-6, atol=1e-9)
+    require_replicas(pick(three("fabric_two_to_three"), "resumed"))
+
+
 def test_a_plain_checkpoint_leaves_nothing_owed(two: Results) -> None:
     """As in Lightning: what was owed belonged to the weights that the load replaced."""
     for facts in two("fabric_other_files"):

@@ -14,10 +14,12 @@ LIMIT = 90.0  # seconds; about 10 are needed on an idle machine
 
 
 @pytest.fixture(scope="module")
-def attached(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+def attached(
+    tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
+) -> list[dict[str, object]]:
     """What every rank has got of each case before the end, or before the launch hung."""
     folder = tmp_path_factory.mktemp("attached")
-    torchrun(SCRIPT, folder, ranks=4, limit=LIMIT)
+    torchrun(SCRIPT, folder, ranks=4, limit=LIMIT, python=quick_python)
     files = [folder / str(rank) for rank in range(4)]
     return [dict(map(json.loads, file.read_text().splitlines())) for file in files]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ SCRIPTS = Path(__file__).with_name("scenarios")
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def launched(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
     """One script that is its own launcher, by three start methods one after the other."""
     folder = tmp_path_factory.mktemp("launchers")
-    finished = run([sys.executable, SCRIPTS / "launchers.py", folder], limit=120)
+    finished = run([*quick_python, SCRIPTS / "launchers.py", folder], limit=120)
     return Results(folder, finished, ranks=2)
 
 
@@ -33,7 +32,7 @@ def test_the_script_ends_by_itself(launched: Results) -> None:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def slurm(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
     """Two tasks with the variables that srun sets."""
     folder = tmp_path_factory.mktemp("slurm")
     environments = [
@@ -51,7 +50,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Results:
         for free in [port()]
         for task in range(2)
     ]
-    command = [sys.executable, SCRIPTS / "slurm_task.py", folder]
+    command = [*quick_python, SCRIPTS / "slurm_task.py", folder]
     survivor, dead = run_together([command] * 2, environments, limit=130)
     assert dead.returncode in (9, None), dead.output[-4000:]
     return Results(folder, survivor, ranks=2)

@@ -1,1 +1,1 @@
-"""Checkpoints for Accelerate: `lightning_dist.accelerate.AsyncState`."""
+"""Accelerate: `lightning_dist.accelerate`."""

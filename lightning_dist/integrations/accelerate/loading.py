@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.integrations.accelerate import residuals
-from lightning_dist.integrations.accelerate.agreement import Ranks
+from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.files import as_seen_by
 from lightning_dist.integrations.accelerate.places import Source
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def load(
         rank = 0  # which has no files of its own: as accelerate itself would load it
         if says:
             _warn_of_other_ranks(path, saved_by=source.ranks, loaded_by=ranks.count)
-    with as_seen_by(rank, path) as view:
+    with as_seen_by(rank, path) as view, residuals.in_our_hands(accelerator):
         accelerator.load_state(view, **arguments)
     residuals.load(accelerator, path, says=says)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import forget, is_owned
 from lightning_dist.integrations.accelerate import folders
-from lightning_dist.integrations.accelerate.agreement import Ranks
+from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.scratch import sweep
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)

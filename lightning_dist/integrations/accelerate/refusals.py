@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.integrations.accelerate.folders import local
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
 
 def require_effect(*, snapshot: str, host_memory_limit: int | None) -> None:
@@ -37,9 +37,14 @@ def staging_folder(given: str | os.PathLike[str] | None) -> str | None:
     return folder
 
 
+def kind_of(accelerator: Accelerator) -> str:
+    """``NO``, ``MULTI_GPU``, ``FSDP``, ..."""
+    return str(accelerator.distributed_type).rpartition(".")[2]
+
+
 def require_separable(accelerator: Accelerator) -> None:
     """Raise ValueError unless every rank can write its files into a folder of its own."""
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    kind = kind_of(accelerator)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise _not_separable(f"with {kind} they are not")
     for model in accelerator._models:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.accelerate.handler import handler_of
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +27,37 @@ def reducers(accelerator: Accelerator) -> list[Reducer]:
     return [reducer for reducer in found if reducer is not None]
 
 
+@contextmanager
+def in_our_hands(accelerator: Accelerator) -> Iterator[None]:
+    """Let an attached plugin leave residuals alone while Accelerate saves or loads."""
+    handler = handler_of(accelerator)
+    if handler is None:
+        yield
+        return
+    with handler.compression.saved_by_another():
+        yield
+
+
 def write(states: Iterable[Any], folder: str) -> None:
     """Write states of reducers, None where another rank has them."""
     for index, state in enumerate(states):
         if state is not None:
             torch.save(state, _file(folder, index))
+
+
+def require_one_folder(found: Sequence[Reducer], folder: str) -> None:
+    """Raise ValueError unless every rank sees the same files of ours in ``folder``. Collective."""
+    if not found:
+        return
+    network = found[0].network
+    mine = {"files": [os.path.exists(_file(folder, index)) for index in range(len(found))]}
+    facts = all_facts(mine, group=network.data.group, device=network.device)
+    differ = [rank for rank, fact in enumerate(facts) if fact != facts[0]]
+    if differ:
+        raise ValueError(
+            f"all ranks must load the same residuals, but ranks {differ} do not see the files that "
+            f"rank 0 sees in {folder}; load from a folder that all nodes share"
+        )
 
 
 def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:

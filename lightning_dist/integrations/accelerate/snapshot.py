@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.integrations.accelerate import residuals
-from lightning_dist.integrations.accelerate.agreement import Ranks
+from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.files import names_in, share_of
 from lightning_dist.integrations.accelerate.scratch import Scratch, base_for
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def _write_accelerates_files(
     before = project.automatic_checkpoint_naming, project.iteration
     project.automatic_checkpoint_naming = False  # it would choose the folder
     try:
-        accelerator.save_state(folder, **arguments)
+        with residuals.in_our_hands(accelerator):
+            accelerator.save_state(folder, **arguments)
     finally:
         project.automatic_checkpoint_naming, project.iteration = before
 

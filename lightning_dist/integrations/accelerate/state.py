@@ -15,7 +15,8 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.accelerate.agreement import Ranks
+from lightning_dist.integrations.accelerate.accelerator import Accelerator
+from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.loading import load
 from lightning_dist.integrations.accelerate.places import Places
 from lightning_dist.integrations.accelerate.refusals import (
@@ -27,7 +28,7 @@ from lightning_dist.integrations.accelerate.saves import Saves
 from lightning_dist.integrations.accelerate.snapshot import take
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator as AnyAccelerator
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class AsyncState:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        accelerator: AnyAccelerator,
         *,
         snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
         max_in_flight: int = 1,
@@ -96,6 +97,8 @@ class AsyncState:
         )
         self._saves = Saves(self._checkpointer, ranks=self._ranks)
         self._closed = False
+        if isinstance(accelerator, Accelerator):
+            accelerator.before_end(self.close)
 
     @property
     def last_committed(self) -> Committed | None:

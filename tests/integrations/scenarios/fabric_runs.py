@@ -110,6 +110,7 @@ def fabric_resumes() -> Facts:
     whole = Run()
     whole.train(4)
     whole.fabric.save(folder() / "fabric.ckpt", whole.state())
+    half = whole.facts()
     whole.train(4)
     resumed = Run()
     for _ in range(4):
@@ -117,7 +118,8 @@ def fabric_resumes() -> Facts:
     rest = resumed.fabric.load(folder() / "fabric.ckpt", resumed.state())
     resumed.train(4)
     keys = sorted(torch.load(folder() / "fabric.ckpt", weights_only=True))
-    return {"whole": whole.facts(), "resumed": resumed.facts(), "rest": sorted(rest), "keys": keys}
+    facts = {"whole": whole.facts(), "resumed": resumed.facts(), "half": half}
+    return {**facts, "rest": sorted(rest), "keys": keys}
 
 
 @scenario

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scenarios.catalogue import Facts, alone, folder, scenario
 from scenarios.checkpoints import SETTINGS, fit_and_save, model, saved
+from scenarios.fabric_runs import Run
 from scenarios.fitting import compressed, make_trainer, snapshot
 from scenarios.lifecycle import AtStart
 
@@ -29,6 +30,16 @@ def two_to_three() -> Facts:
 def two_to_one() -> Facts:
     with alone():
         return _resume_the_checkpoint_of_two("one")
+
+
+@scenario
+def fabric_two_to_three() -> Facts:
+    """The checkpoint that `fabric_resumes` of two ranks left."""
+    run = Run()
+    run.fabric.load(folder() / "fabric.ckpt", run.state())
+    start = run.facts()
+    run.train(4)
+    return {"start": start, "resumed": run.facts()}
 
 
 @scenario

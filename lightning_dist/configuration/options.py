@@ -1,0 +1,122 @@
+"""The options that may be set from outside of the code, and what each of them takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of ``compress_ddp``, by the same name.
+
+    Args:
+        takes: what a value must be, for messages and documents.
+        fits: whether a value from a file or a variable is one. What the code itself gives may be
+            more (a codec object), and is checked where it is used.
+    """
+
+    name: str
+    default: Any
+    takes: str
+    fits: Callable[[object], bool]
+
+
+def _switch(*words: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, bool) or value in words
+
+
+def _is_count(value: object, *, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_codec(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return set(value) == {"intra", "inter"} and all(map(_is_text, value.values()))
+    return _is_text(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_groups(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(map(_is_count, value)) or all(map(_is_groups, value))
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option(
+            "codec",
+            "int8",
+            "a codec such as int8 or topk:ratio=0.01, or {intra: CODEC, inter: CODEC}",
+            _is_codec,
+        ),
+        Option("error_feedback", "auto", "true, false or auto", _switch("auto")),
+        Option("hierarchical", "auto", "true, false, auto or leader", _switch("auto", "leader")),
+        Option(
+            "ranks_per_host",
+            None,
+            "1 or more ranks, or null (as the names of the hosts say)",
+            lambda value: value is None or _is_count(value, least=1),
+        ),
+        Option(
+            "rank_groups",
+            None,
+            "groups of ranks such as [[0, 1], [2, 3]], or null",
+            lambda value: value is None or (_is_groups(value) and not _is_count(value[0])),  # type: ignore[index]
+        ),
+        Option(
+            "min_compress_numel",
+            None,
+            "0 or more elements, or null (as the codec says)",
+            lambda value: value is None or _is_count(value),
+        ),
+        Option("start_step", 0, "0 or more synchronised steps", _is_count),
+        Option("compile_kernels", "auto", "true, false or auto", _switch("auto")),
+    )
+}
+"""In the order of the questions of ``lightning-dist config``."""
+
+
+def require_known(name: str, *, where: str) -> Option:
+    """The option of this name.
+
+    Args:
+        where: it was set, for the message.
+
+    Raises:
+        ValueError: there is none; the message has the one that was meant, if there is such.
+    """
+    if name in OPTIONS:
+        return OPTIONS[name]
+    raise ValueError(unknown(name, tuple(OPTIONS), where=where))
+
+
+def unknown(name: object, known: tuple[str, ...], *, where: str, prefix: str = "") -> str:
+    """The message for a name that is not there: the nearest one, otherwise all of them.
+
+    Args:
+        prefix: of all names, which makes none of them a near match.
+    """
+    bare = [each.removeprefix(prefix) for each in known]
+    near = difflib.get_close_matches(str(name).removeprefix(prefix), bare, n=1)
+    remedy = f"did you mean {prefix + near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return f"unknown setting {str(name)!r} in {where}: {remedy}"
+
+
+def require_fit(option: Option, value: object, *, where: str) -> None:
+    """Refuse a value of the wrong type.
+
+    Raises:
+        ValueError: with the rule, the value and where it was set.
+    """
+    if not option.fits(value):
+        raise ValueError(
+            f"{option.name} must be {option.takes}; got {value!r} in {where}, put it right there"
+        )

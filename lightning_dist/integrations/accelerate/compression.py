@@ -1,0 +1,162 @@
+"""What is attached to an Accelerator: compresses its models, saves, loads and tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.integrations.accelerate import residuals
+from lightning_dist.integrations.accelerate.attaching import require_attachable
+from lightning_dist.integrations.accelerate.handler import CompressionHandler, handler_of
+from lightning_dist.integrations.comm_metrics import comm_metrics
+from lightning_dist.integrations.ddp import attach, connect_optimizers, reducer_of
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Compression:
+    """The compression of one Accelerator; made by :meth:`CompressedDDPPlugin.attach`.
+
+    Args:
+        accelerator: which has prepared nothing yet.
+        settings: of every model.
+
+    Raises:
+        ValueError: see :meth:`CompressedDDPPlugin.attach`.
+    """
+
+    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
+        require_attachable(accelerator)
+        self._accelerator, self._settings = accelerator, settings
+        self._saved_by_another = False
+        self.take_place()
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
+
+    def take_place(self) -> None:
+        """Stand where Accelerate asks for the arguments of DDP, around those that are there."""
+        found = self._accelerator.ddp_handler
+        if handler_of(self._accelerator) is None:
+            self._accelerator.ddp_handler = CompressionHandler(found, self)
+
+    def compress(self, model: DistributedDataParallel) -> Reducer:
+        """What the handler does when Accelerate has wrapped a model. Collective."""
+        before = reducer_of(model.module)
+        if before is not None:  # of a training that is over: Accelerate has wrapped it anew
+            before.close()
+        init = self._accelerator.init_handler
+        return attach(
+            model,
+            self._settings,
+            grad_scale=self._grad_scale,
+            timeout=None if init is None else init.timeout,
+        )
+
+    def connect(self, *optimizers: Any) -> None:
+        """Let prepared optimizers work with the compression: OneBitAdam sends its momentum.
+
+        ``lightning_dist.accelerate.Accelerator`` does it in ``prepare``. Collective.
+
+        Raises:
+            ValueError: a codec brings momentum and the optimizer has its own.
+        """
+        for prepared in optimizers:
+            optimizer = getattr(prepared, "optimizer", prepared)
+            mine = {p for group in optimizer.param_groups for p in group["params"]}
+            for reducer in self.reducers:
+                if not mine.isdisjoint(reducer.names):
+                    connect_optimizers([optimizer], reducer)
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Of the prepared models, in their order; empty with one process."""
+        return residuals.reducers(self._accelerator)
+
+    @property
+    def topology(self) -> Topology | None:
+        """Hosts and groups of the ranks; None before the first ``prepare``."""
+        reducers = self.reducers
+        return reducers[0].network.topology if reducers else None
+
+    def comm_stats(self) -> list[Mapping[str, Any]]:
+        """Bytes this rank sent, for each model in the order of ``prepare``."""
+        return [reducer.comm_stats() for reducer in self.reducers]
+
+    def metrics(self) -> dict[str, float]:
+        """``comm/*`` of this rank, over all models; empty before the first step."""
+        return comm_metrics(self.comm_stats())
+
+    def log(self, step: int | None = None) -> None:
+        """Give :meth:`metrics` of rank 0 to Accelerate's trackers. Call it on every rank."""
+        metrics = self.metrics()
+        if metrics:
+            self._accelerator.log(metrics, step=step)
+
+    def configuration(self) -> dict[str, str | int | float]:
+        """What a tracker should know of a run: for ``accelerator.init_trackers(config=...)``.
+
+        The hosts are in it after ``prepare``.
+        """
+        found = self._settings.fingerprint()
+        found["version"] = found.pop("lightning_dist")
+        found["ranks"] = self._accelerator.num_processes
+        if self.topology is not None:
+            found["topology"] = self.topology.describe()
+        return {
+            f"lightning_dist/{key.replace(' ', '_')}": (
+                value if isinstance(value, str | int | float) else repr(value)
+            )
+            for key, value in found.items()
+        }
+
+    def close(self) -> None:
+        """Stop the threads of all models. ``lightning_dist.accelerate.Accelerator`` does it."""
+        for reducer in self.reducers:
+            reducer.close()
+
+    @contextmanager
+    def saved_by_another(self) -> Iterator[None]:
+        """Whoever calls ``save_state`` and ``load_state`` meanwhile takes care of residuals."""
+        before, self._saved_by_another = self._saved_by_another, True
+        try:
+            yield
+        finally:
+            self._saved_by_another = before
+
+    def save(self, folder: str) -> None:
+        """Write what all ranks owe beside what Accelerate or Trainer writes. Collective."""
+        if self.reducers and self._accelerator.project_configuration.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True cannot take effect: rank 0 writes the residuals of all "
+                "ranks; leave it out, and save to a folder that all nodes see"
+            )
+        residuals.write([reducer.state_dict() for reducer in self.reducers], folder)
+
+    def load(self, folder: str) -> None:
+        """Go on from what :meth:`save` has written, by any number of ranks. Collective.
+
+        Raises:
+            ValueError: the ranks do not see the same folder.
+        """
+        residuals.require_one_folder(self.reducers, folder)
+        residuals.load(self._accelerator, folder, says=self._accelerator.is_main_process)
+
+    def _save(self, models: Iterable[nn.Module], weights: Any, folder: str) -> None:
+        if not self._saved_by_another:
+            self.save(folder)
+
+    def _load(self, models: Iterable[nn.Module], folder: str) -> None:
+        if not self._saved_by_another:
+            self.load(folder)
+
+    def _grad_scale(self) -> Tensor | None:
+        scaler = self._accelerator.scaler
+        return None if scaler is None else scaler._scale

@@ -1,0 +1,36 @@
+"""What a profile says of its rank: where it runs, with whom, and on what."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.profiling.records import RankRecord
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.versions import versions
+
+
+def about(model: DistributedDataParallel, reducer: Reducer | None, *, host: str) -> RankRecord:
+    """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed."""
+    if reducer is None:
+        groups = {"flat": dist.get_process_group_ranks(model.process_group)}
+    else:
+        channels = reducer.network.channels
+        groups = {each.name: dist.get_process_group_ranks(each.group) for each in channels}
+    return RankRecord(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        host=host,
+        groups=groups,
+        clock=time.monotonic_ns(),
+        unix=time.time(),
+        codec="ddp" if reducer is None else repr(reducer.settings.codec),
+        backend=dist.get_backend(model.process_group),
+        device=model.device.type,
+        pid=os.getpid(),
+        cores=len(os.sched_getaffinity(0)),
+        versions=versions(),
+    )

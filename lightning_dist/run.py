@@ -1,0 +1,91 @@
+"""Train with compressed gradients under Accelerate, with no change of the script.
+
+    accelerate launch [OPTIONS] -m lightning_dist.run train.py --lr 0.1
+    torchrun [OPTIONS] -m lightning_dist.run -m package.train --lr 0.1
+
+Every Accelerator that the script makes gets a CompressedDDPPlugin, with the settings from variables
+LIGHTNING_DIST_* and files (docs/command-line.md), unless the script has attached one itself. Exit
+code 2: the words or the settings are wrong; otherwise it is the script's.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_dist.configuration import Resolved, resolve
+
+BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is to be run: a file or a module, and its arguments."""
+
+    name: str
+    arguments: list[str]
+    is_module: bool
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Script:
+        """``script.py ARGUMENTS`` or ``-m module ARGUMENTS``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        is_module = list(words[:1]) == ["-m"]
+        name, *arguments = list(words[is_module:]) or [""]
+        if not name or name.startswith("-"):
+            raise ValueError("no script: python -m lightning_dist.run script.py [ARGUMENTS]")
+        if not is_module and not Path(name).exists():
+            raise ValueError(f"there is no script {name}")
+        return cls(name, arguments, is_module)
+
+    def run(self) -> None:
+        """As ``python script.py ARGUMENTS`` would."""
+        sys.argv = [self.name, *self.arguments]
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            # In the place of the current folder, which -m has put there.
+            sys.path[0] = str(Path(self.name).resolve().parent)
+            runpy.run_path(self.name, run_name="__main__")
+
+
+def main() -> None:
+    """Run the words of this process."""
+    words = sys.argv[1:]
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    try:
+        script, resolved = Script.parse(words), resolve()
+    except (OSError, ValueError) as error:
+        print(f"lightning_dist.run: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+
+    from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
+
+    with attached_everywhere(lambda accelerator: _attach(accelerator, resolved)) as seen:
+        script.run()
+    if not seen:
+        print(
+            f"lightning_dist.run: {script.name} has prepared no model with an Accelerator: nothing "
+            "was compressed",
+            file=sys.stderr,
+        )
+
+
+def _attach(accelerator: Any, resolved: Resolved) -> None:
+    from lightning_dist.accelerate import CompressedDDPPlugin
+
+    with resolved.named_in_errors():
+        CompressedDDPPlugin.from_settings(resolved.options).attach(accelerator)
+
+
+if __name__ == "__main__":
+    main()

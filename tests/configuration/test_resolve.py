@@ -1,0 +1,204 @@
+"""Settings from outside of the code: which one wins, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_dist
+from lightning_dist import compress_ddp
+from lightning_dist.configuration import CODE, OPTIONS, SIDECAR, configured, resolve
+from lightning_dist.configuration.places import accelerate_default
+
+FOLDER = Path(lightning_dist.__file__).parent / "configuration"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """Variables of somebody whose Accelerate folder is empty."""
+    (tmp_path / "hf/accelerate").mkdir(parents=True)
+    return {"HF_HOME": str(tmp_path / "hf")}
+
+
+def sidecar(home: dict[str, str], text: str) -> Path:
+    path = Path(home["HF_HOME"]) / "accelerate" / SIDECAR
+    path.write_text(text)
+    return path
+
+
+def named(home: dict[str, str], text: str) -> Path:
+    path = Path(home["HF_HOME"]) / "named.yaml"
+    path.write_text(text)
+    home["LIGHTNING_DIST_CONFIG"] = str(path)
+    return path
+
+
+def test_nothing_is_set(home: dict[str, str]) -> None:
+    found = resolve(environ=home)
+    assert (found.options, found.origins, found.files) == ({}, {}, ())
+
+
+def test_code_wins_over_variables_over_the_named_file_over_the_sidecar(
+    home: dict[str, str],
+) -> None:
+    beside = sidecar(home, "codec: sign\nstart_step: 1\nmin_compress_numel: 1\nerror_feedback: no")
+    file = named(home, "codec: int4\nstart_step: 2\nmin_compress_numel: 2")
+    home |= {"LIGHTNING_DIST_CODEC": "topk:ratio=0.05", "LIGHTNING_DIST_START_STEP": "3"}
+    found = resolve({"codec": "fp16"}, environ=home)
+    assert found.options == {
+        "codec": "fp16",
+        "error_feedback": False,
+        "min_compress_numel": 2,
+        "start_step": 3,
+    }
+    assert found.origins == {
+        "codec": CODE,
+        "error_feedback": str(beside),
+        "min_compress_numel": str(file),
+        "start_step": "LIGHTNING_DIST_START_STEP",
+    }
+    assert found.files == (str(file), str(beside))
+    assert configured(environ=home)["codec"] == "topk:ratio=0.05"
+
+
+def test_a_file_that_is_named_and_the_sidecar_is_read_once(home: dict[str, str]) -> None:
+    home["LIGHTNING_DIST_CONFIG"] = str(sidecar(home, "codec: int4"))
+    assert resolve(environ=home).files == (home["LIGHTNING_DIST_CONFIG"],)
+
+
+def test_null_takes_back_what_a_lower_source_says(home: dict[str, str]) -> None:
+    sidecar(home, "ranks_per_host: 4")
+    home["LIGHTNING_DIST_RANKS_PER_HOST"] = "null"
+    home["LIGHTNING_DIST_HIERARCHICAL"] = "false"
+    assert configured(environ=home) == {"hierarchical": False, "ranks_per_host": None}
+
+
+def test_an_empty_variable_is_not_set(home: dict[str, str]) -> None:
+    sidecar(home, "codec: int4")
+    assert configured(environ={**home, "LIGHTNING_DIST_CODEC": ""}) == {"codec": "int4"}
+
+
+def test_a_path_is_relative_to_the_current_folder(
+    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("codec: {intra: bf16, inter: int4}")
+    monkeypatch.chdir(tmp_path)
+    found = resolve(environ={**home, "LIGHTNING_DIST_CONFIG": "mine.yaml"})
+    assert found.options == {"codec": {"intra": "bf16", "inter": "int4"}}
+    assert found.files == (str(tmp_path / "mine.yaml"),)
+
+
+def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
+    assert configured(environ={**home, "LIGHTNING_DIST_HOSTNAME": "a"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"CODCE": "int8"}, ["'LIGHTNING_DIST_CODCE'", "did you mean 'LIGHTNING_DIST_CODEC'?"]),
+        ({"QQQ": "1"}, ["'LIGHTNING_DIST_QQQ'", "there are LIGHTNING_DIST_CODEC"]),
+        ({"CODEC": "8"}, ["codec must be a codec", "got 8 in LIGHTNING_DIST_CODEC"]),
+        ({"START_STEP": "-1"}, ["0 or more", "got -1 in LIGHTNING_DIST_START_STEP"]),
+        ({"START_STEP": "true"}, ["start_step must be", "got True"]),
+        ({"START_STEP": "1.5"}, ["got 1.5"]),
+        ({"ERROR_FEEDBACK": "maybe"}, ["true, false or auto", "'maybe'"]),
+        ({"HIERARCHICAL": "1"}, ["true, false, auto or leader; got 1"]),
+        ({"RANKS_PER_HOST": "0"}, ["1 or more ranks", "got 0"]),
+        ({"RANK_GROUPS": "[0, 1]"}, ["rank_groups must be", "[0, 1]"]),
+        ({"CODEC": "{inter: int4}"}, ["{intra: CODEC, inter: CODEC}"]),
+        ({"CODEC": "'int8"}, ["LIGHTNING_DIST_CODEC", "is no YAML value; quote it"]),
+        ({"CONFIG": "/no/such.yaml"}, ["LIGHTNING_DIST_CONFIG names /no/such.yaml", "unset it"]),
+    ],
+)
+def test_wrong_variables(home: dict[str, str], variables: dict[str, str], said: list[str]) -> None:
+    environ = home | {f"LIGHTNING_DIST_{name}": value for name, value in variables.items()}
+    with pytest.raises(ValueError, match="LIGHTNING_DIST_") as error:
+        resolve(environ=environ)
+    assert [part for part in said if part not in str(error.value)] == []
+
+
+def test_an_unknown_setting_of_the_code(home: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"'codek' in the code: did you mean 'codec'\?"):
+        resolve({"codek": "int8"}, environ=home)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "file", "both"),
+    [
+        ("HIERARCHICAL", "false", "ranks_per_host: 2", ["hierarchical=False", "ranks_per_host=2"]),
+        ("RANKS_PER_HOST", "2", "hierarchical: false", ["hierarchical=False", "ranks_per_host=2"]),
+        ("HIERARCHICAL", "false", "rank_groups: [[0, 1], [2]]", ["rank_groups=[[0, 1], [2]]"]),
+        ("HIERARCHICAL", "no", "codec: {intra: bf16, inter: int4}", ["codec={'intra'"]),
+        ("RANKS_PER_HOST", "2", "rank_groups: [[0, 1], [2]]", ["ranks_per_host=2", "rank_groups="]),
+    ],
+)
+def test_two_sources_that_contradict_each_other_are_both_named(
+    home: dict[str, str], variable: str, value: str, file: str, both: list[str]
+) -> None:
+    path = sidecar(home, file)
+    with pytest.raises(ValueError, match="contradict each other") as error:
+        resolve(environ={**home, f"LIGHTNING_DIST_{variable}": value})
+    expected = [*both, f"(LIGHTNING_DIST_{variable})", f"({path})", "set both in one place"]
+    assert [part for part in expected if part not in str(error.value)] == []
+
+
+def test_one_source_may_say_both(home: dict[str, str]) -> None:
+    sidecar(home, "hierarchical: false\nranks_per_host: 2")  # then traffic is counted by host
+    assert configured(environ=home) == {"hierarchical": False, "ranks_per_host": 2}
+
+
+def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -> None:
+    sidecar(home, "codec: int4")
+    found = resolve({"start_step": 3}, environ={**home, "LIGHTNING_DIST_ERROR_FEEDBACK": "true"})
+    with pytest.raises(ValueError, match="no good") as error, found.named_in_errors():
+        raise ValueError("no good")
+    assert "codec from /" in str(error.value)
+    assert "error_feedback from LIGHTNING_DIST_ERROR_FEEDBACK" in str(error.value)
+    assert "start_step" not in str(error.value)
+
+
+def test_options_are_those_of_compress_ddp_with_its_defaults() -> None:
+    parameters = dict(inspect.signature(compress_ddp).parameters)
+    for name in ("model", "grad_scaler", "groups"):
+        del parameters[name]
+    assert {name: p.default for name, p in parameters.items()} == {
+        name: option.default for name, option in OPTIONS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"HF_HOME": "/a"}, {"XDG_CACHE_HOME": "/b"}, {"HF_HOME": "~/c", "XDG_CACHE_HOME": "/b"}],
+    ids=str,
+)
+def test_the_folder_is_that_of_accelerate(variables: dict[str, str]) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("HF_HOME", "XDG_CACHE_HOME")}
+    code = "from accelerate.commands.config.config_args import default_config_file as f; print(f)"
+    environ: dict[str, Any] = {**kept, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert str(accelerate_default(environ)) == done.stdout.strip(), done.stderr
+
+
+def test_it_needs_the_standard_library_and_yaml_only() -> None:
+    code = (
+        "import sys, types\n"
+        "package = types.ModuleType('lightning_dist')\n"
+        f"package.__path__ = [{str(FOLDER.parent)!r}]\n"
+        "sys.modules['lightning_dist'] = package\n"
+        "before = set(sys.modules)\n"
+        "import lightning_dist.configuration\n"
+        "names = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(names - sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert {"lightning_dist", "yaml"} <= set(done.stdout.split()), done.stderr
+    allowed = {"lightning_dist", "yaml", "cython_runtime"}  # the last is of yaml's own C
+    assert {name for name in done.stdout.split() if name[0] != "_"} <= allowed

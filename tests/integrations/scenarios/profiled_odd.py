@@ -1,0 +1,184 @@
+"""Runs that end badly, and settings that are not the usual ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from profiled_common import ddp, tell, train
+
+from lightning_dist import CommProfiler
+from lightning_dist.integrations import profile_run
+
+
+def failing(folder: Path) -> None:
+    try:
+        with CommProfiler(ddp(), dirpath=folder, show=False) as profiler:
+            train(profiler._model, fails_at=7)
+    except ArithmeticError:
+        tell(folder)
+
+
+def told_to_end(folder: Path) -> None:
+    """By the launcher, which ends all ranks when one has failed."""
+    code = None
+    try:
+        with CommProfiler(ddp(), dirpath=folder, show=False) as profiler:
+            train(profiler._model, steps=8)
+            os.kill(os.getpid(), signal.SIGTERM)
+            train(profiler._model)
+    except SystemExit as error:
+        code = error.code
+    tell(folder, code=code, usual=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+
+
+def lost_at_the_end(folder: Path) -> None:
+    """Rank 1 is killed after its last step, before the ranks compare clocks."""
+    with CommProfiler(ddp(), dirpath=folder) as profiler:
+        train(profiler._model)
+        if dist.get_rank() == 1:
+            os._exit(0)
+    tell(folder, summary=profiler.summary is not None)
+    sys.stdout.flush()
+    os._exit(0)  # nobody is there for a barrier
+
+
+def late_at_the_end(folder: Path) -> None:
+    """Rank 1 leaves by an error that is its own, and goes on."""
+    profile_run._PATIENCE = 2.0
+    begin = time.monotonic()
+    with suppress(ArithmeticError), CommProfiler(ddp(), dirpath=folder) as profiler:
+        train(profiler._model)
+        if dist.get_rank() == 1:
+            raise ArithmeticError("of this rank alone")
+    tell(folder, seconds=time.monotonic() - begin)
+
+
+def hanging(folder: Path) -> None:
+    """Rank 1 does not come to one collective of the model."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = ddp(process_group=group)
+    try:
+        with CommProfiler(model, dirpath=folder, show=False):
+            train(model, steps=4 if dist.get_rank() else 5)
+            if dist.get_rank():
+                raise TimeoutError("as if it hung here")
+    except (RuntimeError, TimeoutError):
+        tell(folder)
+
+
+def sockets() -> int:
+    """That this process has open."""
+    links = (link for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return sum(os.readlink(link).startswith("socket:") for link in links)
+
+
+def twice(folder: Path) -> None:
+    """On two hosts, as far as the ranks can tell."""
+    profile_run.this_host = lambda: f"host-{dist.get_rank()}"
+    model = ddp()
+    opened = [sockets()]
+    for _ in range(2):
+        with CommProfiler(model, dirpath=folder, show=False):
+            train(model)
+        opened.append(sockets())
+    tell(folder, opened=opened)
+
+
+def zoomed(folder: Path) -> None:
+    with CommProfiler(model := ddp(), dirpath=folder, budget=1, zoom=range(3, 5), show=False):
+        train(model)
+    for zoom in (range(3, 5), range(4, 6)):  # while it is on, and just before
+        with CommProfiler(model, dirpath=folder / "short", budget=1, zoom=zoom, show=False):
+            train(model, steps=4)
+    with CommProfiler(model, dirpath=folder, budget=1, zoom=signal.SIGUSR2, show=False):
+        train(model, steps=4)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        train(model)
+    tell(folder, usual=signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
+
+
+def alone(folder: Path) -> None:
+    """A group of one rank, as on a machine with one device."""
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = ddp()
+    with CommProfiler(model, dirpath=folder / str(os.environ["RANK"]), show=False):
+        train(model)
+    (folder / f"truth-{os.environ['RANK']}.json").write_text("{}")
+
+
+def other_hook(folder: Path) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = ddp()
+    model.register_comm_hook(None, fp16_compress_hook)
+    with CommProfiler(model, dirpath=folder, show=False):
+        train(model)
+    tell(folder)
+
+
+def no_folder(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        (folder / "taken").touch()
+    with CommProfiler(ddp(), dirpath=folder / "taken", show=False) as profiler:
+        train(profiler._model)
+    tell(folder, found=str(profiler.folder))
+
+
+def no_folder_on_one(folder: Path) -> None:
+    """Rank 1 is on a host where the path of rank 0 cannot be made."""
+    os.chdir(folder)
+    if dist.get_rank() == 1:
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        Path("profiles").touch()
+    with CommProfiler(ddp(), dirpath="profiles", show=False) as profiler:
+        train(profiler._model)
+    tell(folder, summary=profiler.summary is not None)
+
+
+def own_folders(folder: Path) -> None:
+    """Each rank has a disk of its own, as on hosts without a shared one.
+
+    That of rank 1 has been part of another run, of which rank 0's has nothing.
+    """
+    own = folder / f"disk-{dist.get_rank()}"
+    own.mkdir()
+    if dist.get_rank() == 1:
+        (own / "profiles" / "run-0").mkdir(parents=True)
+        (own / "profiles" / "run-0" / "rank1.jsonl").write_text("of an older run\n")
+    os.chdir(own)
+    model = ddp()
+    before = sockets()
+    with CommProfiler(model, dirpath="profiles", show=False) as profiler:
+        train(model, steps=230)
+    tell(
+        folder,
+        left=sockets() - before,
+        ranks=sorted(path.name for path in profiler.folder.glob("rank*")),
+    )
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "failing": failing,
+    "told to end": told_to_end,
+    "lost at the end": lost_at_the_end,
+    "late at the end": late_at_the_end,
+    "hanging": hanging,
+    "twice": twice,
+    "zoomed": zoomed,
+    "alone": alone,
+    "other hook": other_hook,
+    "no folder": no_folder,
+    "no folder on one": no_folder_on_one,
+    "own folders": own_folders,
+}

@@ -1,0 +1,87 @@
+"""Whole programs on two CPU processes: the examples, and the checks of ``accelerate test``."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from processes import Finished, port, run, torchrun
+
+pytest.importorskip("accelerate")
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_the_example_trains_and_goes_on(tmp_path: Path, quick_python: list[str]) -> None:
+    example = EXAMPLES / "accelerate_train.py"
+    arguments = ["--epochs", "2", "--folder", tmp_path / "out"]
+    first, second = (
+        torchrun(example, *arguments, ranks=2, limit=60, python=quick_python).require_success()
+        for _ in range(2)
+    )
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", first.output + second.output)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "going on from" not in first.output
+    assert second.output.count("going on from") == 1
+    assert "16 steps" in first.output, "2 epochs of 16 batches, by twos"
+    assert re.search(r"(\d+\.\d) times less than DDP", first.output)
+    assert (tmp_path / "out" / "state" / "lightning_dist_reducer_0.bin").exists()
+
+
+def test_the_example_under_accelerate_launch(tmp_path: Path, quick_python: list[str]) -> None:
+    """As its first lines say."""
+    launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    command = [
+        *(*quick_python, "-m", "accelerate.commands.launch", *launch),
+        *("--main_process_port", str(port()), EXAMPLES / "accelerate_train.py"),
+        *("--epochs", "1", "--folder", tmp_path / "out"),
+    ]
+    done = run(command, limit=100).require_success()
+    assert "8 steps" in done.output
+
+
+def test_accelerates_own_checks_pass_under_the_plugin(quick_python: list[str]) -> None:
+    script = HERE / "scenarios" / "accelerates_script.py"
+    done = torchrun(script, ranks=2, limit=110, python=quick_python).require_success()
+    assert len(re.findall(r"steps of ours: [1-9]", done.output)) == 2
+
+
+def _sums(done: Finished) -> set[str]:
+    found = re.findall(r"parameters add up to (\S+)", done.require_success().output)
+    assert len(found) == 2
+    return set(found)
+
+
+@needs_transformers
+@pytest.mark.parametrize("codec", ["topk:ratio=0.1"])
+def test_the_trainer_example_resumes_bit_for_bit(
+    tmp_path: Path, quick_python: list[str], codec: str
+) -> None:
+    example = EXAMPLES / "transformers_trainer.py"
+
+    def train(folder: str, steps: int, *more: str) -> Finished:
+        options = ["--codec", codec, "--steps", str(steps), "--folder", tmp_path / folder, *more]
+        return torchrun(example, *options, ranks=2, limit=80, python=quick_python)
+
+    whole = train("whole", 10)
+    assert "10 steps" in whole.output
+    assert "comm/wire_bytes" in whole.output, "in what the Trainer logs"
+    (expected,) = _sums(whole)
+    _sums(train("parts", 5))
+    saved = tmp_path / "parts" / "checkpoint-5" / "lightning_dist_reducer_0.bin"
+    assert saved.exists()
+    (resumed,) = _sums(train("parts", 10, "--resume"))
+    assert resumed == expected

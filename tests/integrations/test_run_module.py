@@ -1,0 +1,87 @@
+"""``python -m lightning_dist.run``: scripts of Accelerate's, unchanged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from processes import run
+
+from lightning_dist.codecs import Int4
+from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "unchanged_training.py"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def test_every_rank_gets_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DIST_CODEC", "int4")
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    options += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    words = ["accelerate.commands.launch", *options, "-m", "lightning_dist.run", SCRIPT]
+    done = run([sys.executable, "-m", *words, "--lr", "1"], limit=100).require_success()
+    said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
+    expected = {"name": "__main__", "arguments": ["--lr", "1"], "ranks": 2, "steps": 2}
+    assert said == [{**expected, "codec": repr(Int4())}] * 2
+
+
+def test_a_module_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path.cwd()}")
+    words = [sys.executable, "-m", "lightning_dist.run"]
+    words += ["-m", "unchanged_training", "--no-model"]
+    done = run(words, limit=60).require_success()
+    assert "unchanged_training has prepared no model with an Accelerator" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        ([], {}, "no script"),
+        (["--lr", "1"], {}, "no script"),
+        (["-m"], {}, "no script"),
+        (["missing.py"], {}, "there is no script missing.py"),
+        ([SCRIPT], {"LIGHTNING_DIST_CODCE": "int8"}, "did you mean 'LIGHTNING_DIST_CODEC'?"),
+    ],
+)
+def test_bad_input(words: list[str | Path], environ: dict[str, str], said: str) -> None:
+    done = run([sys.executable, "-m", "lightning_dist.run", *words], limit=60, **environ)
+    assert done.returncode == 2
+    (line,) = [line for line in done.output.splitlines() if "lightning_dist.run: " in line]
+    assert said in line
+    assert "Traceback" not in done.output
+
+
+def test_settings_that_cannot_be_say_where_they_come_from() -> None:
+    words = [sys.executable, "-m", "lightning_dist.run", SCRIPT]
+    done = run(words, limit=60, LIGHTNING_DIST_CODEC="int9")
+    assert done.returncode == 1
+    assert "int9" in done.output
+    assert "(set outside of the code: codec from LIGHTNING_DIST_CODEC" in done.output
+
+
+def test_a_plugin_of_the_script_counts_and_the_class_is_given_back() -> None:
+    stock = (Accelerator.prepare, Accelerator.prepare_model)
+    attached: list[Accelerator] = []
+
+    class Ours:
+        __module__ = "lightning_dist.integrations.accelerate.plugin"
+
+    with attached_everywhere(attached.append) as seen:
+        mine, plain = Accelerator(cpu=True), Accelerator(cpu=True)
+        mine.ddp_handler = Ours()
+        for accelerator in (mine, plain, plain):
+            accelerator.prepare(torch.nn.Linear(2, 2))
+        assert plain.prepare(torch.optim.SGD([torch.ones(1)], lr=1.0)) is not None
+    assert attached == [plain]
+    assert seen == [mine, plain]
+    assert (Accelerator.prepare, Accelerator.prepare_model) == stock

@@ -1,0 +1,39 @@
+"""A script of Accelerate's that does nothing for compression; at its end it looks what happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from accelerate import Accelerator
+
+
+def main() -> None:
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    if "--no-model" in sys.argv:
+        return
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(2):
+        x = torch.full((4, 64), float(accelerator.process_index + step))
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    from lightning_dist.integrations.ddp import reducer_of  # only to look
+
+    reducer = reducer_of(model.module)
+    said = {
+        "name": __name__,
+        "arguments": sys.argv[1:],
+        "ranks": accelerator.num_processes,
+        "codec": None if reducer is None else repr(reducer.settings.codec),
+        "steps": None if reducer is None else reducer.step,
+    }
+    print("SAID" + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
