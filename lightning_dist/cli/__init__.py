@@ -14,21 +14,25 @@ import typer
 from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt, profile
 from lightning_dist.cli.bench import bench
+from lightning_dist.cli.codecs import codecs
+from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 app = typer.Typer(
     name="lightning-dist",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(profile.app, name="profile")
+app.command("config")(config)
 app.command("launch", context_settings=PASS_ON, options_metavar=USAGE)(launch)
 app.command("bench")(bench)
 app.command("doctor")(doctor)
+app.command("codecs")(codecs)
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,7 +48,11 @@ def _root(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
     ] = False,
 ) -> None:
-    """Tools around training with lightning_dist."""
+    """Tools around training with lightning_dist.
+
+    Exit codes: 0: done; 1: something is wrong with what was looked at; 2: wrong input, or it could
+    not be done. `launch` ends with the code of what it runs.
+    """
 
 
 def main() -> None:

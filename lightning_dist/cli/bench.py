@@ -43,8 +43,10 @@ def bench(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a collective may take.")] = (
         300.0
     ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     to: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to a file too.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the figures to a file too, as JSON."),
     ] = None,
 ) -> None:
     """Measure how fast ranks exchange bytes. Rank 0 prints a table.
@@ -59,7 +61,7 @@ def bench(
       ... lightning-dist bench --pairs --sizes 8MB
     """
     if to is not None and not to.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {to.parent} for --json {to}")
+        raise FileNotFoundError(f"there is no folder {to.parent} for --out {to}")
     _require_ranks(nproc)
 
     from lightning_dist.cli import bench_run  # torch
@@ -74,10 +76,14 @@ def bench(
     reports = _reports(settings, nproc)
     if reports is None:
         return
-    for report in reports:
-        print_report(report)
+    content = json.dumps({"groups": [each.as_dict() for each in reports]}, indent=2)
+    if as_json:
+        typer.echo(content)
+    else:
+        for report in reports:
+            print_report(report)
     if to is not None:
-        to.write_text(json.dumps({"groups": [each.as_dict() for each in reports]}, indent=2))
+        to.write_text(content)
 
 
 def _require_ranks(nproc: int | None) -> None:

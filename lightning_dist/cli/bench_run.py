@@ -150,7 +150,8 @@ def _run(settings: Settings, *, device: torch.device, backend: str) -> list[Repo
     if settings.pairs and scope == "flat" and len(set(hosts)) > 1:
         scope = "inter"  # the links are what is looked for, and a host has one
     members = members_of(scope, hosts)
-    groups = [(ranks, dist.new_group(list(ranks))) for ranks in members]
+    timeout = timedelta(seconds=settings.timeout)  # a new group has torch's own otherwise
+    groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in members]
     own: Report | None = None
     for ranks, group in groups:
         if dist.get_rank() not in ranks:
@@ -199,7 +200,7 @@ def _measured(
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     with console.status("") as status:
         if settings.pairs:
-            nbytes = settings.sizes[-1]
+            nbytes = max(settings.sizes)
             status.update(f"{len(report.ranks)} ranks in pairs, {decimal(nbytes)}")
             matrix = pairs(group, nbytes, iterations=settings.iterations, device=device)
             return Report(

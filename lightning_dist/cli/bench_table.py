@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+
+from lightning_dist.console import stdout_console
 
 if TYPE_CHECKING:
     from lightning_dist.cli.bench_run import Report
 
-_WIDE = 10_000
-"""Columns where nobody has a terminal: a line of the table stays a line."""
 _RIGHT = ("count", "median", "min", "max", "algbw", "busbw", "% of best")
 LEGEND = (
     "algbw = size / median time, busbw = algbw * factor, as nccl-tests defines them: 2(n-1)/n for "
@@ -25,7 +23,7 @@ LEGEND = (
 
 def print_report(report: Report) -> None:
     """A heading and a table."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    console = stdout_console()
     hosts = list(dict.fromkeys(report.hosts[rank] for rank in report.ranks))
     names = ", ".join(hosts) if len(hosts) <= 8 else f"{', '.join(hosts[:8])}, ..."
     console.print(

@@ -8,15 +8,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.text import Text
 
 from lightning_dist.checkpoint.disk.folder_owner import Owner, forget, own, owner_of
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
 from lightning_dist.cli.ckpt_check import checking
 from lightning_dist.cli.ckpt_folder import checkpoints_at, require_folder
-from lightning_dist.cli.ckpt_prune import Plan, plan
+from lightning_dist.cli.ckpt_prune import Plan, as_fields, plan
 from lightning_dist.cli.ckpt_table import fields, name_of, print_table, summary
 from lightning_dist.cli.errors import DAMAGED, reported
+from lightning_dist.console import stdout_console
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -32,7 +34,12 @@ def _ckpt() -> None:
 @app.command()
 @reported
 def ls(folder: Folder, as_json: Json = False) -> None:
-    """List the checkpoints of a folder, the newest first. Reads headers only."""
+    """List the checkpoints of a folder, the newest first. Reads headers only.
+
+    \b
+      lightning-dist ckpt ls checkpoints/
+      lightning-dist ckpt ls s3://bucket/run --json
+    """
     storage, inside = require_folder(folder)
     found, leftovers, owner = (
         checkpoints(folder),
@@ -71,7 +78,12 @@ def verify_command(
     ],
     as_json: Json = False,
 ) -> None:
-    """Read checkpoints to the last byte. Exit code 1 if any is not what was written."""
+    """Read checkpoints to the last byte. Exit code 1 if any is not what was written.
+
+    \b
+      lightning-dist ckpt verify checkpoints/last.ckpt
+      lightning-dist ckpt verify checkpoints/ other/ --json
+    """
     found = [path for given in paths for path in checkpoints_at(given)]
     verdicts = []
     with checking(found) as check:
@@ -97,13 +109,21 @@ def prune(
     keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Keep the newest whole checkpoints of a folder and remove older and damaged ones.
 
     The ones to keep are read to the last byte first. What is named last*, latest* or best*, what
     such a name is linked to, and what lightning_dist did not write are never removed. Refuses
     while a trainer writes to the folder; object stores cannot tell.
+
+    \b
+    What would go, and then without being asked:
+      lightning-dist ckpt prune checkpoints/ --keep 3 --dry-run
+      lightning-dist ckpt prune checkpoints/ --keep 3 --yes
     """
+    if as_json and not (yes or dry_run):
+        raise ValueError("--json cannot ask before it removes: add --yes, or --dry-run")
     storage, inside = require_folder(folder)
     owner = owner_of(folder)
     if owner is not None:
@@ -111,14 +131,17 @@ def prune(
     leftovers = storage.leftovers(inside)
     lock = None if dry_run else own(folder, patience=0)
     try:
-        for path in leftovers:
+        for path in [] if as_json else leftovers:
             _print_item("clear", path, "left by a dead writer")
         found = checkpoints(folder)
         with checking() as check:
             planned = plan(found, keep=keep, check=check)
-        _print_plan(planned, found)
+        if not as_json:
+            _print_plan(planned, found)
         if planned.removed and not dry_run:
-            _remove(planned, storage, yes=yes)
+            _remove(planned, storage, asks=not yes, says=not as_json)
+        if as_json:
+            _print_json(folder=folder, dry_run=dry_run, cleared=leftovers, **as_fields(planned))
     finally:
         if lock is not None:
             lock.release()
@@ -140,14 +163,15 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
         typer.echo("nothing to remove")
 
 
-def _remove(planned: Plan, storage: Storage, *, yes: bool) -> None:
-    if not yes:
+def _remove(planned: Plan, storage: Storage, *, asks: bool, says: bool) -> None:
+    if asks:
         locked = isinstance(storage, LocalStorage)
         hint = "" if locked else " (there are no locks here: no trainer must write to this folder)"
         typer.confirm(f"Remove {len(planned.removed)} checkpoints{hint}?", abort=True)
     for path, _ in planned.removed:
         storage.remove(storage_of(path)[1])
-    typer.echo(f"removed {len(planned.removed)} checkpoints")
+    if says:
+        typer.echo(f"removed {len(planned.removed)} checkpoints")
 
 
 @app.command()
@@ -155,8 +179,13 @@ def _remove(planned: Plan, storage: Storage, *, yes: bool) -> None:
 def consolidate(
     source: Annotated[str, typer.Argument(help="Path or URL of a folder of shards.")],
     target: Annotated[str, typer.Argument(help="The file to write; must not exist.")],
+    as_json: Json = False,
 ) -> None:
-    """Make one file for torch.load of a folder of shards."""
+    """Make one file for torch.load of a folder of shards.
+
+    \b
+      lightning-dist ckpt consolidate checkpoints/epoch=3.ckpt whole.ckpt
+    """
     storage, inside = storage_of(source)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint at {source}")
@@ -169,6 +198,9 @@ def consolidate(
 
     with Console(stderr=True).status(f"reading {name_of(source)}"):
         nbytes = reading.consolidate(source, target)
+    if as_json:
+        _print_json(source=source, path=target, nbytes=nbytes)
+        return
     local = isinstance(goal, LocalStorage)
     opened = repr(target) if local else f"fsspec.open({target!r}).open()"
     typer.echo(f"{target}: {decimal(nbytes)}")
@@ -179,7 +211,8 @@ def consolidate(
 
 
 def _print_item(word: str, path: str, told: str, *, color: str | None = None) -> None:
-    typer.echo(f"{typer.style(f'{word:<7}', fg=color)} {path}: {told}")
+    line = Text.assemble((f"{word:<7}", color or ""), f" {path}: {told}")
+    stdout_console().print(line, soft_wrap=True)
 
 
 def _print_json(**content: Any) -> None:

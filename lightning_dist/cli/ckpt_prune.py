@@ -24,6 +24,14 @@ class Plan:
     untouched: list[tuple[str, str]] = field(default_factory=list)
 
 
+def as_fields(planned: Plan) -> dict[str, list[dict[str, str | None]]]:
+    """The same for programs."""
+    return {
+        name: [{"path": path, "why": why or None} for path, why in items]
+        for name, items in vars(planned).items()
+    }
+
+
 def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
     """Keep the ``keep`` newest whole checkpoints, and remove older and damaged ones.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -15,9 +13,7 @@ from rich.text import Text
 from lightning_dist.checkpoint.disk.scan import Found
 from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.cli.ckpt_check import Verdict, without_path
-
-_WIDE = 10_000
-"""Columns where nobody has a terminal: a line of the table stays a line."""
+from lightning_dist.console import stdout_console
 
 
 def name_of(path: str) -> str:
@@ -34,7 +30,7 @@ def print_table(found: Sequence[Found]) -> None:
     table.add_column("status", overflow="fold")
     for each in found:
         table.add_row(*(Text(cell) for cell in _cells(each)))
-    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
+    stdout_console().print(table)
 
 
 def _cells(found: Found) -> tuple[str, ...]:

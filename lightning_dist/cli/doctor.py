@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +23,9 @@ from lightning_dist.cli.doctor_network import network
 from lightning_dist.cli.doctor_run import two_ranks
 from lightning_dist.cli.doctor_versions import devices, versions
 from lightning_dist.cli.errors import reported
+from lightning_dist.console import stdout_console
 
 WRONG = 1
-_WIDE = 10_000
-"""Columns where nobody has a terminal: a line of the table stays a line."""
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red", "n/a": "dim"}
 
 
@@ -43,6 +41,10 @@ def doctor(
 
     Run it on every host, with the variables of the training: under torchrun, or in the script of
     the job. Exit code 0: nothing is wrong; 1: warnings or errors were found.
+
+    \b
+      lightning-dist doctor
+      srun --nodes 4 --ntasks-per-node 1 lightning-dist doctor --json
     """
     if not folder.is_dir():
         raise ValueError(f"--folder must be a folder, and {folder} is none")
@@ -81,7 +83,7 @@ def _print(found: Sequence[Finding], wrong: Sequence[Finding]) -> None:
     table.add_column("found", overflow="fold")
     for each in found:
         table.add_row(Text(each.state, _COLORS[each.state]), Text(each.name), Text(each.what))
-    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
+    stdout_console().print(table)
     typer.echo()
     if not wrong:
         typer.echo("nothing is wrong")

@@ -1,4 +1,4 @@
-"""``lightning-dist launch``: torchrun, set so that jobs survive the loss of ranks."""
+"""``lightning-dist launch``: torchrun or ``accelerate launch``, set so that jobs run well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import typer
 
 from lightning_dist.cli.errors import reported
-from lightning_dist.cli.launch_plan import plan
+from lightning_dist.cli.launch_choice import choose
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {
@@ -21,15 +21,21 @@ PASS_ON = {
 
 @reported
 def launch(context: typer.Context) -> None:
-    """Run a script with torchrun, so that it is restarted and nodes may come and go.
+    """Run a script with torchrun, or with accelerate launch where that was configured.
 
-    Every option of torchrun works, and wins over what is set here. What is set is told.
+    torchrun: so that the script is restarted and nodes may come and go. accelerate launch: with
+    `--config_file`, or where `lightning-dist config` has written its file and every option is one
+    that accelerate launch has; the settings of lightning_dist reach the training, and several CPU
+    processes are one training. Every option of either works, and wins over what is set here. What
+    is set, and which of the two is run, is told on stderr.
 
     \b
       --nnodes MIN:MAX     nodes with which the job runs; default 1
       --nproc-per-node N   ranks on this node, or auto, cpu, gpu; default 1
-      --max-restarts N     after so many failures the job ends; default 3
+      --max-restarts N     after so many failures the job ends; torchrun's default here 3
       --rdzv-endpoint H:P  where the nodes meet; needed for more than one
+      --config_file FILE   run accelerate launch with this
+      --torchrun           run torchrun, whatever is configured
       --dry-run            print the command, do not run it
 
     \b
@@ -40,8 +46,11 @@ def launch(context: typer.Context) -> None:
         --nproc-per-node 8 train.py
     A module instead of a script:
       lightning-dist launch --nproc-per-node 2 -m package.train
+    As configured for Accelerate; and with no change of the script at all:
+      lightning-dist launch --config_file two.yaml train.py
+      lightning-dist launch --config_file two.yaml -m lightning_dist.run train.py
     """
-    made = plan(context.args, os.environ)
+    made = choose(context.args, os.environ)
     for note in made.notes:
         typer.echo(f"lightning-dist: {note}", err=True)
     if made.is_dry:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from lightning_dist.cli.launch_words import cut, parsed, require_script
 
 SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 RESTARTS = 3
@@ -33,9 +34,8 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     Raises:
         ValueError: there is no script, or the options cannot work.
     """
-    given = _parse(words, environ)
-    if not (given.module or given.no_python or Path(given.training_script).is_file()):
-        raise ValueError(f"there is no script {given.training_script}")
+    given = parse(words, environ)
+    require_script(given)
     fewest, most = _nodes(given.nnodes)
     _require_ranks(given.nproc_per_node)
     made = Plan([], is_dry=given.dry_run)
@@ -71,32 +71,25 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")
     elif fewest < most and environ.get(SHARING) != "1":
         made.notes.append(f"{SHARING} is {environ.get(SHARING)!r}: nodes will not be able to join")
-    script = len(words) - 1 - len(given.training_script_args)
-    if words[script] != given.training_script:  # torchrun's parser drops a -- after it
-        script -= 1
-    options = [word for word in words[:script] if word not in ("--dry-run", "--")]
+    options, after = cut(words, given)
     # Behind -- torchrun takes nothing for an option of its own, such as --n for --nnodes.
-    after = words[script + 1 :] if words[script] == "--" else words[script:]
     made.arguments += ["-m", "torch.distributed.run", *options, *added, "--", *after]
     return made
 
 
-def _parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
+def parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
+    """What torchrun makes of the words.
+
+    Raises:
+        ValueError: it does not take them.
+    """
     from torch.distributed.run import get_args_parser
 
-    def fail(message: str) -> NoReturn:
-        if "training_script" in message:
-            message = "no script: lightning-dist launch [OPTIONS] script.py [ARGUMENTS]"
-        raise ValueError(message)
-
     parser: argparse.ArgumentParser = get_args_parser()
-    parser.allow_abbrev = False  # --dry would be known here, and then reach torchrun
-    parser.error = fail  # type: ignore[method-assign]
-    parser.add_argument("--dry-run", action="store_true")
     for name in ("max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port"):
         if f"PET_{name.upper()}" not in environ:
             parser.set_defaults(**{name: None})
-    return parser.parse_args(list(words))
+    return parsed(parser, words)
 
 
 def _nodes(text: str) -> tuple[int, int]:

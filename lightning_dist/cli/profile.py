@@ -17,6 +17,8 @@ from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.write import Wanted, write_files
 from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.terminal import print_summary
+from lightning_dist.profiling.whatif.ask import with_whatif
+from lightning_dist.profiling.whatif.costs_file import read_costs
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -46,9 +48,13 @@ def report_command(
 
     Writes summary.json and report.html into DIR. Where that cannot be, the summary is still
     printed; exit code 2 then if --out, --trace or --csv had asked for files.
+
+    \b
+      lightning-dist profile report comm_profile/
+      lightning-dist profile report comm_profile/ --trace --csv --out report/
     """
     run = read_run(folder)
-    summary = summarize(run)
+    summary = with_whatif(summarize(run), run, lambda observed: read_costs(folder))
     if as_json:
         typer.echo(to_json(summary.as_dict()))
     else:
@@ -72,8 +78,13 @@ def compare_command(
 ) -> None:
     """Put two runs beside each other: step time, its parts, bytes.
 
-    Medians over steps. The spread is what two runs of the same may differ by: the notches of both
-    together, 1.58 quartile distances by the root of the number of steps each.
+    Medians over steps, where the headline and the table of a report have means; of each step the
+    mean over ranks. `report` says which rank is waited for. The spread is what two runs of the same
+    may differ by: the notches of both together, 1.58 quartile distances by the root of the number
+    of steps each.
+
+    \b
+      lightning-dist profile compare before/comm_profile after/comm_profile
     """
     runs = {"A": (a, *_summary_of(a)), "B": (b, *_summary_of(b))}
     found = compare(*(measured(run, summary) for _, run, summary in runs.values()))
@@ -90,6 +101,7 @@ def compare_command(
         typer.echo(f"{name}: {folder} ({describe(summary)})")
     typer.echo(verdict(found))
     print_differences(found)
+    typer.echo("medians over steps (a report has means), parts as means over ranks")
     for name, (_, _, summary) in runs.items():
         for note in summary.notes:
             typer.echo(f"note: {name}: {note}")

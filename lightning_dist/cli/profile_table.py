@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_dist.console import stdout_console
 from lightning_dist.profiling.compare import Difference
 from lightning_dist.profiling.parts import PARTS, Summary
-
-_WIDE = 10_000
-"""Columns where nobody has a terminal: a line of the table stays a line."""
 
 _UNITS = {"ms": "ms", "mb": "MB"}
 
@@ -26,7 +22,7 @@ def describe(summary: Summary) -> str:
         str(run.get("codec") or "codec not known"),
         _count(run.get("world_size", 0), "rank"),
         _count(hosts, "host"),
-        _count(summary.steps, "step"),
+        _count(len(summary.series.steps), "step"),
     ]
     return ", ".join(words)
 
@@ -39,7 +35,7 @@ def print_differences(differences: Sequence[Difference]) -> None:
     table.add_column("", overflow="fold")
     for each in differences:
         table.add_row(*(Text(cell) for cell in _cells(each)))
-    Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False).print(table)
+    stdout_console().print(table)
 
 
 def _cells(each: Difference) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from lightning_dist.cli.errors import reported
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.whatif.setting import DDP
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.costs import CodecCost
 
 _UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
@@ -44,29 +47,53 @@ def whatif_command(
     latency_us: Annotated[
         float | None, typer.Option(metavar="US", help="Of a round between hosts.")
     ] = None,
+    bucket_mb: Annotated[
+        list[float] | None,
+        typer.Option(metavar="MB", help="Of gradients in a bucket, bucket_cap_mb; repeatable."),
+    ] = None,
     one_core: Annotated[
-        bool, typer.Option("--one-core", help="A rank has no core for the codec alone.")
+        bool | None,
+        typer.Option(
+            "--one-core/--own-core",
+            help="A rank has no core for the codec alone, or has. Otherwise as in the run.",
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="What codecs cost here, even if the run has measured it."),
     ] = False,
     compiled: Annotated[
         bool,
         typer.Option(
-            "--compiled", help="Codecs as large models run them; takes half a minute to measure."
+            "--compiled",
+            help="Measure codecs as large models run them; takes half a minute.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Predict the step time with other codecs, links and numbers of hosts.
+    """Predict the step time with other codecs, buckets, links and numbers of hosts.
 
     Plays the buckets of the profile anew, with the rates that the run itself had and with what
-    codecs cost on this machine, which is measured now. The same is said of the run as it was:
-    settings that are closer than the error of that are not told apart.
+    codecs cost: as measured at the end of the run where that was done (costs.json), otherwise on
+    this machine now. The same is said of the run as it was: settings that are closer than the
+    error of that are not told apart.
+
+    \b
+      lightning-dist profile whatif comm_profile/
+      lightning-dist profile whatif comm_profile/ --codec int4 --codec powersgd:rank=8
+      lightning-dist profile whatif comm_profile/ --bandwidth 10gbit --hosts 8
     """
     # Codecs are measured, for which torch is loaded: not before it is needed.
     from lightning_dist.cli.profile_whatif_table import print_whatif
-    from lightning_dist.profiling.whatif.candidates import candidates, scaled
+    from lightning_dist.profiling.whatif.candidates import (
+        candidates,
+        in_buckets,
+        other_buckets,
+        scaled,
+    )
     from lightning_dist.profiling.whatif.observe import observe
     from lightning_dist.profiling.whatif.predict import Wish, predict
-    from lightning_dist.reducer.calibration import CANDIDATES, calibrate
+    from lightning_dist.reducer.costs import CANDIDATES
 
     observed = observe(read_run(folder))
     like = Wish(
@@ -77,11 +104,15 @@ def whatif_command(
         one_core=one_core,
     )
     names = tuple(codec or (DDP, *CANDIDATES))
-    costs = calibrate(_to_measure(names, observed.setting.codec), fused=compiled)
     only = [name for name in names if name != DDP]
     wishes = candidates(observed, only, like=like, forms=form, ddp=DDP in names)
+    if bucket_mb:
+        wishes = in_buckets(wishes, bucket_mb)
+    elif not (codec or form or hosts):
+        wishes += other_buckets(observed, like=like)
     if hosts:
         wishes = scaled(wishes, hosts)
+    costs = _costs(folder, names, observed.setting.codec, anew=measure or compiled, fused=compiled)
     found = predict(observed, wishes, costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
@@ -102,9 +133,13 @@ def gbps_of(text: str, *, option: str) -> float:
     return float(match[1]) * _UNITS[match[2].lower()]
 
 
-def _to_measure(names: Sequence[str], current: str) -> list[str]:
-    """Of the run's own codec too, and of a copy, where this version knows them."""
-    from lightning_dist.codecs import CODECS
+def _costs(
+    folder: str, names: Sequence[str], own: str, *, anew: bool, fused: bool
+) -> Mapping[str, CodecCost]:
+    """As the run has kept them; what it has not is measured here."""
+    from lightning_dist.profiling.whatif.costs_file import read_costs
+    from lightning_dist.reducer.calibration import calibrate, to_measure
 
-    own = [current] if current in CODECS else []
-    return [name for name in dict.fromkeys(["none", *own, *names]) if name != DDP]
+    kept = {} if anew else read_costs(folder).by_name
+    wanted = to_measure([name for name in names if name != DDP], own)
+    return {**kept, **calibrate([name for name in wanted if name not in kept], fused=fused)}

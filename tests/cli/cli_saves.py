@@ -6,17 +6,13 @@ import io
 import itertools
 import os
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_dist.checkpoint.disk.folder_owner import own, own_as_writer
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, Piece, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.writer import Writer
@@ -74,37 +70,6 @@ def damage(path: Path, *, at: int | None = None) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)
-
-
-@contextmanager
-def owned_by_another(folder: Path, *, as_writer: bool = False) -> Iterator[int]:
-    """Another process owns ``folder``; gives its id."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_own, args=(str(folder), as_writer, theirs))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.recv() == "owned"
-        yield process.pid or 0
-    finally:
-        ours.close()
-        process.join(60)
-        assert process.exitcode == 0
-
-
-def _own(folder: str, as_writer: bool, channel: Any) -> None:
-    lock = own(folder)
-    if as_writer:
-        assert lock is not None
-        lock.release()
-        lock = own_as_writer(folder)
-    channel.send("owned")
-    try:
-        channel.recv()
-    except EOFError:
-        assert lock is not None
-        lock.release()
 
 
 def _laid_out(records: dict[str, bytes]) -> tuple[tuple[Piece, ...], bytes]:

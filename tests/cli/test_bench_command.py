@@ -32,6 +32,12 @@ PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
 
 
+@pytest.fixture(scope="module")
+def quick_bench(quick_python: list[str]) -> list[str]:
+    """A rank that a launcher starts; what starts ranks itself does so as an installed program."""
+    return [*quick_python, "-c", "from lightning_dist.cli import main; main()", "bench"]
+
+
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -90,7 +96,7 @@ def test_groups() -> None:
             "--ops must be of all_reduce, all_gather, all_to_all, broadcast",
         ),
         ("--nproc 2 --sizes 1XB", "in it is '1XB'"),
-        ("--nproc 2 --json /no/such/x.json", "there is no folder /no/such"),
+        ("--nproc 2 --out /no/such/x.json", "there is no folder /no/such"),
         ("--nproc 999 --device cuda", "--device cuda needs a GPU for each of 999 ranks here"),
     ],
 )
@@ -139,7 +145,7 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_ranks_of_its_own(tmp_path: Path) -> None:
     to = tmp_path / "bench.json"
-    words = ["--nproc", "2", "--sizes", "64KB,1MB", "--iterations", "3", "--json", str(to)]
+    words = ["--nproc", "2", "--sizes", "64KB,1MB", "--iterations", "3", "--out", str(to)]
     shown = run([*FAST, *words, "--device", "cpu"], limit=100).require_success().output
     assert "2 ranks (flat) on " in shown
     (group,) = json.loads(to.read_text())["groups"]
@@ -172,11 +178,12 @@ def of_rank(rank: int, at: int, hosts: list[str]) -> dict[str, str]:
     }
 
 
-def test_ranks_of_a_launcher(tmp_path: Path) -> None:
+def test_ranks_of_a_launcher(tmp_path: Path, quick_bench: list[str]) -> None:
     hosts, at, to = ["a", "b", "a"], port(), tmp_path / "bench.json"
-    command = [*FAST, "--pairs", "--group", "intra", "--sizes", "64KB", "--device", "cpu"]
+    command = [*quick_bench, "--pairs", "--group", "intra", "--sizes", "64KB,4KB"]
+    command += ["--device", "cpu"]
     done = run_together(
-        [[*command, "--json", to]] * 3, [of_rank(rank, at, hosts) for rank in range(3)], limit=100
+        [[*command, "--out", to]] * 3, [of_rank(rank, at, hosts) for rank in range(3)], limit=100
     )
     first, *others = [each.require_success().output for each in done]
     assert "2 ranks (intra) on a; gloo, cpu" in first
@@ -189,9 +196,30 @@ def test_ranks_of_a_launcher(tmp_path: Path) -> None:
     assert min(there, back) > 0
 
 
-def test_what_is_wrong_with_all_ranks_is_said_once() -> None:
+LEFT_WAITING = f"""
+import os, torch.distributed as dist
+from datetime import timedelta
+{PROGRAM.replace("main()", "")}
+from lightning_dist.cli import bench_run
+def wait(*arguments):  # until rank 0, which has the store, is gone
+    dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=90))
+if os.environ["RANK"] == "1":
+    bench_run.measure = wait
+main()
+"""
+
+
+def test_timeout_bounds_what_is_measured() -> None:
+    at, hosts = port(), ["a", "a"]
+    command = [sys.executable, "-c", LEFT_WAITING, "bench", "--device", "cpu", "--timeout", "3"]
+    done = run_together([command] * 2, [of_rank(rank, at, hosts) for rank in range(2)], limit=60)
+    assert done[0].returncode == 2
+    assert "Timed out waiting 3000ms" in done[0].output
+
+
+def test_what_is_wrong_with_all_ranks_is_said_once(quick_bench: list[str]) -> None:
     at = port()
-    command = [*FAST, "--group", "inter", "--device", "cpu"]
+    command = [*quick_bench, "--group", "inter", "--device", "cpu"]
     done = run_together(
         [command] * 2, [of_rank(rank, at, ["a", "a"]) for rank in range(2)], limit=100
     )
@@ -201,12 +229,12 @@ def test_what_is_wrong_with_all_ranks_is_said_once() -> None:
 
 
 @pytest.mark.root
-def test_the_rate_of_a_link_is_found(tmp_path: Path) -> None:
+def test_the_rate_of_a_link_is_found(tmp_path: Path, quick_bench: list[str]) -> None:
     to = tmp_path / "bench.json"
     words = ["--group", "inter", "--ops", "all_reduce", "--sizes", "4MB", "--iterations", "5"]
     try:
         with Testbed(hosts=2, link_mbit=LINK_MBIT) as testbed:
-            command = [*FAST, *words, "--device", "cpu", "--json", str(to)]
+            command = [*quick_bench, *words, "--device", "cpu", "--out", str(to)]
             shown, *others = testbed.launch(command, ranks_per_host=[2, 1], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))

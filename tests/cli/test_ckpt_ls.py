@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from ckpt_calls import LEFTOVER, ckpt, content, listed, refusal
-from cli_saves import RECORDS, owned_by_another, save_file
+from cli_saves import RECORDS, save_file
+from folder_owners import owner as owner_of
 
 
 def test_ls_shows_every_kind_the_newest_first(mixed: Path) -> None:
@@ -59,7 +60,8 @@ def test_ls_names_leftovers_and_who_writes(mixed: Path) -> None:
     (mixed / LEFTOVER).write_bytes(b"half")
     assert f"{LEFTOVER}: left by a dead writer" in ckpt("ls", mixed).stdout
     (mixed / LEFTOVER).unlink()
-    with owned_by_another(mixed) as pid:
+    with owner_of(mixed, "own") as other:
+        pid = other.pid
         (mixed / LEFTOVER).write_bytes(b"half")
         text = ckpt("ls", mixed).stdout
         assert f"in use by process {pid} on " in text
@@ -73,8 +75,8 @@ def test_ls_names_leftovers_and_who_writes(mixed: Path) -> None:
 
 
 def test_ls_names_a_writer_that_has_survived_its_trainer(mixed: Path) -> None:
-    with owned_by_another(mixed, as_writer=True) as pid:
-        assert f"in use by the writer of process {pid} on" in ckpt("ls", mixed).stdout
+    with owner_of(mixed, "own", "own_as_writer") as other:
+        assert f"in use by the writer of process {other.pid} on" in ckpt("ls", mixed).stdout
 
 
 def test_ls_takes_no_lock_and_writes_nothing(mixed: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_calls import LEFTOVER, ckpt, names, refusal, steps
-from cli_saves import damage, owned_by_another, save_sharded
+from cli_saves import damage, save_sharded
+from folder_owners import owner
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -117,15 +118,15 @@ def test_what_a_newer_version_wrote_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--yes",), ("--dry-run",)], ids=str)
-@pytest.mark.parametrize("as_writer", [False, True])
+@pytest.mark.parametrize("calls", [("own",), ("own", "own_as_writer")], ids=str)
 def test_prune_refuses_while_somebody_writes(
-    tmp_path: Path, arguments: tuple[str, ...], as_writer: bool
+    tmp_path: Path, arguments: tuple[str, ...], calls: tuple[str, ...]
 ) -> None:
     steps(tmp_path, 1, 2)
-    with owned_by_another(tmp_path, as_writer=as_writer) as pid:
+    with owner(tmp_path, *calls) as other:
         said = refusal("prune", tmp_path, "--keep", "1", *arguments)
         assert said.startswith(f"{tmp_path} is in use by ")
-        assert f"process {pid} on " in said
+        assert f"process {other.pid} on " in said
         assert names(tmp_path) == {"1.ckpt", "2.ckpt"}
     assert ckpt("prune", tmp_path, "--keep", "1", *arguments).exit_code == 0
 

@@ -25,6 +25,7 @@ PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARING, raising=False)
+    monkeypatch.setenv("HF_HOME", "/no/such/folder")  # where nobody has configured Accelerate
 
 
 @pytest.fixture
@@ -109,6 +110,7 @@ def test_a_module() -> None:
 def test_every_setting_is_told_in_a_line(script: Path) -> None:
     result = invoke("--dry-run", script)
     assert [line.split()[:2] for line in result.stderr.splitlines()] == [
+        ["lightning-dist:", "torchrun"],
         ["lightning-dist:", "--max-restarts=3"],
         ["lightning-dist:", "--standalone"],
         ["lightning-dist:", f"{SHARING}=1"],

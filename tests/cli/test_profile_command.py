@@ -18,6 +18,9 @@ from test_program import ALONE
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.whatif.ask import with_whatif
+from lightning_dist.profiling.whatif.costs_file import Costs, read_costs, write_costs
+from lightning_dist.reducer.costs import CodecCost
 
 PLANTED = Planted(steps=12, late={1: 50}, slow_steps={step: 1 + step % 3 for step in range(12)})
 
@@ -34,7 +37,8 @@ def written(folder: Path) -> set[str]:
 def test_report_prints_the_summary_and_writes_the_page(folder: Path) -> None:
     result = profile("report", folder)
     assert (result.exit_code, result.stderr) == (0, "")
-    summary = summarize(read_run(folder))
+    run = read_run(folder)
+    summary = with_whatif(summarize(run), run, lambda observed: read_costs(folder))
     assert result.stdout.startswith(summary.headline)
     assert result.stdout.endswith(f"written to {folder}: summary.json, report.html\n")
     assert written(folder) == {"summary.json", "report.html"}
@@ -114,7 +118,13 @@ def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
         said = refusal(*command, tmp_path / "no")
         assert said == f"{tmp_path}/no is not a folder; give one that CommProfiler has written"
         said = refusal(*command, tmp_path)
-        assert said == f"{tmp_path} has no rank*.jsonl of a communication profile"
+        assert said == (
+            f"{tmp_path} has no rank*.jsonl of a communication profile; give one of its runs: "
+            f"{folder}"
+        )
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        said = refusal(*command, tmp_path / "empty")
+        assert said == f"{tmp_path}/empty has no rank*.jsonl of a communication profile"
     assert refusal("compare", tmp_path / "no", folder).startswith(f"{tmp_path}/no is not")
 
 
@@ -133,6 +143,7 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
     ]
     assert cells["sent"][-2:] == ["-50.0", "%"]
     assert cells["data"][-1] == "ms"
+    assert rows[-1] == "medians over steps (a report has means), parts as means over ranks"
 
 
 def test_compare_does_not_make_much_of_little(folder: Path, tmp_path: Path) -> None:
@@ -159,6 +170,9 @@ def test_compare_for_programs(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_commands_load_no_torch(folder: Path) -> None:
+    names = ("none", "int8", "int4")
+    costs = {name: CodecCost(name, "gather", 1.0, 0.0, 0.0, 0.0) for name in names}
+    write_costs(folder, Costs(costs))  # predictions are made too
     commands = [f"profile report {folder} --trace --csv", f"profile compare {folder} {folder}"]
     done = run([sys.executable, "-c", ALONE, *commands], limit=60)
     assert done.require_success().output == "\n"

@@ -11,6 +11,10 @@ import pytest
 from planted import Planted
 from profile_calls import profile, refusal, save
 
+from lightning_dist.profiling.whatif.costs_file import Costs, write_costs
+from lightning_dist.reducer import calibration
+from lightning_dist.reducer.costs import CodecCost
+
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 
 
@@ -69,6 +73,7 @@ def test_all_candidates_by_default(folder: Path) -> None:
         (["--bandwidth", "100"], "--bandwidth must be a rate above 0"),
         (["--inside", "0gbit"], "--inside must be a rate above 0"),
         (["--hosts", "1"], "hosts must be 2 or more"),
+        (["--bucket-mb", "0"], "bucket_mb must be above 0 MB"),
         (["--form", "ring"], "form must be one of flat, sharded, leader"),
         (["--codec", "int9"], "codec must be one of"),
         (["--codec", "threshold"], "codec must have a size that does not depend on the gradient"),
@@ -76,6 +81,71 @@ def test_all_candidates_by_default(folder: Path) -> None:
 )
 def test_refusals(folder: Path, arguments: list[str], rule: str) -> None:
     assert refusal("whatif", folder, *arguments).startswith(rule)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--form", "ring"], ["--hosts", "1"], ["--codec", "int8", "--codec", "threshold"]],
+    ids=" ".join,
+)
+def test_nothing_is_measured_before_a_refusal(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(calibration, "_cost", lambda name, *_, **__: measured.append(name))
+    refusal("whatif", folder, *arguments)
+    assert measured == []
+
+
+def test_a_run_whose_codec_cannot_be_measured(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", replace(DDP, codec="threshold", encode=1, decode=1).run())
+    content = json.loads(profile("whatif", folder, "--json", "--codec", "fp16").stdout)
+    assert content["current"]["reason"] == "what threshold costs was not measured"
+    (other,) = content["others"]
+    assert other["step_ms"] > 0
+    assert other["verdict"] == "the model has no error to be judged by"
+
+
+def test_what_the_run_has_measured_is_taken_and_the_rest_is_measured_here(folder: Path) -> None:
+    fp16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")
+    write_costs(folder, Costs({"fp16": fp16}))
+    kept = profile("whatif", folder, "--codec", "fp16", "--codec", "bf16").stdout
+    assert "note: what fp16 cost: on a after this run" in kept
+    assert "note: what bf16 cost: not compiled, on this machine" in kept
+    anew = profile("whatif", folder, "--codec", "fp16", "--measure").stdout
+    assert "note: what fp16 cost: not compiled, on this machine" in anew
+
+
+def test_other_buckets(folder: Path) -> None:
+    content = json.loads(profile("whatif", folder, "--json").stdout)
+    own = [each for each in content["others"] if each["codec"] == "ddp"]
+    # 16 MB in all: 100 is the same bucket as 25
+    assert sorted(each["bucket_mb"] or 0 for each in own) == [0, 5, 25]
+    assert {each["bucket_mb"] for each in content["others"] if each not in own} == {None}
+    asked = profile("whatif", folder, "--bucket-mb", "10", "--bucket-mb", "2", "--codec", "ddp")
+    rows = [line.split() for line in asked.stdout.splitlines()]
+    assert [row[1:5] for row in rows if row[1:2] == ["ddp"]] == [
+        ["ddp", "flat", "2", "MB"],
+        ["ddp", "flat", "10", "MB"],
+    ]
+
+
+def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
+    none = profile("report", folder, "--no-html").stdout
+    assert "what codecs cost was not measured; `lightning-dist profile whatif DIR`" in none
+    fp16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")
+    write_costs(folder, Costs({"fp16": fp16}))
+    told = profile("report", folder, "--no-html").stdout
+    assert told.splitlines()[0].endswith(" Predicted with fp16: 1.7x.")
+    content = json.loads((folder / "summary.json").read_text())
+    assert content["whatif"]["others"][0]["source"] == "on a after this run"
+
+
+def test_a_run_with_a_codec_that_cannot_be_measured_is_still_read(tmp_path: Path) -> None:
+    folder = save(tmp_path / "sparse", replace(DDP, codec="threshold").run())
+    result = profile("whatif", folder, "--codec", "fp16")
+    assert result.exit_code == 0
+    assert "The model says nothing of the run itself: what threshold costs" in result.stdout
 
 
 def test_a_profile_of_one_rank_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "light
 """
 
 
+def test_the_package_is_the_program_too() -> None:
+    shown = run([sys.executable, "-m", "lightning_dist", "--version"], limit=60).require_success()
+    assert lightning_dist.__version__ in shown.output
+
+
 def test_the_program_does_what_it_is_for(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_file(tmp_path / f"{step}.ckpt", step=step)
@@ -107,7 +112,11 @@ def test_a_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
 
 def test_the_program_itself_loads_no_torch(tmp_path: Path) -> None:
     save_file(tmp_path / "1.ckpt")
-    commands = ["--version", *(f"ckpt {c} {tmp_path}" for c in ("ls", "verify", "prune --keep=1"))]
+    commands = [
+        "--version",
+        "config --show",
+        *(f"ckpt {c} {tmp_path}" for c in ("ls", "verify", "prune --keep=1")),
+    ]
     assert run([sys.executable, "-c", ALONE, *commands], limit=60).require_success().output == "\n"
 
 

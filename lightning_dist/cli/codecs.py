@@ -1,0 +1,84 @@
+"""``lightning-dist codecs``: what ``codec=`` may be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lightning_dist.cli.errors import reported
+from lightning_dist.console import stdout_console
+
+if TYPE_CHECKING:
+    from lightning_dist.codecs import Codec
+
+_NUMEL = 1 << 20
+"""A tensor so large that its last block does not matter."""
+
+
+@reported
+def codecs(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """List the codecs, with their options, the bytes that they send and what they are for.
+
+    \b
+    Options go into the name, here and in the code:
+      lightning-dist codecs
+      lightning-dist config --set codec=topk:ratio=0.05
+    For programs:
+      lightning-dist codecs --json
+    """
+    from lightning_dist.codecs import CODECS  # torch
+
+    rows = [describe(kind()) for kind in CODECS.values()]
+    if as_json:
+        typer.echo(json.dumps({"codecs": rows}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("codec", no_wrap=True)
+    table.add_column("options", overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("residual", no_wrap=True)
+    table.add_column("for", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in _cells(row)))
+    stdout_console().print(table)
+    typer.echo(
+        "bytes: of a payload, per float32 element, which has 4; n/a where gradients decide. "
+        "residual: yes if the codec keeps one, 4 bytes per element, unless error_feedback says no"
+    )
+
+
+def describe(codec: Codec) -> dict[str, Any]:
+    """A codec with its own options, for programs."""
+    from lightning_dist.codecs import BlockCodec
+
+    nbytes = codec.wire_bytes(_NUMEL) / _NUMEL if isinstance(codec, BlockCodec) else None
+    return {
+        "name": codec.name,
+        "options": {field.name: getattr(codec, field.name) for field in fields(codec)},
+        "bytes_per_element": nbytes,
+        "keeps_residual": codec.keeps_residual,
+        "exchange": codec.exchange,
+        "use": codec.use,
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    nbytes = row["bytes_per_element"]
+    return (
+        row["name"],
+        " ".join(f"{name}={_plain(value)}" for name, value in row["options"].items()),
+        "n/a" if nbytes is None else f"{nbytes:.3g}",
+        "yes" if row["keeps_residual"] else "no",
+        row["use"],
+    )
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,122 @@
+"""Accelerate's own side of ``lightning-dist config``: its questions, its defaults, its file."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from enum import Enum
+from io import StringIO
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from lightning_dist.configuration.files import put
+from lightning_dist.configuration.options import unknown
+
+MISSING = "it needs accelerate: pip install 'lightning-dist[accelerate]'"
+
+
+def require_accelerate() -> None:
+    """Refuse where it is not installed.
+
+    Raises:
+        ImportError: with what to install.
+    """
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise ImportError(MISSING) from None
+
+
+def ask() -> Any:
+    """Accelerate's questions, on this terminal. Its configuration."""
+    from accelerate.commands.config.config import get_user_input
+
+    return get_user_input()
+
+
+def defaults() -> Any:
+    """What ``accelerate config default`` would write on this machine."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.config.default import write_basic_config
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        return load_config_from_file(str(write_basic_config(save_location=f"{folder}/c.yaml")))
+
+
+def load(path: Path) -> Any:
+    """Accelerate's configuration in a file.
+
+    Raises:
+        ValueError: Accelerate does not take it.
+        FileNotFoundError: it is not there.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; lightning-dist config writes one")
+    try:
+        return load_config_from_file(str(path))
+    except Exception as error:  # of any class: its reader takes the content as it comes
+        raise ValueError(f"accelerate cannot read {path}: {error}") from error
+
+
+def change(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Set fields of Accelerate's configuration. What follows from that, in a line each.
+
+    Raises:
+        ValueError: an unknown field, or a value that it does not take.
+    """
+    kinds = get_type_hints(type(config))
+    for name, value in values.items():
+        where = "--set accelerate.*"
+        if name not in kinds:
+            raise ValueError(unknown(name, tuple(kinds), where=where))
+        setattr(config, name, _fitting(name, value, kinds[name]))
+    type(config).__post_init__(config)
+    notes = []
+    several = (getattr(config, "num_processes", 1) or 1) > 1
+    if several and _text(config.distributed_type) == "NO" and "distributed_type" not in values:
+        config.distributed_type = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
+        type(config).__post_init__(config)
+        notes.append(
+            f"accelerate.distributed_type={_text(config.distributed_type)} (with NO, "
+            f"num_processes={config.num_processes} would start one process)"
+        )
+    return notes
+
+
+def save(config: Any, path: Path) -> None:
+    """Write it as Accelerate does, in one go."""
+    import json
+
+    import yaml
+
+    content = config.to_dict()
+    as_json = path.suffix == ".json"
+    text = json.dumps(content, indent=2, sort_keys=True) if as_json else yaml.safe_dump(content)
+    put(path, text.rstrip("\n") + "\n")
+
+
+def _fitting(name: str, value: Any, kind: Any) -> Any:
+    kinds = get_args(kind) or (kind,)
+    enums = [each for each in kinds if isinstance(each, type) and issubclass(each, Enum)]
+    if name == "mixed_precision":
+        from accelerate.utils import PrecisionType
+
+        enums = [PrecisionType]
+        value = "no" if value is False else value  # which YAML makes of no
+    if enums:
+        listed = [str(member.value) for each in enums for member in each]
+        if str(value) in listed:
+            return str(value)
+        raise ValueError(f"accelerate.{name} must be one of {', '.join(listed)}, got {value!r}")
+    origins = tuple(getattr(each, "__origin__", each) for each in kinds)
+    if not isinstance(value, origins) or (isinstance(value, bool) and bool not in origins):
+        names = " or ".join("null" if each is type(None) else each.__name__ for each in origins)
+        raise ValueError(f"accelerate.{name} must be {names}, got {value!r}")
+    return value
+
+
+def _text(kind: Any) -> str:
+    return str(getattr(kind, "value", kind))

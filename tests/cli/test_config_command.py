@@ -1,0 +1,213 @@
+"""``lightning-dist config``: what it asks, what it writes, what it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from lightning_dist.cli import app
+from lightning_dist.configuration import OPTIONS, read
+
+PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()"]
+HIDDEN = "\x1b[?25l"
+"""What Accelerate's menus end with: the cursor is hidden, an arrow shows the choice."""
+DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Accelerate's folder, empty."""
+    for name in [name for name in os.environ if name.startswith("LIGHTNING_DIST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path / "hf" / "accelerate"
+
+
+def invoke(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["config", *map(str, words)])
+
+
+def done(*words: str | Path) -> str:
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "two.yaml", tmp_path / "lightning_dist.yaml"
+
+
+def test_defaults_are_both_files(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    shown = done("--defaults", "--config_file", theirs)
+    assert shown.splitlines() == [f"written: {theirs}", f"written: {ours}"]
+    assert read(ours) == DEFAULTS
+    content = yaml.safe_load(theirs.read_text())
+    assert (content["compute_environment"], content["num_machines"]) == ("LOCAL_MACHINE", 1)
+
+
+def test_accelerate_reads_its_file(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    theirs, _ = files(tmp_path)
+    done("--set", "accelerate.mixed_precision=no", "--defaults", "--config_file", theirs)
+    assert load_config_from_file(str(theirs)).mixed_precision == "no"
+
+
+def test_set_changes_what_it_names_and_only_that_file(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    done("--defaults", "--set", "start_step=5", "--config_file", theirs)
+    theirs.write_text(f"# mine\n{theirs.read_text()}")
+    assert done("--set", "codec=int4", "--config_file", theirs) == f"written: {ours}\n"
+    assert read(ours) == {**DEFAULTS, "start_step": 5, "codec": "int4"}
+    assert theirs.read_text().startswith("# mine\n")
+    shown = done("--set", "accelerate.num_processes=3", "--config-file", theirs)
+    assert shown == f"written: {theirs}\n"
+    assert read(ours)["codec"] == "int4"
+    assert yaml.safe_load(theirs.read_text())["num_processes"] == 3
+
+
+def test_set_without_files_writes_what_was_set_and_what_accelerate_needs(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    done("--set", "codec=topk:ratio=0.05", "--set", "ranks_per_host=2", "--config_file", theirs)
+    assert read(ours) == {"codec": "topk:ratio=0.05", "ranks_per_host": 2}
+    assert "distributed_type" in yaml.safe_load(theirs.read_text())
+
+
+def test_several_processes_are_no_single_one(tmp_path: Path) -> None:
+    theirs, _ = files(tmp_path)
+    words = ("--set", "accelerate.num_processes=2", "--set", "accelerate.use_cpu=true")
+    result = invoke("--defaults", *words, "--config_file", theirs)
+    assert yaml.safe_load(theirs.read_text())["distributed_type"] == "MULTI_CPU"
+    assert "would start one process" in result.stderr
+
+
+def test_json_says_what_was_written(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    content = json.loads(done("--defaults", "--json", "--config_file", theirs))
+    assert content == {"written": [str(theirs), str(ours)], "options": DEFAULTS}
+
+
+def test_show_says_where_everything_comes_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done("--set", "codec=int4", "--set", "start_step=7")
+    theirs, ours = files(tmp_path)
+    done("--set", "codec=sign", "--config_file", theirs)
+    monkeypatch.setenv("LIGHTNING_DIST_ERROR_FEEDBACK", "false")
+    here = json.loads(done("--show", "--json"))
+    beside = str(folder / "lightning_dist.yaml")
+    assert here["options"]["codec"] == {"value": "int4", "from": beside}
+    assert here["options"]["hierarchical"] == {"value": "auto", "from": "default"}
+    variable = {"value": False, "from": "LIGHTNING_DIST_ERROR_FEEDBACK"}
+    assert here["options"]["error_feedback"] == variable
+    assert here["accelerate"] == str(folder / "default_config.yaml")
+    launched = json.loads(done("--show", "--json", "--config_file", theirs))
+    assert launched["options"]["codec"] == {"value": "sign", "from": str(ours)}
+    assert launched["options"]["start_step"] == {"value": 7, "from": beside}
+    table = done("--show").splitlines()
+    assert table[1].split() == ["codec", "int4", beside]
+    assert len(table) == 2 + len(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "questions need a terminal: add --defaults, or --set KEY=VALUE"),
+        ("--set codec", "--set must be KEY=VALUE, such as codec=int8; got 'codec'"),
+        ("--set codek=int8", "unknown setting 'codek' in --set: did you mean 'codec'?"),
+        ("--set codec=int3", "codec must be one of 'none'"),
+        ("--set codec=int8 --set codec=int4", "--set codec is there twice"),
+        ("--set codec=qsgd --set error_feedback=true", "error feedback diverges"),
+        ("--set start_step=-1", "start_step must be 0 or more"),
+        ("--set accelerate.num_proceses=2", "did you mean 'num_processes'?"),
+        ("--set accelerate.num_processes=two", "accelerate.num_processes must be int, got 'two'"),
+        ("--set accelerate.num_processes=true", "must be int, got True"),
+        ("--set accelerate.distributed_type=GPUS", "must be one of NO, MULTI_CPU"),
+        ("--set accelerate.mixed_precision=fp7", "must be one of no, fp8, fp16, bf16"),
+        ("--show --defaults", "--show writes nothing"),
+    ],
+)
+def test_bad_input_writes_nothing(folder: Path, words: str, said: str) -> None:
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("lightning-dist:")]
+    assert said in line
+    assert not folder.exists()
+
+
+def test_a_file_that_is_wrong_stays_as_it_is(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "default_config.yaml").write_text("lightning_dist: {}\ndistributed_type: 'NO'\n")
+    result = invoke("--set", "accelerate.num_processes=2")
+    assert result.exit_code == 2
+    assert "had unknown keys (['lightning_dist'])" in result.stderr
+    assert not (folder / "lightning_dist.yaml").exists()
+
+
+def test_the_questions_on_a_terminal(folder: Path) -> None:
+    """Accelerate's are answered with Enter, until the first of ours is there."""
+    answers = [("The codec", "int9"), ("The codec", "topk:ratio=0.05"), ("Steps before", "100")]
+    said = _answered(["config"], answers, limit=60)
+    assert "codec must be one of" in said
+    ours = read(folder / "lightning_dist.yaml")
+    assert ours["codec"] == "topk:ratio=0.05"
+    assert ours["start_step"] == 100
+    assert ours["hierarchical"] == "auto"
+    assert ours["ranks_per_host"] is None
+    content = yaml.safe_load((folder / "default_config.yaml").read_text())
+    assert content["compute_environment"] == "LOCAL_MACHINE"
+    assert f"written: {folder / 'lightning_dist.yaml'}" in said
+
+
+def _answered(words: list[str], answers: list[tuple[str, str]], *, limit: float) -> str:
+    """What the program says on a terminal on which every question gets its answer, or Enter."""
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen(
+        [*PROGRAM, *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    said, asked, end = "", 0, time.monotonic() + limit
+    left = list(answers)
+    try:
+        while job.poll() is None or select.select([ours], [], [], 0)[0]:
+            assert time.monotonic() < end, said
+            try:
+                if select.select([ours], [], [], 0.05)[0]:
+                    said += os.read(ours, 1 << 16).decode(errors="replace")
+            except OSError:  # how the end of a terminal is read
+                break
+            new = said[asked:]
+            if not new.rstrip().endswith((":", HIDDEN)):
+                continue
+            if new.rstrip().endswith(HIDDEN) and _takes_lines(ours):
+                continue  # the menu is drawn, and does not read keys yet
+            asked = len(said)
+            is_known = bool(left) and left[0][0] in new
+            os.write(ours, f"{left.pop(0)[1] if is_known else ''}\r".encode())
+        assert job.wait(10) == 0, said
+    finally:
+        job.kill()
+        job.wait(10)
+        os.close(ours)
+    return said
+
+
+def _takes_lines(terminal: int) -> bool:
+    return bool(termios.tcgetattr(terminal)[3] & termios.ICANON)
