@@ -3,6 +3,8 @@
 Run it with `python examples/lightning_train.py`; Lightning starts the second process itself.
 """
 
+import argparse
+
 import lightning as L
 from byte_gpt.data import StdlibBytes
 from byte_gpt.model import ByteGPT
@@ -11,6 +13,9 @@ import lightning_dist  # noqa: F401  (registers "compressed_ddp")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
     L.seed_everything(7)
     trainer = L.Trainer(
         strategy="compressed_ddp",  # was: "ddp"
@@ -18,8 +23,8 @@ def main() -> None:
         devices=2,
         gradient_clip_val=1.0,
         max_epochs=1,
-        limit_train_batches=200,
-        val_check_interval=50,
+        limit_train_batches=steps,
+        val_check_interval=0.25,
         logger=False,
         enable_checkpointing=False,
     )

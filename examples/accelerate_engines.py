@@ -1,0 +1,68 @@
+"""Compressed gradients, elastic restart, checkpoints and a profile in a loop of Accelerate's.
+
+    lightning-dist launch --nproc-per-node 2 examples/accelerate_engines.py
+
+Kill a rank, or all of it and start it again with another number: it goes on, every sample once. On
+CPU set ACCELERATE_USE_CPU=true. Under plain torchrun give --max-restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.accelerate import AsyncState
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--folder", default="accelerate_run")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    folder = arguments.folder
+
+    init_process_group()  # Accelerator() takes it; over a store without the dead of earlier starts
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    x = torch.randn(512, 64)
+    loader = DataLoader(TensorDataset(x, x.flip(1)), batch_size=16, shuffle=True)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)  # the loader stays as it is
+    if accelerator.num_processes > 1:
+        compress_ddp(model, "int8", compile_kernels=False)
+
+    elastic = ElasticLoop(
+        f"{folder}/elastic",  # what a restart goes on from
+        loader=loader,
+        state={"model": model, "optimizer": optimizer},
+        every_n_steps=5,
+        device=accelerator.device,
+    )
+    with (
+        AsyncState(accelerator) as for_others,  # what accelerator.load_state reads
+        CommProfiler(model, dirpath=f"{folder}/profile"),
+        elastic as loop,
+    ):
+        for epoch in loop.epochs(arguments.epochs):
+            for inputs, targets in loop.batches():
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loop.weighted(loss))
+                if loop.ends_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    loop.step_ended()
+            for_others.save_state(f"{folder}/epochs/epoch-{epoch}")
+            accelerator.print(f"epoch {epoch}: step {loop.steps}, loss {loss.item():.4f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Every example trains on two processes of a CPU."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from processes import Finished, run, torchrun
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT = 110.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT * 2 + 20)]
+
+
+def start(folder: Path, script: str, *arguments: str, **environment: str) -> Finished:
+    """``python examples/script arguments`` in ``folder``."""
+    words = shlex.join([sys.executable, str(EXAMPLES / script), *arguments])
+    command = ["sh", "-c", f"cd {shlex.quote(str(folder))} && exec {words}"]
+    return run(command, limit=LIMIT, **environment).require_success()
+
+
+def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    first = start(tmp_path, "fabric_train.py", "--steps", "10")
+    assert "steps 0 to 10, " in first.output
+    assert "3.9 times fewer bytes" in first.output
+    second = start(tmp_path, "fabric_train.py", "--steps", "10")
+    assert "steps 10 to 20, " in second.output
+    logs = sorted(tmp_path.glob("fabric_out/**/metrics.csv"))
+    rows = [row for log in logs for row in read(log)]
+    assert [row["step"] for row in rows] == ["10", "20"]
+    assert all(3.5 < float(row["comm/ratio"]) < 4 for row in rows)
+
+
+def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: list[str]) -> None:
+    arguments = ["--folder", str(tmp_path), "--steps", "5", "--codec", "int4"]
+    options = {"ranks": 2, "limit": LIMIT, "python": quick_python}
+    for said in ("steps 0 to 5, ", "steps 5 to 10, "):
+        done = torchrun(EXAMPLES / "ddp_train.py", *arguments, **options)
+        assert said in done.require_success().output
+    assert (tmp_path / "last.pt").exists()
+
+
+def test_lightning_cli_reads_strategy_profiler_and_checkpoints(tmp_path: Path) -> None:
+    config = str(EXAMPLES / "lightning_cli" / "config.yaml")
+    less = ["--trainer.limit_train_batches=12", "--trainer.limit_val_batches=1"]
+    checkpoints = ["--trainer.callbacks.every_n_train_steps=6"]
+    start(tmp_path, "lightning_cli/train.py", "fit", "--config", config, *less, *checkpoints)
+    assert list(tmp_path.glob("cli_out/checkpoints/*.ckpt"))
+    assert (tmp_path / "cli_out/profile/run-0/report.html").exists()
+    (log,) = tmp_path.glob("cli_out/**/metrics.csv")
+    names = {name for row in read(log) for name, value in row.items() if value}
+    assert {"comm/ratio", "comm/exposed_pct", "checkpoint/write_s"} <= names
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("strategy.codec=int4", "7.7 times fewer bytes"), ("strategy=ddp", "`Trainer.fit` stopped")],
+)
+def test_hydra_builds_the_strategy(argument: str, said: str, quick_python: list[str]) -> None:
+    pytest.importorskip("hydra", reason="the example needs hydra-core")
+    script = EXAMPLES / "hydra" / "train.py"
+    done = torchrun(script, argument, "steps=4", ranks=2, limit=LIMIT, python=quick_python)
+    assert said in done.require_success().output
+
+
+def test_the_lightning_script(tmp_path: Path) -> None:
+    done = start(tmp_path, "lightning_train.py", "--steps", "6")
+    assert "`Trainer.fit` stopped" in done.output
+
+
+def test_the_profiler_around_a_loop(tmp_path: Path, quick_python: list[str]) -> None:
+    script, folder = EXAMPLES / "profile_ddp.py", str(tmp_path)
+    arguments = ["int8", "--steps=8", "--folder", folder]
+    done = torchrun(script, *arguments, ranks=2, limit=LIMIT, python=quick_python)
+    assert "of the step is exposed communication" in done.require_success().output
+    assert (tmp_path / "run-0" / "summary.json").exists()
+
+
+def read(log: Path) -> list[dict[str, str]]:
+    with log.open(newline="") as file:
+        return list(csv.DictReader(file))
