@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import fork_server
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
@@ -64,3 +65,10 @@ def _nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
+
+
+@pytest.fixture(scope="session")
+def quick_python() -> Iterator[list[str]]:
+    """Words to start a script with in the place of ``sys.executable``: it is a fork then."""
+    with fork_server() as words:
+        yield words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_dist.profiling.folder import RankRun, Run
 from lightning_dist.profiling.records import (
@@ -180,3 +180,8 @@ class Planted:
             spans=tuple(sorted(spans, key=lambda span: span.begin)),
             overhead=50_000,
         )
+
+
+def replaced(run: Run, rank: int, **changes: object) -> Run:
+    """``run``, where one rank has recorded something else."""
+    return Run({**run.ranks, rank: replace(run.ranks[rank], **changes)}, run.notes)

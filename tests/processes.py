@@ -65,11 +65,21 @@ def run_together(
     return finished
 
 
-def torchrun(script: Path, *arguments: str | Path, ranks: int, limit: float) -> Finished:
-    """``torchrun --nproc-per-node=ranks script arguments``."""
+def torchrun(
+    script: Path,
+    *arguments: str | Path,
+    ranks: int,
+    limit: float,
+    python: Sequence[str] | None = None,
+) -> Finished:
+    """``torchrun --nproc-per-node=ranks script arguments``.
+
+    python: words that start it and the ranks, such as those of `forks.fork_server`; None: Python.
+    """
     options = [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port()}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *options]
-    return run([*launcher, script, *arguments], limit=limit)
+    launcher = [*(python or [sys.executable]), "-m", "torch.distributed.run", *options]
+    starts = ["--no-python", *python] if python else []
+    return run([*launcher, *starts, script, *arguments], limit=limit)
 
 
 def port() -> int:
@@ -84,7 +94,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [str(word) for word in command],
-        env=_environment(environment),
+        env=environment_of(environment),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -92,7 +102,7 @@ def _start(
     )
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def environment_of(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's variables, one thread, loopback, and the package that is under test here."""
     package = Path(lightning_dist.__file__).parents[1]
     return {
@@ -105,16 +115,23 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, its descendants in other sessions (torchrun's), and its own session."""
-    for pid in _descendants(process.pid) if process.poll() is None else []:
+    if process.poll() is None:
+        kill_tree(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, its descendants in other sessions (torchrun's), and its own session."""
+    for descendant in _descendants(pid):
         with suppress(ProcessLookupError):
-            handle = os.pidfd_open(pid)
+            handle = os.pidfd_open(descendant)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             select.select([handle], [], [], 10)  # readable once it is gone
             os.close(handle)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:

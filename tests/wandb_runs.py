@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,3 +41,20 @@ def history(path: Path) -> dict[str, list[str]]:
         for item in record.history.item:
             found.setdefault(item.key or "/".join(item.nested_key), []).append(item.value_json)
     return found
+
+
+def config(path: Path) -> dict[str, Any]:
+    """The configuration of the run, as it was in the end."""
+    found: dict[str, Any] = {}
+    for record in records(path):
+        started = record.run.config if record.HasField("run") else record.config
+        for item in started.update:
+            _put(found, list(item.nested_key) or [item.key], json.loads(item.value_json))
+    return found
+
+
+def _put(into: dict[str, Any], keys: list[str], value: Any) -> None:
+    *outer, last = keys
+    for key in outer:
+        into = into.setdefault(key, {})
+    into[last] = value

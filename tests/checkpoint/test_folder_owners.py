@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from folder_owners import owner
 from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
-import lightning_dist
 from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import LocalStorage
@@ -25,40 +21,9 @@ from lightning_dist.checkpoint.reading import load
 
 STORAGE = LocalStorage()
 
-# A stand-in for the outer package, which would import torch, as in the writer process.
-OWNER = """
-import sys, types
-package = types.ModuleType("lightning_dist")
-package.__path__ = [sys.argv[3]]
-sys.modules["lightning_dist"] = package
-from lightning_dist.checkpoint.disk import folder_owner
-lock = getattr(folder_owner, sys.argv[1])(sys.argv[2])
-print("owned", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def owner(call: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that owns ``folder`` until its input ends or it is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, call, str(folder), Path(lightning_dist.__file__).parent],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "owned\n"
-        yield process
-    finally:
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
-        process.wait(20)
-
 
 def test_another_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
-    with owner("own", tmp_path) as other:
+    with owner(tmp_path, "own") as other:
         with pytest.raises(ValueError, match="only one trainer may write") as error:
             own(str(tmp_path))
         assert f"process {other.pid} on {socket.gethostname()}" in str(error.value)
@@ -67,7 +32,7 @@ def test_another_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, number: int) -> None:
-    with owner("own", tmp_path) as other:
+    with owner(tmp_path, "own") as other:
         other.send_signal(number)
         other.wait(20)
         lock = own(str(tmp_path))
@@ -80,12 +45,12 @@ def test_a_lock_that_was_released_is_free_for_others(tmp_path: Path) -> None:
     lock = own(str(tmp_path))
     assert lock is not None
     lock.release()
-    with owner("own", tmp_path):
+    with owner(tmp_path, "own"):
         pass
 
 
 def test_the_writer_of_a_dead_trainer_is_waited_for(tmp_path: Path) -> None:
-    with owner("own_as_writer", tmp_path) as writer:
+    with owner(tmp_path, "own_as_writer") as writer:
         with pytest.raises(ValueError, match=r"still holds .* has written nothing for 0 s"):
             own(str(tmp_path), patience=0.1)
         assert writer.stdin is not None
@@ -97,7 +62,7 @@ def test_the_writer_of_a_dead_trainer_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_trainer_and_its_own_writer_do_not_wait_for_each_other(tmp_path: Path) -> None:
     lock = own(str(tmp_path))
-    with owner("own_as_writer", tmp_path):
+    with owner(tmp_path, "own_as_writer"):
         pass
     assert lock is not None
     lock.release()

@@ -1,0 +1,53 @@
+"""Other processes that own a folder of checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning_dist
+
+# A stand-in for the outer package, which would import torch, as in the writer process.
+OWNER = """
+import sys, types
+package = types.ModuleType("lightning_dist")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_dist"] = package
+from lightning_dist.checkpoint.disk import folder_owner
+lock = None
+for call in sys.argv[3:]:
+    if lock is not None:
+        lock.release()
+    lock = getattr(folder_owner, call)(sys.argv[2])
+print("owned", flush=True)
+sys.stdin.read()
+lock.release()
+"""
+
+
+@contextmanager
+def owner(folder: Path, *calls: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that owns ``folder`` until its input ends or it is killed.
+
+    calls: functions of `folder_owner`, one after the other; the lock of the last one is kept.
+    """
+    package = Path(lightning_dist.__file__).parent
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, package, folder, *calls],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "owned\n"
+        yield process
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.stdout.close()

@@ -1,0 +1,150 @@
+"""A process that has imported what takes long, and forks: ``python fork_server.py DESCRIPTOR``.
+
+The descriptor is a socket that listens. A fork does what ``fork_client.py`` was told, as that
+process would: with its words, variables, folder, open files and namespaces, and it ends as a script
+does. Its modules and its hash seed are those of this process. At the end of its input this ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from processes import kill_tree
+
+MODULES = ("lightning", "lightning_dist", "torch.distributed.run")
+OPTIONAL = ("accelerate",)
+REQUEST_BYTES = 1 << 20  # variables are most of it
+FILES = ("stdin", "stdout", "stderr", "net", "mnt")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client wants to be done in its place.
+
+    Args:
+        words: what follows ``python`` in its command line: a script, ``-m module`` or ``-c code``,
+            and arguments.
+        files: descriptors here of its `FILES`.
+    """
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: tuple[int, ...]
+
+
+def serve(listener: socket.socket) -> Request | None:
+    """Returns a request in every process that is to do it, and None here, at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return None
+        client, _ = listener.accept()
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork could find a lock that stays closed"
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _keep(client)
+        client.close()
+
+
+def _keep(client: socket.socket) -> Request:
+    """Tell the client how its process has ended, or end that if the client is gone."""
+    message, files, _, _ = socket.recv_fds(client, REQUEST_BYTES, len(FILES))
+    request = Request(**json.loads(message), files=tuple(files))
+    if (pid := os.fork()) == 0:
+        client.close()
+        return request
+    for file in files:
+        os.close(file)
+    handle = os.pidfd_open(pid)
+    ready, _, _ = select.select([client, handle], [], [])
+    if client in ready:
+        kill_tree(pid)
+        os.kill(pid, signal.SIGKILL)  # it may not lead a session yet
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what it left behind, as processes.run does
+    _, status = os.waitpid(pid, 0)
+    with suppress(OSError):
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def do(request: Request) -> None:
+    os.setsid()
+    for number, file in enumerate(request.files[:3]):
+        os.dup2(file, number)
+    for name, file in zip(FILES[3:], request.files[3:], strict=True):
+        _enter(f"/proc/self/ns/{name}", file)
+    for file in request.files:
+        os.close(file)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+    _forget_what_was_drawn_or_read()
+    _run(request.words)
+
+
+def _enter(own: str, other: int) -> None:
+    if os.stat(own).st_ino != os.fstat(other).st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(other, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {own} of the client")
+
+
+def _forget_what_was_drawn_or_read() -> None:
+    """Of an import; the state of ``random`` is another one after every fork already."""
+    import numpy as np
+    from lightning.fabric.utilities import rank_zero
+
+    np.random.seed()
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+
+
+def _run(words: list[str]) -> None:
+    first, *rest = words
+    if first == "-m":
+        sys.argv, sys.path = [rest[0], *rest[1:]], [os.getcwd(), *sys.path]
+        sys.modules.pop(rest[0], None)  # or it is warned of a second one
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path = ["-c", *rest[1:]], ["", *sys.path]
+        main: Any = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        folder = os.path.dirname(os.path.abspath(first))
+        sys.argv, sys.path = words, [folder, *sys.path]
+        runpy.run_path(first, run_name="__main__")
+
+
+def main() -> None:
+    sys.path.pop(0)  # the folder of this script
+    for name in (*MODULES, *filter(find_spec, OPTIONAL)):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # pages that the collector does not write to are shared
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        do(request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A fork of the server does what a Python of its own would do."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from processes import run, torchrun
+
+SCRIPT = """
+import atexit, json, os, sys
+atexit.register(print, "at exit")
+facts = {"argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(), "main": __name__}
+facts |= {"set": os.environ.get("SET"), "home": os.environ.get("HOME"), "leads": os.getsid(0)}
+print(json.dumps(facts | {"pid": os.getpid()}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def said(output: str) -> dict[str, object]:
+    first, last = output.splitlines()
+    assert last == "at exit"
+    return json.loads(first)
+
+
+def test_a_script(quick_python: list[str], script: Path) -> None:
+    done = run([*quick_python, script, "a", "b c"], limit=60, SET="here").require_success()
+    facts = said(done.output)
+    assert facts["argv"] == [str(script), "a", "b c"]
+    assert facts["path"] == str(script.parent)
+    assert facts["folder"] == os.getcwd()
+    assert facts["main"] == "__main__"
+    assert facts["set"] == "here"
+    assert facts["home"] == os.environ.get("HOME")
+    assert facts["leads"] == facts["pid"]
+
+
+def test_code_and_module(quick_python: list[str], tmp_path: Path) -> None:
+    facts = said(run([*quick_python, "-c", SCRIPT, "x"], limit=60).require_success().output)
+    assert facts["argv"] == ["-c", "x"]
+    made = run([*quick_python, "-m", "json.tool", "--help"], limit=60).require_success().output
+    assert made.startswith("usage: ")
+    told = run([*quick_python, "-c", "import sys; sys.stderr.write('x'); 1 / 0"], limit=60)
+    assert told.returncode == 1
+    assert told.output.startswith("x")
+    assert told.output.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("import os; os._exit(3)", 3),
+        ("import os; os.abort()", -signal.SIGABRT),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+    ],
+)
+def test_how_it_ends(quick_python: list[str], code: str, ends: int) -> None:
+    assert run([*quick_python, "-c", code], limit=60).returncode == ends
+
+
+def test_who_kills_the_client_ends_the_fork(quick_python: list[str]) -> None:
+    code = "import os, signal; os.write(1, b'%d\\n' % os.getpid()); signal.pause()"
+    with subprocess.Popen([*quick_python, "-c", code], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        fork = os.pidfd_open(int(client.stdout.readline()))
+        client.kill()
+        assert select.select([fork], [], [], 30)[0], "it is still there"
+        os.close(fork)
+
+
+def test_forks_draw_random_numbers_of_their_own(quick_python: list[str]) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.rand())"
+    one, other = (run([*quick_python, "-c", code], limit=60).require_success() for _ in range(2))
+    assert {*one.output.split()}.isdisjoint(other.output.split())
+
+
+def test_ranks_of_torchrun(quick_python: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nfrom lightning.fabric.utilities.rank_zero import rank_zero_only\n"
+        "facts = [rank_zero_only.rank, os.environ['WORLD_SIZE'], sys.argv[1:]]\n"
+        "os.write(1, f'{facts}\\n'.encode())\n"
+    )
+    done = torchrun(script, "x", ranks=2, limit=60, python=quick_python).require_success()
+    assert sorted(done.output.splitlines()) == ["[0, '2', ['x']]", "[1, '2', ['x']]"]
