@@ -2,13 +2,15 @@
 # make test      the tests, in under 10 minutes      make test-slow   whole jobs under torchrun
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
+# make docs      the documents as a site in site/, or SITE=folder
 # make clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
+SITE ?= site
 
-.PHONY: install test test-slow demo lint types bench tables clean
+.PHONY: install test test-slow demo lint types docs bench tables clean
 
 install: .venv/installed
 
@@ -34,6 +36,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+docs: install # not --quiet: --strict would not see warnings
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(abspath $(SITE))
+
 bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 	$(BIN)/python -m benchmarks.allreduce --json benchmarks/results/allreduce.json
@@ -57,4 +62,4 @@ tables: install
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out elastic_out
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis site ./*_out
