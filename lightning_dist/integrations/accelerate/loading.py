@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.integrations.accelerate import residuals
-from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.files import as_seen_by
 from lightning_dist.integrations.accelerate.places import Source
+from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import forget, is_owned
 from lightning_dist.integrations.accelerate import folders
-from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.scratch import sweep
+from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

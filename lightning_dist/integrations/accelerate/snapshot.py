@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.integrations.accelerate import residuals
-from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.files import names_in, share_of
 from lightning_dist.integrations.accelerate.scratch import Scratch, base_for
+from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

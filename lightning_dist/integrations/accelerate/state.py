@@ -16,7 +16,6 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
-from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.accelerate.loading import load
 from lightning_dist.integrations.accelerate.places import Places
 from lightning_dist.integrations.accelerate.refusals import (
@@ -26,6 +25,7 @@ from lightning_dist.integrations.accelerate.refusals import (
 )
 from lightning_dist.integrations.accelerate.saves import Saves
 from lightning_dist.integrations.accelerate.snapshot import take
+from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as AnyAccelerator

@@ -19,12 +19,12 @@ from lightning_dist.elastic.rates import scale_learning_rates
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
-from lightning_dist.integrations.ranks import Ranks
 from lightning_dist.integrations.loop.checkpoints import NewestFew
 from lightning_dist.integrations.loop.data import Dealt
 from lightning_dist.integrations.loop.objects import Objects
 from lightning_dist.integrations.loop.progress import Progress
 from lightning_dist.integrations.loop.settings import LoopSettings
+from lightning_dist.integrations.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
