@@ -42,8 +42,8 @@ def slurm(programs: Path, tmp_path: Path) -> Path:
 
 _SCONTROL = """
 echo "$@" >> {log}
-[ "$1 $2" != "show hostnames" ] || printf '127.0.0.1\\nnode1\\n'
-"""
+[ "$1 $2" != "show hostnames" ] || {{ echo 127.0.0.1 && seq -f node%g 20000; }}
+"""  # more than a pipe holds: whoever reads the first line only ends it by SIGPIPE
 _SCANCEL = """
 [ "$1 $2" = "--signal=TERM 4711.0" ] && xargs kill -TERM < {tasks}
 """
