@@ -18,13 +18,15 @@ def errors(result: Result) -> str | None:
         for setting in dict.fromkeys(row["setting"] for row in pairs)
     ]
     meta = result["meta"]
-    base, of = meta["base"], meta["errors"]
+    base, of, any_of = meta["base"], meta["errors"], meta["errors_from_any"]
     text = (
         "A step as measured, medians, and by how much its prediction is off. All from one profile, "
         f"of `{base['setting']}` at {base['link_mbit']:g} Mbit/s, with costs of codecs and small "
         "collectives that were measured before the first step. 2 hosts of one rank with one core, "
         f"42 MB of gradients. Error over {of['rows']:g} predictions: median "
-        f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %."
+        f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %. From each of the "
+        f"{len(pairs)} runs as the profile, {any_of['rows']:g} predictions: median "
+        f"{100 * any_of['median']:.1f} %, largest {100 * any_of['largest']:.1f} %."
     )
     return "\n\n".join([table(heads, lines), caption(text, result)])
 

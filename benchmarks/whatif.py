@@ -13,11 +13,12 @@ taken to be lost of the others too. Hierarchical settings need the rate inside a
 does not show: `--inside-gbit`. Nor does it show the latency of a round, which counts nothing unless
 `--latency-us` gives it; many hosts multiply it.
 
-JSON: in meta `errors`, the median and the largest of them without the pair that was the profile,
-and `base`; rows with `kind` "pair" (setting, link_mbit, measured_ms, predicted_ms, relative_error,
-is_base) and "scaling": what the same profile says of 2 to 1,024 hosts, which is a PREDICTION and
-nothing else (hosts, codec, form, gbps, step_ms). Of a step's time the median over steps counts, of
-the mean over ranks, as in the profile.
+JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
+profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
+link_mbit, measured_ms, predicted_ms, relative_error, is_base), "profile" (setting, link_mbit, and
+of the errors of what it predicts: rows, median, largest) and "scaling": what the same profile says
+of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, gbps, step_ms). Of
+a step's time the median over steps counts, of the mean over ranks, as in the profile.
 """
 
 from __future__ import annotations
@@ -101,31 +102,33 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[
     return found, costs
 
 
-def wish_of(setting: str, link: float, arguments: argparse.Namespace) -> Wish:
+def wish_of(setting: str, link: float, base: Place, arguments: argparse.Namespace) -> Wish:
     """The question whose answer was measured. At the profile's own rate the measured one counts."""
     form, codec = split_row(setting)
+    was, rate = base
     cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
     return Wish(
         codec=codec,
         form=form or FLAT,
-        gbps=None if link == arguments.base else link / 1e3,
-        was_gbps=None if link == arguments.base else arguments.base / 1e3,
+        gbps=None if link == rate else link / 1e3,
+        was_gbps=None if link == rate else rate / 1e3,
         inside_gbps=arguments.inside_gbit,
         latency=None if arguments.latency_us is None else arguments.latency_us / 1e6,
-        one_core=cores_per_rank < 2,
+        # Hosts on one machine do not know that they share its cores.
+        one_core=cores_per_rank < 2 and codec != split_row(was)[1],
     )
 
 
 def compare(
     found: dict[Place, Observed],
     costs: dict[str, CodecCost],
+    base: Place,
     arguments: argparse.Namespace,
 ) -> list[JsonRow]:
-    """What was predicted from one profile beside what was measured."""
-    base = found[DDP, arguments.base]
+    """What is predicted from the profile of ``base`` beside what was measured."""
     rows = []
     for (setting, link), observed in found.items():
-        answer = predict(base, [wish_of(setting, link, arguments)], costs=costs)
+        answer = predict(found[base], [wish_of(setting, link, base, arguments)], costs=costs)
         (prediction,) = answer.others
         measured, predicted = observed.step * 1e3, prediction.step_ms
         rows.append(
@@ -136,7 +139,7 @@ def compare(
                 "measured_ms": measured,
                 "predicted_ms": predicted,
                 "relative_error": None if predicted is None else predicted / measured - 1,
-                "is_base": (setting, link) == (DDP, arguments.base),
+                "is_base": (setting, link) == base,
                 "reason": prediction.reason,
                 "observed": asdict(observed),
             }
@@ -144,12 +147,22 @@ def compare(
     return rows
 
 
+def told(rows: Sequence[JsonRow]) -> list[float]:
+    """The errors of what was predicted, and could be."""
+    errors = [row["relative_error"] for row in rows if not row["is_base"]]
+    return [error for error in errors if error is not None]
+
+
 def scaling(
     base: Observed, costs: dict[str, CodecCost], arguments: argparse.Namespace
 ) -> list[JsonRow]:
     """What the profile says of many hosts."""
     wishes = scaled(
-        [wish_of(setting, arguments.base, arguments) for setting in arguments.setting], SCALE
+        [
+            wish_of(setting, arguments.base, (DDP, arguments.base), arguments)
+            for setting in arguments.setting
+        ],
+        SCALE,
     )
     answer = predict(base, wishes, costs=costs)
     return [{"kind": "scaling", "label": LABEL, **asdict(each)} for each in answer.others]
@@ -195,23 +208,31 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
     except (TestbedUnavailable, RankFailed) as error:
         sys.exit(f"benchmarks/whatif.py: {error}")
-    rows = compare(found, costs, arguments)
-    errors = [row["relative_error"] for row in rows if not row["is_base"]]
-    told = [error for error in errors if error is not None]
-    rows += scaling(found[DDP, arguments.base], costs, arguments)
+    base = (DDP, arguments.base)
+    errors = {place: told(compare(found, costs, place, arguments)) for place in found}
+    together = [error for of in errors.values() for error in of]
+    rows = compare(found, costs, base, arguments)
+    rows += [
+        {"kind": "profile", "setting": setting, "link_mbit": link, **summary_of(of)}
+        for (setting, link), of in errors.items()
+        if of
+    ]
+    rows += scaling(found[base], costs, arguments)
     show(rows, arguments)
     facts: JsonRow = {
-        "errors": summary_of(told) if told else None,
+        "errors": summary_of(errors[base]) if errors[base] else None,
+        "errors_from_any": summary_of(together) if together else None,
         "base": {"setting": DDP, "link_mbit": arguments.base},
         "costs": {name: asdict(cost) for name, cost in costs.items()},
         "label": LABEL,
     }
-    if told:
-        of = facts["errors"]
-        print(
-            f"error: median {of['median'] * 100:.1f} %, largest {of['largest'] * 100:.1f} %, "
-            f"over {of['rows']:g} predictions"
-        )
+    for name, of in (("this profile", errors[base]), ("any of the profiles", together)):
+        if of:
+            sizes = summary_of(of)
+            print(
+                f"error, from {name}: median {sizes['median'] * 100:.1f} %, largest "
+                f"{sizes['largest'] * 100:.1f} %, over {sizes['rows']:g} predictions"
+            )
     if arguments.json:
         listed = {name: value for name, value in vars(arguments).items() if name != "json"}
         meta = collect_meta(seed=arguments.seed, arguments=listed)

@@ -128,10 +128,20 @@ def test_the_cores_of_the_run_count_unless_something_else_is_asked(cores: int, o
     usual, shared, own = (predict(found, [wish], costs=slow).others[0].step_ms for wish in wishes)
     assert shared != own
     assert usual == (shared if one else own)
-    with_codec = INT8.run()
-    for rank, each in with_codec.ranks.items():
-        with_codec = replaced(with_codec, rank, about=replace(each.about, cores=cores))
-    assert not observe(with_codec).one_core  # it is in its times
+
+
+def test_what_the_codec_of_the_run_took_has_its_core_in_it() -> None:
+    run = INT8.run()
+    for rank, each in run.ranks.items():
+        run = replaced(run, rank, about=replace(each.about, cores=1))
+    one = observe(run)
+    own = replace(one, one_core=False)
+    slow = {**COSTS, "fp16": replace(COSTS["int8"], name="fp16", encode=1e-8)}
+    wishes = [Wish(gbps=1.0), Wish(codec="fp16")]
+    shared, alone = (predict(each, wishes, costs=slow).others for each in (one, own))
+    steps = [{each.codec: each.step_ms for each in of} for of in (shared, alone)]
+    assert steps[0]["int8"] == steps[1]["int8"]
+    assert steps[0]["fp16"] > steps[1]["fp16"]
 
 
 def test_the_latency_of_one_host_says_nothing_of_others() -> None:

@@ -34,8 +34,7 @@ class Observed:
         encode, decode: the codec, of a rank in a step; None: there is none.
         reasons: what is not known, and why.
         begin: of the backward pass, of the last rank.
-        one_core: a codec would have to share a core with the backward pass. False for a run with a
-            codec: its times have that in them.
+        one_core: a codec has to share a core with the backward pass.
     """
 
     setting: Setting
@@ -105,7 +104,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         decode=None if codec == DDP else median(decodes) / NS,
         reasons=reasons,
         begin=median(max(begin_of_gradients(x.record) for x in ranks) for ranks in steps) / NS,
-        one_core=codec == DDP and _has_one_core(run, hosts),
+        one_core=_has_one_core(run, hosts),
     )
 
 

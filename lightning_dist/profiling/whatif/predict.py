@@ -35,8 +35,8 @@ class Wish:
         hosts: as many, each with the ranks of one of the run.
         inside_gbps: of a rank inside its host.
         latency: seconds of a round between hosts.
-        one_core: a rank has one core for the backward pass and the codec. None: if the run, without
-            a codec, had less than two for each.
+        one_core: a rank has one core for the backward pass and the codec. None: if the run had less
+            than two for each; what its own codec took has that in it already.
         bucket_mb: of gradients in a bucket, ``bucket_cap_mb`` of DDP.
     """
 
@@ -181,9 +181,7 @@ def _play(
     buckets = observed.buckets
     if bucket_mb is not None:
         buckets = recut(buckets, bucket_mb, begin=observed.begin)
-    one_core = False
-    if wish is not None:
-        one_core = observed.one_core if wish.one_core is None else wish.one_core
+    one_core = _shares_core(observed, setting, wish)
     played = play(buckets, setting, cost=cost, plain=costs.get("none"), one_core=one_core)
     last = max(bucket.ready for bucket in buckets)
     done = max(played.done, last)
@@ -195,6 +193,13 @@ def _play(
         source="" if cost is None else cost.source,
         assumes="" if cost is None else cost.assumes,
     )
+
+
+def _shares_core(observed: Observed, setting: Setting, wish: Wish | None) -> bool:
+    """Whether the codec of ``setting`` has to be played on the core of the backward pass."""
+    if wish is not None and wish.one_core is not None:
+        return wish.one_core
+    return observed.one_core and setting.codec != observed.setting.codec
 
 
 def _unknown(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost]) -> str:
