@@ -1,7 +1,8 @@
 """Compressed-gradient data parallel training for networks slower than their accelerators.
 
-Importing this package registers ``strategy="compressed_ddp"`` with Lightning and Fabric, and does
-nothing else. Public names are imported when they are first used.
+Importing this package registers ``strategy="compressed_ddp"`` with Lightning and Fabric, as soon as
+Lightning is imported too, and does nothing else. Public names are imported when they are first
+used, and with them torch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wrapt import register_post_import_hook
+
 from lightning_dist._version import __version__
-from lightning_dist.integrations.registration import register_all
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import (
@@ -120,4 +122,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
-register_all()
+def _register(lightning: object) -> None:
+    from lightning_dist.integrations.registration import register_all
+
+    register_all()
+
+
+register_post_import_hook(_register, "lightning")

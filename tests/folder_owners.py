@@ -8,20 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import lightning_dist
-
-# A stand-in for the outer package, which would import torch, as in the writer process.
 OWNER = """
-import sys, types
-package = types.ModuleType("lightning_dist")
-package.__path__ = [sys.argv[1]]
-sys.modules["lightning_dist"] = package
+import sys
 from lightning_dist.checkpoint.disk import folder_owner
 lock = None
-for call in sys.argv[3:]:
+for call in sys.argv[2:]:
     if lock is not None:
         lock.release()
-    lock = getattr(folder_owner, call)(sys.argv[2])
+    lock = getattr(folder_owner, call)(sys.argv[1])
 print("owned", flush=True)
 sys.stdin.read()
 lock.release()
@@ -34,9 +28,8 @@ def owner(folder: Path, *calls: str) -> Iterator[subprocess.Popen[str]]:
 
     calls: functions of `folder_owner`, one after the other; the lock of the last one is kept.
     """
-    package = Path(lightning_dist.__file__).parent
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, package, folder, *calls],
+        [sys.executable, "-c", OWNER, folder, *calls],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdin is not None

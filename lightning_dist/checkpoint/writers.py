@@ -27,8 +27,8 @@ Report = Callable[[Event], None]
 _START_TIMEOUT = 60.0
 """Seconds; a tenth of one is needed on an idle machine."""
 
-# The package's own __init__ imports Lightning, and with it torch: seconds and hundreds of MB. The
-# writer needs lightning_dist.checkpoint.disk only, so the outer package is a stand-in with a path.
+# The writer needs the standard library and lightning_dist.checkpoint.disk only, and is to be found
+# where this process has found it: the outer package is a stand-in with a path.
 _BOOT = """
 import json, sys, types
 package = types.ModuleType("lightning_dist")

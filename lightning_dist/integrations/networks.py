@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_info
+from lightning_utilities.core import rank_zero
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.channel import Channel
@@ -80,7 +80,8 @@ def network_for(
             log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
         return network
     if topology.rank == 0:
-        rank_zero_info(f"compressed DDP: {picture(settings, tree)}")
+        # Shown where Lightning is loaded, which puts its own logger there; it is not loaded for it.
+        rank_zero.log.info("compressed DDP: %s", picture(settings, tree))
     leader = settings.hierarchical == "leader"
     if levels:
         new_group = _given(levels, topology.rank)

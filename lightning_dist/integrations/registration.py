@@ -20,25 +20,38 @@ def register_all() -> None:
 
 def register_lightning(registry: Any) -> None:
     """``compressed_ddp`` by start method, with unused parameters, and by codec."""
-    from lightning_dist.integrations.lightning import CompressedDDPStrategy
-
     for suffix, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
-        _add(registry, NAME + suffix, CompressedDDPStrategy, start_method=start)
-    _add(registry, f"{NAME}_notebook", CompressedDDPStrategy, start_method="fork")
+        _add(registry, NAME + suffix, lightning_strategy, start_method=start)
+    _add(registry, f"{NAME}_notebook", lightning_strategy, start_method="fork")
     unused = f"{NAME}_find_unused_parameters_true"
-    _add(registry, unused, CompressedDDPStrategy, find_unused_parameters=True)
+    _add(registry, unused, lightning_strategy, find_unused_parameters=True)
     for codec in CODECS:
-        _add(registry, f"{NAME}_{codec}", CompressedDDPStrategy, codec=codec)
+        _add(registry, f"{NAME}_{codec}", lightning_strategy, codec=codec)
 
 
 def register_fabric(registry: Any) -> None:
     """``compressed_ddp``."""
+    _add(registry, NAME, fabric_strategy)
+
+
+# Not the classes: their modules import Lightning, and may themselves be what imports it just now.
+
+
+def lightning_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.CompressedDDPStrategy``."""
+    from lightning_dist.integrations.lightning import CompressedDDPStrategy
+
+    return CompressedDDPStrategy(**arguments)
+
+
+def fabric_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.fabric.CompressedDDPStrategy``."""
     from lightning_dist.integrations.fabric import CompressedDDPStrategy
 
-    _add(registry, NAME, CompressedDDPStrategy)
+    return CompressedDDPStrategy(**arguments)
 
 
-def _add(registry: Any, name: str, strategy: type, **arguments: Any) -> None:
+def _add(registry: Any, name: str, strategy: Any, **arguments: Any) -> None:
     if name in registry:  # a second import, or the user's own: theirs stays
         return
     settings = ", ".join(f"{key}={value!r}" for key, value in arguments.items())

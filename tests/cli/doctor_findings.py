@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-import lightning_dist
 from lightning_dist.cli.doctor_finding import Finding
 
 RANK = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -19,12 +17,3 @@ def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
         assert bool(each.fix) == (each.state in ("warning", "error")), each
         found[each.name] = each
     return found
-
-
-STUB = f"""
-import json, sys, types
-package = types.ModuleType("lightning_dist")  # whose own __init__ imports Lightning
-package.__path__ = [{str(Path(lightning_dist.__file__).parent)!r}]
-sys.modules["lightning_dist"] = package
-"""
-"""The begin of a program that needs the modules of doctor alone."""

@@ -10,7 +10,6 @@ import pytest
 from processes import port, run, run_together
 from typer.testing import CliRunner, Result
 
-import lightning_dist
 from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli import app
 from lightning_dist.cli.bench_run import Report, members_of
@@ -18,14 +17,7 @@ from lightning_dist.cli.bench_sizes import sizes_of
 from lightning_dist.cli.bench_table import print_report
 from lightning_dist.profiling.bandwidth import Measurement
 
-PROGRAM = f"""
-import sys, types
-package = types.ModuleType("lightning_dist")  # whose own __init__ imports Lightning
-package.__path__ = [{str(Path(lightning_dist.__file__).parent)!r}]
-sys.modules["lightning_dist"] = package
-from lightning_dist.cli import main
-main()
-"""
+PROGRAM = "from lightning_dist.cli import main; main()"
 FAST = [sys.executable, "-c", PROGRAM, "bench"]
 LINK_MBIT = 200.0
 PAYLOAD = 1448 / 1514

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
-from doctor_findings import ELASTIC, RANK, STUB, by_name
+from doctor_findings import ELASTIC, RANK, by_name
 from processes import run
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
@@ -150,13 +150,11 @@ def test_where_ranks_meet() -> None:
     assert found.what.startswith("no-such-host.invalid cannot be resolved")
 
 
-IN_NAMESPACE = (
-    STUB
-    + """
+IN_NAMESPACE = """
+import json, sys
 from lightning_dist.cli.doctor_network import network
 print(json.dumps([[vars(each) for each in network(one)] for one in json.loads(sys.argv[1])]))
 """
-)
 
 
 @pytest.mark.root

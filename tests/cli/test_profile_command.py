@@ -13,7 +13,7 @@ import pytest
 from planted import Planted
 from processes import run
 from profile_calls import profile, refusal, save
-from test_program import ALONE
+from test_program import LOADED
 
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.report.summary_file import to_json
@@ -174,5 +174,5 @@ def test_the_commands_load_no_torch(folder: Path) -> None:
     costs = {name: CodecCost(name, "gather", 1.0, 0.0, 0.0, 0.0) for name in names}
     write_costs(folder, Costs(costs))  # predictions are made too
     commands = [f"profile report {folder} --trace --csv", f"profile compare {folder} {folder}"]
-    done = run([sys.executable, "-c", ALONE, *commands], limit=60)
+    done = run([sys.executable, "-c", LOADED, *commands], limit=60)
     assert done.require_success().output == "\n"

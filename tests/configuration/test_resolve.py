@@ -189,10 +189,7 @@ def test_the_folder_is_that_of_accelerate(variables: dict[str, str]) -> None:
 
 def test_it_needs_the_standard_library_and_yaml_only() -> None:
     code = (
-        "import sys, types\n"
-        "package = types.ModuleType('lightning_dist')\n"
-        f"package.__path__ = [{str(FOLDER.parent)!r}]\n"
-        "sys.modules['lightning_dist'] = package\n"
+        "import sys, lightning_dist\n"
         "before = set(sys.modules)\n"
         "import lightning_dist.configuration\n"
         "names = {name.split('.')[0] for name in set(sys.modules) - before}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 
 import lightning as L
@@ -11,6 +12,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from processes import run
 
 import lightning_dist
 from lightning_dist import CODECS, CompressedDDPStrategy
@@ -45,6 +47,21 @@ def test_fabric_has_the_name() -> None:
     assert type(STRATEGY_REGISTRY.get("compressed_ddp")) is FabricStrategy
     fabric = Fabric(strategy="compressed_ddp", accelerator="cpu", devices=2)
     assert isinstance(fabric.strategy, FabricStrategy)
+
+
+# What a fresh interpreter imports first, and that Lightning then takes the name.
+ORDERS = (
+    "import lightning_dist, lightning",
+    "from lightning_dist import CompressedDDPStrategy",
+    "from lightning_dist.fabric import CompressedDDPStrategy",
+)
+
+
+@pytest.mark.parametrize("first", ORDERS)
+def test_the_order_of_imports_does_not_matter(first: str) -> None:
+    last = "from lightning.pytorch.strategies import StrategyRegistry as known; print(*known)"
+    done = run([sys.executable, "-c", f"{first}; {last}"], limit=60).require_success()
+    assert set(NAMES) <= set(done.output.split())
 
 
 def test_importing_again_changes_nothing() -> None:

@@ -1,7 +1,4 @@
-"""Ranks that are forks of one script: what takes time is imported once, and Lightning is not.
-
-Import it before anything of lightning_dist, whose own ``__init__`` would import Lightning.
-"""
+"""Ranks that are forks of one script: what takes time is imported once, and Lightning is not."""
 
 from __future__ import annotations
 
@@ -9,18 +6,12 @@ import json
 import multiprocessing
 import os
 import sys
-import types
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-package = types.ModuleType("lightning_dist")
-package.__path__ = list(getattr(find_spec("lightning_dist"), "submodule_search_locations", []))
-sys.modules["lightning_dist"] = package
 
 TIMEOUT = timedelta(seconds=30)
 
