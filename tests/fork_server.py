@@ -25,7 +25,9 @@ from typing import Any
 
 from processes import kill_tree
 
-MODULES = ("lightning", "lightning_dist", "torch.distributed.run")
+import lightning_dist
+
+MODULES = ("lightning", "torch.distributed.run")
 OPTIONAL = ("accelerate",)
 REQUEST_BYTES = 1 << 20  # variables are most of it
 FILES = ("stdin", "stdout", "stderr", "net", "mnt")
@@ -139,6 +141,8 @@ def main() -> None:
     sys.path.pop(0)  # the folder of this script
     for name in (*MODULES, *filter(find_spec, OPTIONAL)):
         importlib.import_module(name)
+    for name in lightning_dist.__all__:
+        getattr(lightning_dist, name)
     gc.collect()
     gc.freeze()  # pages that the collector does not write to are shared
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -154,6 +154,12 @@ def test_importing_the_package_loads_nothing_that_takes_long() -> None:
     assert not loaded & {"torch", "lightning", "numpy", "accelerate", "wandb"}
 
 
+def test_nobody_else_is_loaded_for_lightning() -> None:
+    loaded = loaded_after("import lightning, lightning_dist")
+    assert "lightning_dist.integrations.registration" in loaded
+    assert not loaded & {"accelerate", "wandb", "lightning_dist.checkpoint"}
+
+
 @pytest.mark.parametrize("name", ["compress_ddp", "accelerate"])
 def test_lightning_is_loaded_for_lightning_only(name: str) -> None:
     loaded = loaded_after(f"from lightning_dist import {name}")

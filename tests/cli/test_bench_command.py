@@ -235,7 +235,7 @@ def test_the_rate_of_a_link_is_found(tmp_path: Path, quick_bench: list[str]) -> 
     (group,) = json.loads(to.read_text())["groups"]
     assert group["ranks"] == [0, 2]
     (row,) = group["rows"]
-    assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.05)
+    assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.2)
 
 
 def test_help_has_examples() -> None:

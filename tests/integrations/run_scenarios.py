@@ -21,20 +21,12 @@ faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)  # before imports th
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-
-import lightning_dist  # noqa: E402, F401
-
-IMPORTED_WITH_THE_PACKAGE = sorted(sys.modules)
-
 from scenarios.catalogue import SCENARIOS, process_group, rank, world_size  # noqa: E402
 
 
 def main(folder: Path, modules: list[str], chosen: list[str]) -> None:
     os.environ["SCENARIO_FOLDER"] = str(folder)
     torch.set_num_threads(1)
-    imported = folder / "imported.0.pt"
-    if rank() == 0 and not imported.exists():  # forks that use this folder later have imported all
-        torch.save({"facts": IMPORTED_WITH_THE_PACKAGE}, imported)
     for module in modules:
         importlib.import_module(f"scenarios.{module}")
     store = dist.TCPStore(

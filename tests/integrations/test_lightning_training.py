@@ -16,12 +16,6 @@ TRAINED = 16 * 32 + 32 + 32 * 16  # elements of `Regression`
 HOOK = "lightning_dist_hook"
 
 
-def test_the_import_brings_neither_wandb_nor_accelerate(two: Results) -> None:
-    modules = two("imported", ranks=1)[0]
-    assert "lightning.pytorch" in modules
-    assert not {"wandb", "accelerate"} & set(modules)
-
-
 def test_codec_none_is_bit_identical_to_ddp(two: Results) -> None:
     ranks = two("none_equals_ddp")
     for facts in ranks:
