@@ -80,8 +80,9 @@ def train(
     epochs: int = 3,
     loader: Mapping[str, Any] | None = None,
     elastic: Mapping[str, Any] | None = None,
+    watch: Callable[[ElasticLoop], None] = lambda loop: None,
 ) -> tuple[str, int]:
-    """Hash of the weights and number of steps at the end."""
+    """Hash of the weights and number of steps at the end; ``watch`` is called after every step."""
     module = net(noisy=noisy)
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
@@ -109,8 +110,11 @@ def train(
                     ids = []
                     loop.step_ended()
                     strike("after_step", loop.steps)
+                    watch(loop)
             strike("after_epoch", loop.steps)
             torch.rand(())  # a validation that draws
+    rank = os.environ.get("RANK", "0")
+    (folder / f"metrics-{rank}.json").write_text(json.dumps(loop.metrics()))
     return hash_of(module), loop.steps
 
 

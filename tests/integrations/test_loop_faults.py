@@ -99,6 +99,17 @@ def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> N
     assert list(Path(found.folder).glob("fired-*")), "the fault did not happen"
 
 
+def test_what_a_restart_has_cost_is_for_the_loggers_of_rank_0(outcomes: Any) -> None:
+    found, _ = outcomes["rank 1 killed in a pass"]
+    first, other = (json.loads(Path(found.folder, f"metrics-{n}.json").read_text()) for n in "01")
+    assert other == {}
+    assert (first["elastic/restarts"], first["elastic/world_size"]) == (1, 2)
+    assert first["elastic/samples_redone"] == 8  # 5 steps of 8 samples, 4 of them saved
+    assert 0 < first["elastic/seconds_lost"] < 60
+    assert first["checkpoint/failed"] == 0
+    assert first["checkpoint/bytes"] > 0
+
+
 def test_every_sample_once_in_each_epoch(outcomes: Any) -> None:
     found, _ = outcomes["reference"]
     steps = committed(Path(found.folder) / "account").values()

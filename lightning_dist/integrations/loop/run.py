@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.account import Account, cost_line, start_line
 from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.layout import lr_factor
 from lightning_dist.elastic.life import Life, told_by
+from lightning_dist.elastic.plan import Position
 from lightning_dist.elastic.rates import scale_learning_rates
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
@@ -50,12 +50,14 @@ class LoopRun:
         self.life = Life(ending, self.account)
         self._handlers: dict[signal.Signals, Any] = {}
         self._checkpoints: NewestFew | None = None
+        self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
         self.is_open = self.is_complete = False
 
-    @property
-    def metrics(self) -> Metrics:
-        """What checkpoints have cost; on rank 0."""
-        return Metrics() if self._checkpoints is None else self._checkpoints.metrics
+    def metrics(self) -> dict[str, float]:
+        """What loggers are told; empty on all ranks but 0, and before training begins."""
+        if not self._costs or self._checkpoints is None:
+            return {}
+        return {**self._costs, **self._checkpoints.metrics.by_name()}
 
     def meet(self) -> None:
         """Make the groups of all ranks; collective.
@@ -120,13 +122,26 @@ class LoopRun:
         line = start_line(progress.resumed, self.data.layout, world_size=world_size)
         if progress.position.epoch >= epochs:
             self._say(f"{line}; there is nothing left to do")
+            self._count_costs()
             self.is_complete = True
             return False
         self._say(line)
         for missing in Launch.from_env().missing_settings():
             self._say(missing, level=logging.WARNING)
         self.account.start(progress.resumed, first=self.data.first, world_size=world_size)
+        self._count_costs()
         return True
+
+    def _count_costs(self) -> None:
+        if self._ranks.rank == 0:
+            self._costs = self.account.metrics(world_size=self._ranks.count)
+
+    def step(self, position: Position) -> None:
+        """The optimizer has stepped, and ``position`` is reached."""
+        self.progress.step(position)
+        self.life.beat()
+        if self.account.step(self.progress.samples):
+            self._count_costs()
 
     def save(self) -> None:
         """Save this step, unless ``on_busy`` says to skip it."""
