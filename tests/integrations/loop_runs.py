@@ -79,10 +79,16 @@ def train(
     noisy: bool = True,
     epochs: int = 3,
     loader: Mapping[str, Any] | None = None,
+    data: str = "",
     elastic: Mapping[str, Any] | None = None,
     watch: Callable[[ElasticLoop], None] = lambda loop: None,
 ) -> tuple[str, int]:
-    """Hash of the weights and number of steps at the end; ``watch`` is called after every step."""
+    """Hash of the weights and number of steps at the end.
+
+    Args:
+        data: a name of :data:`elastic_data.LOADERS`; or else `make_loader` makes the loader.
+        watch: called after every step.
+    """
     module = net(noisy=noisy)
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
@@ -92,7 +98,7 @@ def train(
     settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
     with ElasticLoop(
         folder / "ckpt",
-        loader=make_loader(Numbered(noisy=noisy), **(loader or {})),
+        loader=_loader(data) if data else make_loader(Numbered(noisy=noisy), **(loader or {})),
         state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
         **settings,
     ) as loop:
@@ -116,6 +122,12 @@ def train(
     rank = os.environ.get("RANK", "0")
     (folder / f"metrics-{rank}.json").write_text(json.dumps(loop.metrics()))
     return hash_of(module), loop.steps
+
+
+def _loader(name: str) -> Any:
+    from elastic_data import LOADERS
+
+    return LOADERS[name]()
 
 
 def _note(folder: Path, step: int, epoch: int, ids: list[int], module: nn.Module) -> None:
