@@ -94,6 +94,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "requeue": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "abort": os.abort,
     "exit": lambda: os._exit(3),
 }

@@ -43,7 +43,10 @@ def test_a_second_start_goes_on_in_the_data(data: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
-        (LOADERS["stateful stream"](), "does not say how it is dealt to ranks; give it __len__ and"),
+        (
+            LOADERS["stateful stream"](),
+            "does not say how it is dealt to ranks; give it __len__ and",
+        ),
         (DataLoader(SilentStream(), batch_size=4), "or use a map-style dataset"),
         (DataLoader(range(8), batch_size=None), "give the DataLoader batch_size= and a sampler"),
         ([1, 2, 3], "the position in a list is not known; give one DataLoader"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,7 +113,8 @@ class LoopRun:
         scale_learning_rates(self.objects.optimizers, self.objects.schedulers, factor=factor)
         if self._saving.snapshot in ("auto", "overlap"):
             saves.watch(self.objects.optimizers)
-        self._handlers = {each: signal.getsignal(each) for each in settings.signals}
+        if threading.current_thread() is threading.main_thread():  # where Python has handlers
+            self._handlers = {each: signal.getsignal(each) for each in settings.signals}
         self.life.note(settings.signals, asks=Launch.from_env().local_rank == 0)
         self.is_open = True
 
@@ -187,7 +189,10 @@ class LoopRun:
         if not self._vote.cast(self.life.is_told):
             return
         self._save_for_good()
-        reasons = self._vote.gather(self.life.reason)
+        # A launcher that sees a rank go tells the others once more. That must end them, also where
+        # they would wait for the launcher, as functions that it has called do.
+        self._give_back_handlers()
+        reasons = self._vote.gather(self.life.reason)  # no rank goes before all have come here
         self._vote.end()
         code = self.life.stop()
         self._say(
@@ -218,8 +223,12 @@ class LoopRun:
         else:
             self.life.close()
         self.account.close()
+        self._give_back_handlers()
+
+    def _give_back_handlers(self) -> None:
         for each, handler in self._handlers.items():
             signal.signal(each, handler)
+        self._handlers = {}
 
     def _say(self, line: str, *, level: int = logging.INFO) -> None:
         if self._ranks.rank == 0:
