@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from elastic_runs import _ATTEMPT, Numbered, hash_of, make_loader
+import torch.distributed as dist
+from elastic_runs import _ATTEMPT, SIZE, Numbered, hash_of, make_loader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +34,9 @@ def _plain(model: nn.Module, optimizer: Any, codec: str | None) -> Any:
     if "RANK" not in os.environ:
         return model, optimizer, lambda loss: loss.backward()
     init_process_group("gloo")
-    model = DistributedDataParallel(model)
+    # DDP puts its buckets in another order after the first step of a process, and sums of three
+    # ranks or more are then other ones in their last bits, unless it looks for unused parameters.
+    model = DistributedDataParallel(model, find_unused_parameters=dist.get_world_size() > 2)
     _compress(model, codec)
     return model, optimizer, lambda loss: loss.backward()
 
@@ -78,6 +81,7 @@ def train(
     strike: Strike = lambda place, step: None,
     noisy: bool = True,
     epochs: int = 3,
+    size: int = SIZE,
     loader: Mapping[str, Any] | None = None,
     data: str = "",
     elastic: Mapping[str, Any] | None = None,
@@ -98,7 +102,7 @@ def train(
     settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
     with ElasticLoop(
         folder / "ckpt",
-        loader=_loader(data) if data else make_loader(Numbered(noisy=noisy), **(loader or {})),
+        loader=_loader(data) if data else numbered(size, noisy=noisy, **(loader or {})),
         state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
         **settings,
     ) as loop:
@@ -107,9 +111,11 @@ def train(
                 loss = nn.functional.mse_loss(model(x), x.flip(1))
                 strike("in_pass", loop.steps)
                 backward(loop.weighted(loss))
+                strike("after_backward", loop.steps)
                 ids += numbers.tolist() if loop.this_pass.weight else []
                 if loop.ends_step:
                     optimizer.step()
+                    strike("after_optimizer", loop.steps)
                     scheduler.step()
                     optimizer.zero_grad()
                     _note(folder / "account", loop.steps + 1, epoch, ids, module)
@@ -122,6 +128,10 @@ def train(
     rank = os.environ.get("RANK", "0")
     (folder / f"metrics-{rank}.json").write_text(json.dumps(loop.metrics()))
     return hash_of(module), loop.steps
+
+
+def numbered(size: int, *, noisy: bool, **arguments: Any) -> Any:
+    return make_loader(Numbered(size, noisy=noisy), **arguments)
 
 
 def _loader(name: str) -> Any:

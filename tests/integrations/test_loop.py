@@ -96,7 +96,7 @@ def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
 def test_a_signal_leads_to_one_checkpoint_and_handlers_are_given_back(
     told: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SLURM announces a requeue with SIGUSR1. Once all is saved a second signal ends the process."""
+    """SLURM announces a requeue with SIGUSR1. Once all is saved, another ends the process."""
     at_the_end: list[Any] = []
 
     class Listening(logging.Handler):
@@ -152,8 +152,8 @@ def test_a_loop_in_a_thread(tmp_path: Path) -> None:
     """As Ray runs one: Python has no signal handlers there, which is said."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(train(tmp_path / "run", "plain")))
+    thread.start()
     with pytest.warns(UserWarning, match="signals reach the main thread only"):
-        thread.start()
         thread.join()
     assert found == [train(tmp_path / "reference", "plain")]
 
