@@ -70,6 +70,12 @@ class Job:
     expect_failure: bool = False
 
 
+def selected(request: Any) -> set[str]:
+    """Parameters ``name`` of the tests of this file that are run: those of slow ones may not be."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get("name", "") for item in items if hasattr(item, "callspec")}
+
+
 def run_jobs(
     jobs: Sequence[Job], folder: Path, *, python: Sequence[str]
 ) -> dict[str, dict[str, Any]]:

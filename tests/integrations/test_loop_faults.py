@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_jobs import Fault, Job, run_jobs
+from elastic_jobs import Fault, Job, run_jobs, selected
 from elastic_runs import SIZE, committed
 from loop_runs import train
 
@@ -25,6 +25,8 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 has a mistake": (Fault("raise", "after_step", 3),),
     "rank 0 told to end": (Fault("terminate", "in_pass", 7, (0,)),),
 }
+SLOW = ("rank 0 killed between steps", "rank 1 has a mistake")
+"""Of tests that run with the slow ones, in ``make test-slow``."""
 OTHERS = ("accelerate", "fabric")
 STATEFUL = "map-style, stateful loader"
 
@@ -36,7 +38,9 @@ def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
 
 @pytest.fixture(scope="module")
 def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    quick_python: list[str],
 ) -> dict[str, tuple[Job, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("loops")
     killed, told = Fault("kill", "in_pass", 5), Fault("requeue", "after_step", 5, (0, 1))
@@ -70,6 +74,8 @@ def outcomes(
             fit={"elastic": {"hang_timeout": 4}},
         ),
     }
+    left_out = set(SLOW) - selected(request)
+    jobs = {name: each for name, each in jobs.items() if name not in left_out}
     done = run_jobs(list(jobs.values()), folder, python=quick_python)
     return {name: (each, done[each.name]) for name, each in jobs.items()}
 
@@ -93,7 +99,15 @@ def ids_of(job: Job) -> list[list[int]]:
     return [step.ids for step in committed(Path(job.folder) / "account").values()]
 
 
-@pytest.mark.parametrize("name", [*FAULTS, *OTHERS, "all told", "one rank hangs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in FAULTS if name not in SLOW),
+        *OTHERS,
+        *("all told", "one rank hangs"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> None:
     """Every framework, to the bit, residuals of int8 and generators of both ranks included."""
     reference, _ = outcomes["reference"]
