@@ -37,7 +37,8 @@ def train(
         name: torch.optim.SGD(models[name].parameters(), lr=lr, momentum=0.9)
         for name, lr in RATES.items()
     }
-    falling = torch.optim.lr_scheduler.StepLR(optimizers["judge"], 5, gamma=0.5)
+    # It computes from the rate that it began with, which has to be scaled too.
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizers["judge"], lambda n: 0.5 ** (n // 5))
     settings = {"every_n_steps": 2, "seed": 5, "accumulate": 2, **elastic}
     state = {
         **{f"{name}_model": each for name, each in models.items()},
