@@ -53,6 +53,7 @@ bench: install
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 	$(BIN)/python -m benchmarks.crash_campaign --trials 1000 --json benchmarks/results/crash_campaign.json
 	$(BIN)/python -m benchmarks.faults --campaign restart --trials 300 --json benchmarks/results/faults_restart.json
+	$(BIN)/python -m benchmarks.faults --campaign restart --trainer loop --trials 150 --seed 8 --json benchmarks/results/faults_restart_loop.json
 	$(BIN)/python -m benchmarks.faults --figures --rounds 5 --json benchmarks/results/faults_figures.json
 	$(BIN)/python -m benchmarks.restart_rendezvous --trials 17 --stock 6 --json benchmarks/results/restart_rendezvous.json
 	$(BIN)/python -m benchmarks.elastic_overhead --json benchmarks/results/elastic_overhead.json

@@ -1,10 +1,11 @@
 """Faults of every kind, and an account of every sample: whether a training goes on as if unhurt.
 
-``restart``: small trainings under ElasticRestart and torch's elastic agent, with real processes and
-signals. Every trial is drawn from the seed and its number, and judged: the job ends within a bound
-and leaves no process, every epoch's samples are committed once, ranks agree after every step, and
-the weights are those of the run without a fault: to the bit with the same number of ranks, else to
-1e-4 of the largest (codec none, no dropout). benchmarks/faults_oracle.py says what is counted.
+``restart``: small trainings under ElasticRestart (``--trainer loop``: in an ElasticLoop around DDP)
+and torch's elastic agent, with real processes and signals. Every trial is drawn from the seed and
+its number, and judged: the job ends within a bound and leaves no process, every epoch's samples are
+committed once, ranks agree after every step, and the weights are those of the run without a fault:
+to the bit with the same number of ranks, else to 1e-4 of the largest (codec none, no dropout).
+benchmarks/faults_oracle.py says what is counted.
 struck: trials whose fault was met; within: those that went on within an epoch; new_step_s: from the
 last fault to a step that had not been done before, by another process.
 
@@ -37,6 +38,7 @@ from benchmarks.report import collect_meta, print_table, write_json
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--campaign", choices=["restart"], default="restart")
+    parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
     parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -58,7 +60,12 @@ def main() -> int:
     if drawn is None:
         drawn = 0 if arguments.figures else 100
     trials = [
-        draw(number, seed=arguments.seed, kinds=arguments.kinds)
+        draw(
+            number,
+            seed=arguments.seed,
+            kinds=arguments.kinds,
+            is_loop=arguments.trainer == "loop",
+        )
         for number in range(drawn)
         if arguments.number in (None, number)
     ]

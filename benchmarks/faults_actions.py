@@ -51,9 +51,12 @@ class Armed:
         self.met = 0
 
     def meet(self, trainer: L.Trainer | None = None) -> None:
-        if trainer is not None and (
-            trainer.sanity_checking or trainer.global_step < self.strike.step
-        ):
+        if trainer is None or not trainer.sanity_checking:
+            self.meet_after(self.strike.step if trainer is None else trainer.global_step)
+
+    def meet_after(self, steps: int) -> None:
+        """The phase is met after so many optimizer steps."""
+        if steps < self.strike.step:
             return
         self.met += 1
         if self.met <= self.strike.skip:

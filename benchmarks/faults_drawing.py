@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from benchmarks.faults_trial import EPOCHS, HOOKS, Setup, Strike, Trial
+from benchmarks.faults_trial import EPOCHS, HOOKS, PLACES, Setup, Strike, Trial
 
 _DATA = (
     (48, False, 1),
@@ -51,19 +51,19 @@ KINDS = (
 _RARE = {"SIGSTOP": 0.4}  # 40 s each
 
 
-def draw(number: int, *, seed: int, kinds: Sequence[str]) -> Trial:
+def draw(number: int, *, seed: int, kinds: Sequence[str], is_loop: bool = False) -> Trial:
     """The trial of this number: each kind in turn at first, and then by chance."""
     chance = random.Random(f"{seed}/{number}")
     weights = [_RARE.get(kind, 1.0) for kind in kinds]
     kind = kinds[number] if number < len(kinds) else chance.choices(kinds, weights)[0]
-    return _Drawing(chance, number, kind).trial()
+    return _Drawing(chance, number, kind, is_loop=is_loop).trial()
 
 
 class _Drawing:
-    def __init__(self, chance: random.Random, number: int, kind: str) -> None:
-        self.chance, self.number, self.kind = chance, number, kind
+    def __init__(self, chance: random.Random, number: int, kind: str, *, is_loop: bool) -> None:
+        self.chance, self.number, self.kind, self.is_loop = chance, number, kind, is_loop
         self.changes_world = kind.startswith("other world") or kind in ("scale_lr", "fixed_micro")
-        self.format = chance.choice(("single", "single", "sharded"))
+        self.format = chance.choice(("single", "single", "single" if is_loop else "sharded"))
         self.setup = self._setup()
 
     def _setup(self) -> Setup:
@@ -94,6 +94,7 @@ class _Drawing:
             policy=self.kind if self.kind in ("scale_lr", "fixed_micro") else "constant_global",
             format=self.format,
             every=self.chance.choice((1, 2, 2, 3)),
+            is_loop=self.is_loop,
         )
 
     def _faults(self) -> tuple[list[int], list[Strike], int]:
@@ -172,6 +173,8 @@ class _Drawing:
         return Strike(action, phase, step, skip, ranks, start, after)
 
     def _can_meet(self, phase: str, action: str, ranks: list[int]) -> bool:
+        if self.is_loop and phase not in PLACES:
+            return False
         if phase == "writing a checkpoint":
             writes = self.format == "sharded" or ranks == [0]
             return action in _OFF_THREAD and writes

@@ -1,4 +1,4 @@
-"""One rank of a trial: tests/integrations/elastic_runs.py's training, and what befalls it."""
+"""One rank of a trial: a training of tests/integrations/, and what befalls it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.faults_actions import Armed, armed_strikes
-from benchmarks.faults_tests import elastic_jobs, elastic_runs
-from benchmarks.faults_trial import EPOCHS, HANG_TIMEOUT_S, Setup, Trial
+from benchmarks.faults_tests import elastic_jobs, elastic_runs, loop_runs
+from benchmarks.faults_trial import EPOCHS, HANG_TIMEOUT_S, PLACES, Setup, Trial
 from lightning_dist import CompressedDDPStrategy
+from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.checkpoint.reading import load
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,21 @@ def rank_main(job: Job, start: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has its agent's handler; torchrun's not
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
-    trial, setup = job.trial, job.trial.setup
     folder, rank = Path(job.folder), int(os.environ["RANK"])
+    armed = armed_strikes(job.trial, folder, rank=rank, start=start)
+    train = _train_in_loop if job.trial.is_loop else _fit
+    result, weights = train(job.trial, folder, armed)
+    if rank == 0:
+        torch.save(weights, folder / f"weights-{start}.pt")
+    (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
+
+
+def _fit(trial: Trial, folder: Path, strikes: list[Armed]) -> tuple[dict[str, Any], Any]:
+    """ElasticRestart in a Trainer: elastic_runs.py."""
+    setup = trial.setup
     module = Struck(noisy=setup.noisy)
     callbacks: list[L.Callback] = []
-    for armed in armed_strikes(trial, folder, rank=rank, start=start):
+    for armed in strikes:
         armed.arm(module, callbacks)
     elastic = {
         "every_n_train_steps": trial.every,
@@ -107,11 +119,46 @@ def rank_main(job: Job, start: int) -> None:
         max_epochs=EPOCHS,
         accumulate_grad_batches=setup.accumulate,
     )
-    if rank == 0:
-        torch.save(module.state_dict(), folder / f"weights-{start}.pt")
     result = {
         "hash": elastic_runs.hash_of(module),
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
     }
-    (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
+    return result, module.state_dict()
+
+
+def _train_in_loop(trial: Trial, folder: Path, strikes: list[Armed]) -> tuple[dict[str, Any], Any]:
+    """ElasticLoop around plain DDP: loop_runs.py."""
+    setup = trial.setup
+    for armed in strikes:
+        if PLACES[armed.strike.phase] == "at_start":
+            armed.meet()
+
+    def strike(place: str, steps: int) -> None:
+        for armed in strikes:
+            if PLACES[armed.strike.phase] == place:
+                armed.meet_after(steps)
+
+    elastic: dict[str, Any] = {
+        "every_n_steps": trial.every,
+        "keep": trial.keep,
+        "batch_policy": trial.policy,
+        "accumulate": setup.accumulate,
+    }
+    if trial.has_stop:
+        elastic["hang_timeout"] = HANG_TIMEOUT_S
+    found, steps = loop_runs.train(
+        folder,
+        "plain",
+        codec=None if setup.codec == "ddp" else setup.codec,
+        strike=strike,
+        noisy=setup.noisy,
+        epochs=EPOCHS,
+        size=setup.size,
+        loader={"batch_size": setup.batch, "drop_last": setup.drop_last},
+        elastic=elastic,
+    )
+    newest = newest_valid(str(folder / "ckpt"))
+    assert newest is not None
+    weights = load(newest.path, weights_only=False)["objects"]["model"]
+    return {"hash": found, "step": steps, "epoch": EPOCHS}, weights

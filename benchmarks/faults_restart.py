@@ -38,13 +38,14 @@ class Campaign:
     deadline: float
     """Trials that have not begun by then (time.monotonic) are left out."""
 
-    def reference(self, setup: Setup) -> Path:
+    def reference(self, setup: Setup, *, is_loop: bool) -> Path:
         """What the training without a fault leaves; run once, when it is first asked for."""
         folder = Path(self.root) / f"reference-{'-'.join(map(str, asdict(setup).values()))}"
         with open(f"{folder}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
-                trial = Trial(number=-1, kind="reference", setup=setup, worlds=[setup.world])
+                worlds = [setup.world]
+                trial = Trial(-1, kind="reference", setup=setup, worlds=worlds, is_loop=is_loop)
                 result = run_job(trial, folder)
                 if result["codes"] != ["ok"]:
                     raise RuntimeError(f"{setup} does not run without a fault: {result}")
@@ -56,7 +57,7 @@ class Campaign:
             return None
         verdict, folder = Verdict(trial), Path(self.root) / str(trial.number)
         try:
-            reference = self.reference(trial.setup)
+            reference = self.reference(trial.setup, is_loop=trial.is_loop)
             result = run_job(trial, folder)
             verdict.seconds = result["seconds"]
             left = end_children()

@@ -10,6 +10,7 @@ sys.path[:0] = [str(_TESTS), str(_TESTS / "integrations")]
 
 import elastic_jobs  # noqa: E402
 import elastic_runs  # noqa: E402
+import loop_runs  # noqa: E402
 import processes  # noqa: E402
 
-__all__ = ["elastic_jobs", "elastic_runs", "processes"]
+__all__ = ["elastic_jobs", "elastic_runs", "loop_runs", "processes"]

@@ -29,6 +29,16 @@ HOOKS = {
 }
 """Phases, and the hook in which they are met; ``fsync``: of the thread that writes."""
 
+PLACES = {
+    "before the trainer": "at_start",
+    "batch start": "in_pass",
+    "backward": "after_backward",
+    "after the optimizer step": "after_optimizer",
+    "batch end": "after_step",
+    "epoch end": "after_epoch",
+}
+"""Phases of a loop of the user's own, and where tests/integrations/loop_runs.py meets them."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -97,6 +107,8 @@ class Trial:
     format: str = "single"
     every: int = 2
     keep: int = 3
+    is_loop: bool = False
+    """An ElasticLoop around plain DDP; or else ElasticRestart in a Trainer."""
 
     @property
     def has_stop(self) -> bool:

@@ -59,6 +59,7 @@ SECTIONS: dict[str, Section] = {
     "checkpoint": ("checkpoint", checkpoint),
     "crash-campaign": ("crash_campaign", crash_campaign),
     "restart-campaign": ("faults_restart", elastic.campaign),
+    "restart-loop": ("faults_restart_loop", elastic.loop_campaign),
     "restart-figures": ("faults_figures", elastic.figures),
     "restart-rendezvous": ("restart_rendezvous", elastic.rendezvous),
     "elastic-overhead": ("elastic_overhead", elastic.overhead),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from benchmarks.readme_markdown import Result, Row, caption, number, table
 
 _PROBLEM_NAMES = "hangs, lost or repeated samples, ranks that differ, weights that differ"
@@ -37,6 +39,24 @@ def campaign(result: Result) -> str | None:
 
 
 _COUNTS = ("trials", "struck", "failed")
+
+
+def loop_campaign(result: Result) -> str | None:
+    """One line for all kinds of fault."""
+    rows = [row for row in result["rows"] if "struck" in row]
+    if not rows:
+        return None
+    each = [trial["recovery_s"] for row in rows for trial in row["each"]]
+    found = [seconds for seconds in each if seconds is not None]
+    heads = ["kinds of fault", "trials", "met it", "broken", "to a new step", "at most"]
+    counts = [str(sum(row[key] for row in rows)) for key in _COUNTS]
+    line = [str(len(rows)), *counts, _seconds(median(found)), _seconds(max(found))]
+    text = (
+        "`ElasticLoop` around plain DDP: the faults of the table above before the start, in "
+        "passes, between `backward` and `step`, after steps and epochs, drawn at random from seed "
+        f"{result['meta']['seed']}; judged in the same way."
+    )
+    return "\n\n".join([table(heads, [line]), caption(text, result)])
 
 
 def figures(result: Result) -> str | None:

@@ -18,7 +18,7 @@ PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "examples" / "README.md
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
     *("integrations/comm_metrics.py", "integrations/live_profile.py", "profiling/live.py"),
-    *("integrations/checkpoint_report.py", "elastic/account.py"),
+    *("checkpoint/metrics.py", "elastic/account.py"),
 ]
 
 

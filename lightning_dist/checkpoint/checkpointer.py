@@ -52,7 +52,7 @@ class Checkpointer:
         ranks: int = 1,
     ) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self._metrics = Metrics()
         self.last_committed: Committed | None = None
         self._group = group
         self._ranks = ranks if group is None else group.size()
@@ -61,6 +61,13 @@ class Checkpointer:
         self._alone = True
         self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
         self._snapshots = Snapshots(settings, self._delivery)
+
+    @property
+    def metrics(self) -> Metrics:
+        """What saves have cost so far."""
+        self._metrics.in_flight = self._delivery.count
+        self._metrics.fence_s = self._snapshots.waited
+        return self._metrics
 
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Prepare to write to ``folder``; on every rank that writes.
@@ -123,7 +130,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._prepare()
-        self.metrics.queue_s = time.perf_counter() - began
+        self._metrics.queue_s = time.perf_counter() - began
         origin = self._origin(step, resumable=resumable)
         by_address = {each.whole.untyped_storage().data_ptr(): each for each in striped}
         by_address.pop(0, None)  # of empty tensors
@@ -135,8 +142,8 @@ class Checkpointer:
             self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
-        self.metrics.stall_s = time.perf_counter() - began
-        self.metrics.saves += 1
+        self._metrics.stall_s = time.perf_counter() - began
+        self._metrics.saves += 1
 
     def _save_part(
         self, state: Any, origin: Origin, target: str, *, striped: Mapping[int, Striped]
@@ -194,7 +201,7 @@ class Checkpointer:
         self._delivery.send(
             SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
         )
-        self.metrics.saves += 1
+        self._metrics.saves += 1
         return origin.save_id
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
@@ -215,8 +222,6 @@ class Checkpointer:
 
     def poll(self) -> list[Committed | Failed]:
         """What has become of saves since the last call, and which errands failed."""
-        self.metrics.in_flight = self._delivery.count
-        self.metrics.fence_s = self._snapshots.waited
         return self._delivery.poll()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -250,7 +255,7 @@ class Checkpointer:
 
     def _on_committed(self, event: Committed) -> None:
         self.last_committed = event
-        self.metrics.write_s, self.metrics.bytes = event.seconds, event.nbytes
+        self._metrics.write_s, self._metrics.bytes = event.seconds, event.nbytes
 
     def _on_failed(self, event: Failed) -> None:
-        self.metrics.failed += 1
+        self._metrics.failed += 1

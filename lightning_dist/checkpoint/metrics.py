@@ -23,3 +23,19 @@ class Metrics:
     bytes: int = 0
     """of the last committed save, written by this rank."""
     in_flight: int = 0
+
+    def by_name(self) -> dict[str, float]:
+        """``checkpoint/*``, as loggers are told it; without what has not been measured yet."""
+        found: dict[str, float] = {
+            "checkpoint/in_flight": self.in_flight,
+            "checkpoint/skipped": self.skipped,
+            "checkpoint/failed": self.failed,
+        }
+        if self.saves:
+            found["checkpoint/stall_ms"] = self.stall_s * 1e3
+            found["checkpoint/queue_ms"] = self.queue_s * 1e3
+            found["checkpoint/fence_ms"] = self.fence_s * 1e3
+        if self.bytes:
+            found["checkpoint/write_s"] = self.write_s
+            found["checkpoint/bytes"] = self.bytes
+        return found

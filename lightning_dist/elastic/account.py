@@ -153,6 +153,17 @@ class Account:
         """What restarts have cost this run so far; on rank 0."""
         return summarize(self._journal.read(), run_id=self.run_id)
 
+    def metrics(self, *, world_size: int) -> dict[str, float]:
+        """``elastic/*``, as loggers are told it; without what is not known. On rank 0."""
+        found = {"elastic/world_size": float(world_size)}
+        if self._journal.is_kept:
+            summary = self.summary
+            found["elastic/restarts"] = float(summary.restarts)
+            found["elastic/samples_redone"] = float(summary.samples_redone)
+            if self._to_catch_up is None:
+                found["elastic/seconds_lost"] = summary.seconds_lost
+        return found
+
     def complete(self) -> None:
         """The training has ended as it should."""
         self.end(FINISHED)
@@ -174,16 +185,6 @@ def _seed(given: int | None, before: int | None) -> int:
         return before
     everywhere = os.environ.get("PL_GLOBAL_SEED")  # of seed_everything
     return secrets.randbits(32) if everywhere is None else int(everywhere)
-
-
-def metrics_of(summary: Summary, *, world_size: int) -> dict[str, float]:
-    """What loggers are told."""
-    return {
-        "elastic/restarts": float(summary.restarts),
-        "elastic/seconds_lost": summary.seconds_lost,
-        "elastic/samples_redone": float(summary.samples_redone),
-        "elastic/world_size": float(world_size),
-    }
 
 
 def start_line(state: ElasticState | None, now: Layout | None, *, world_size: int) -> str:

@@ -33,17 +33,7 @@ def _readable(nbytes: int) -> str:
 
 def log_metrics(loggers: Iterable[Logger], checkpointer: Checkpointer, *, step: int) -> None:
     """``checkpoint/*`` of the last save, to every logger."""
-    metrics = checkpointer.metrics
-    values = {
-        "checkpoint/stall_ms": metrics.stall_s * 1e3,
-        "checkpoint/queue_ms": metrics.queue_s * 1e3,
-        "checkpoint/fence_ms": metrics.fence_s * 1e3,
-        "checkpoint/write_s": metrics.write_s,
-        "checkpoint/bytes": metrics.bytes,
-        "checkpoint/in_flight": metrics.in_flight,
-        "checkpoint/skipped": metrics.skipped,
-        "checkpoint/failed": metrics.failed,
-    }
+    values = checkpointer.metrics.by_name()
     for logger in loggers:
         logger.log_metrics(values, step=step)
 

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dist.elastic.account import Account, cost_line, metrics_of, start_line
+from lightning_dist.elastic.account import Account, cost_line, start_line
 from lightning_dist.elastic.state import ElasticState
 from lightning_dist.integrations.elastic_data import ElasticData
 from lightning_dist.integrations.elastic_loggers import identify
@@ -51,7 +51,7 @@ class RunAccount(Account):
             self._log(trainer)
 
     def _log(self, trainer: pl.Trainer) -> None:
-        metrics = metrics_of(self.summary, world_size=trainer.world_size)
+        metrics = self.metrics(world_size=trainer.world_size)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
 

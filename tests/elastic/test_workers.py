@@ -21,8 +21,9 @@ SCRIPT = textwrap.dedent("""
 
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-    context = sys.argv[2] if len(sys.argv) > 2 else None
-    loader = DataLoader(range(40), num_workers=2, multiprocessing_context=context)
+    context = sys.argv[2] if len(sys.argv) > 2 else "fork"
+    workers = 2 if context == "fork" else 1  # others import torch
+    loader = DataLoader(range(40), num_workers=workers, multiprocessing_context=context)
     if sys.argv[1] == "kept":
         keep_workers(loader, [signal.SIGTERM])
     seen = []
@@ -32,8 +33,9 @@ SCRIPT = textwrap.dedent("""
             group = f"-{os.getpgid(0)}"
             subprocess.run(["kill", "-TERM", "--", group], start_new_session=True)
     assert told and seen == list(range(40))
-    workers = iter(loader)  # left behind: Python ends them at the end
-    next(workers)
+    if context == "fork":
+        workers = iter(loader)  # left behind: Python ends them at the end
+        next(workers)
     print("all seen")
 """)
 

@@ -70,6 +70,12 @@ class Job:
     expect_failure: bool = False
 
 
+def selected(request: Any) -> set[str]:
+    """Parameters ``name`` of the tests of this file that are run: those of slow ones may not be."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get("name", "") for item in items if hasattr(item, "callspec")}
+
+
 def run_jobs(
     jobs: Sequence[Job], folder: Path, *, python: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
@@ -94,6 +100,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "requeue": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "abort": os.abort,
     "exit": lambda: os._exit(3),
 }

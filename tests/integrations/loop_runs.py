@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from elastic_runs import _ATTEMPT, Numbered, hash_of, make_loader
+import torch.distributed as dist
+from elastic_runs import _ATTEMPT, SIZE, Numbered, hash_of, make_loader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +34,9 @@ def _plain(model: nn.Module, optimizer: Any, codec: str | None) -> Any:
     if "RANK" not in os.environ:
         return model, optimizer, lambda loss: loss.backward()
     init_process_group("gloo")
-    model = DistributedDataParallel(model)
+    # DDP puts its buckets in another order after the first step of a process, and sums of three
+    # ranks or more are then other ones in their last bits, unless it looks for unused parameters.
+    model = DistributedDataParallel(model, find_unused_parameters=dist.get_world_size() > 2)
     _compress(model, codec)
     return model, optimizer, lambda loss: loss.backward()
 
@@ -78,10 +81,18 @@ def train(
     strike: Strike = lambda place, step: None,
     noisy: bool = True,
     epochs: int = 3,
+    size: int = SIZE,
     loader: Mapping[str, Any] | None = None,
+    data: str = "",
     elastic: Mapping[str, Any] | None = None,
+    watch: Callable[[ElasticLoop], None] = lambda loop: None,
 ) -> tuple[str, int]:
-    """Hash of the weights and number of steps at the end."""
+    """Hash of the weights and number of steps at the end.
+
+    Args:
+        data: a name of :data:`elastic_data.LOADERS`; or else `make_loader` makes the loader.
+        watch: called after every step.
+    """
     module = net(noisy=noisy)
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
@@ -91,7 +102,7 @@ def train(
     settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
     with ElasticLoop(
         folder / "ckpt",
-        loader=make_loader(Numbered(noisy=noisy), **(loader or {})),
+        loader=_loader(data) if data else numbered(size, noisy=noisy, **(loader or {})),
         state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
         **settings,
     ) as loop:
@@ -100,18 +111,33 @@ def train(
                 loss = nn.functional.mse_loss(model(x), x.flip(1))
                 strike("in_pass", loop.steps)
                 backward(loop.weighted(loss))
+                strike("after_backward", loop.steps)
                 ids += numbers.tolist() if loop.this_pass.weight else []
                 if loop.ends_step:
                     optimizer.step()
+                    strike("after_optimizer", loop.steps)
                     scheduler.step()
                     optimizer.zero_grad()
                     _note(folder / "account", loop.steps + 1, epoch, ids, module)
                     ids = []
                     loop.step_ended()
                     strike("after_step", loop.steps)
+                    watch(loop)
             strike("after_epoch", loop.steps)
             torch.rand(())  # a validation that draws
+    rank = os.environ.get("RANK", "0")
+    (folder / f"metrics-{rank}.json").write_text(json.dumps(loop.metrics()))
     return hash_of(module), loop.steps
+
+
+def numbered(size: int, *, noisy: bool, **arguments: Any) -> Any:
+    return make_loader(Numbered(size, noisy=noisy), **arguments)
+
+
+def _loader(name: str) -> Any:
+    from elastic_data import LOADERS
+
+    return LOADERS[name]()
 
 
 def _note(folder: Path, step: int, epoch: int, ids: list[int], module: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,20 +92,70 @@ def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
     assert sorted(seen) == list(range(48))
 
 
-def test_a_signal_leads_to_a_checkpoint_and_handlers_are_given_back(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_leads_to_one_checkpoint_and_handlers_are_given_back(
+    told: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SLURM announces a requeue with SIGUSR1. Once all is saved, another ends the process."""
+    at_the_end: list[Any] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            at_the_end.append(signal.getsignal(told))
+
+    listening, logger = Listening(), logging.getLogger("lightning_dist")
+    before = signal.getsignal(told)
     expected = train(tmp_path / "reference", "plain")
+    elastic = {"every_n_steps": None, "signals": (signal.SIGTERM, signal.SIGUSR1)}
 
     def strike(place: str, step: int) -> None:
         if (place, step) == ("in_pass", 5):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), told)
 
-    with pytest.raises(Stopped) as ended:
-        train(tmp_path / "run", "plain", strike=strike, elastic={"every_n_steps": None})
+    logger.addHandler(listening)
+    try:
+        with caplog.at_level(logging.INFO, logger=logger.name), pytest.raises(Stopped) as ended:
+            train(tmp_path / "run", "plain", strike=strike, elastic=elastic)
+    finally:
+        logger.removeHandler(listening)
     assert ended.value.code == 0
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert [path.name for path in (tmp_path / "run" / "ckpt").glob("*.ckpt")]
+    assert at_the_end[-1] is signal.getsignal(told) is before
+    saved = [path.name for path in (tmp_path / "run" / "ckpt").glob("*.ckpt")]
+    assert saved == ["epoch=0-step=6.ckpt"]
+    assert train(tmp_path / "run", "plain", elastic=elastic) == expected
+
+
+def test_a_notice_of_the_cloud_leads_to_one_checkpoint(tmp_path: Path) -> None:
+    expected = train(tmp_path / "reference", "plain")
+    due, told = threading.Event(), threading.Event()
+
+    def preempted() -> bool:
+        if due.is_set():
+            told.set()
+        return due.is_set()
+
+    def strike(place: str, step: int) -> None:
+        if (place, step) == ("in_pass", 5):
+            due.set()
+            assert told.wait(30)
+
+    asks = {"every_n_steps": None, "preempted": preempted, "poll_s": 0.01}
+    with pytest.raises(Stopped) as ended:
+        train(tmp_path / "run", "plain", strike=strike, elastic=asks)
+    assert ended.value.code == 0
+    (saved,) = (tmp_path / "run" / "ckpt").glob("*.ckpt")
+    assert saved.name.startswith("epoch=0-step=")
     assert train(tmp_path / "run", "plain", elastic={"every_n_steps": None}) == expected
+
+
+def test_a_loop_in_a_thread(tmp_path: Path) -> None:
+    """As Ray runs one: Python has no signal handlers there, which is said."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(train(tmp_path / "run", "plain")))
+    thread.start()
+    with pytest.warns(UserWarning, match="signals reach the main thread only"):
+        thread.join()
+    assert found == [train(tmp_path / "reference", "plain")]
 
 
 def test_a_loss_that_is_not_weighted(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from elastic_jobs import Fault, Job, run_jobs
+from elastic_jobs import Fault, Job, run_jobs, selected
 from elastic_runs import SIZE, committed
+from loop_runs import train
 
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load
@@ -23,7 +25,10 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 has a mistake": (Fault("raise", "after_step", 3),),
     "rank 0 told to end": (Fault("terminate", "in_pass", 7, (0,)),),
 }
+SLOW = ("rank 0 killed between steps", "rank 1 has a mistake")
+"""Of tests that run with the slow ones, in ``make test-slow``."""
 OTHERS = ("accelerate", "fabric")
+STATEFUL = "map-style, stateful loader"
 
 
 def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
@@ -33,15 +38,18 @@ def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
 
 @pytest.fixture(scope="module")
 def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    quick_python: list[str],
 ) -> dict[str, tuple[Job, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("loops")
-    killed, told = Fault("kill", "in_pass", 5), Fault("terminate", "after_step", 5, (0, 1))
+    killed, told = Fault("kill", "in_pass", 5), Fault("requeue", "after_step", 5, (0, 1))
+    requeued = {"fit": {"elastic": {"signals": [signal.SIGTERM, signal.SIGUSR1]}}}
     jobs = {
         "reference": job("reference", folder),
         **{name: job(name, folder, *faults) for name, faults in FAULTS.items()},
         **{name: job(name, folder, killed, framework=name) for name in OTHERS},
-        "all told": job("all told", folder, told, worlds=(2, 2)),
+        "all told": job("all told", folder, told, worlds=(2, 2), **requeued),
         "exact": job("exact", folder, **EXACT),
         "2, then 1, then 3": job(
             "2 1 3",
@@ -57,6 +65,7 @@ def outcomes(
             Fault("terminate", "after_step", 7, (0, 1), start=0),
             worlds=(2, 1),
             framework="fabric",
+            fit={"data": STATEFUL},
         ),
         "one rank hangs": job(
             "one hangs",
@@ -65,6 +74,8 @@ def outcomes(
             fit={"elastic": {"hang_timeout": 4}},
         ),
     }
+    left_out = set(SLOW) - selected(request)
+    jobs = {name: each for name, each in jobs.items() if name not in left_out}
     done = run_jobs(list(jobs.values()), folder, python=quick_python)
     return {name: (each, done[each.name]) for name, each in jobs.items()}
 
@@ -88,7 +99,15 @@ def ids_of(job: Job) -> list[list[int]]:
     return [step.ids for step in committed(Path(job.folder) / "account").values()]
 
 
-@pytest.mark.parametrize("name", [*FAULTS, *OTHERS, "all told", "one rank hangs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in FAULTS if name not in SLOW),
+        *OTHERS,
+        *("all told", "one rank hangs"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> None:
     """Every framework, to the bit, residuals of int8 and generators of both ranks included."""
     reference, _ = outcomes["reference"]
@@ -97,6 +116,17 @@ def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> N
     assert end_of(found) == end_of(reference)
     assert ids_of(found) == ids_of(reference)
     assert list(Path(found.folder).glob("fired-*")), "the fault did not happen"
+
+
+def test_what_a_restart_has_cost_is_for_the_loggers_of_rank_0(outcomes: Any) -> None:
+    found, _ = outcomes["rank 1 killed in a pass"]
+    first, other = (json.loads(Path(found.folder, f"metrics-{n}.json").read_text()) for n in "01")
+    assert other == {}
+    assert (first["elastic/restarts"], first["elastic/world_size"]) == (1, 2)
+    assert first["elastic/samples_redone"] == 8  # 5 steps of 8 samples, 4 of them saved
+    assert 0 < first["elastic/seconds_lost"] < 60
+    assert first["checkpoint/failed"] == 0
+    assert first["checkpoint/bytes"] > 0
 
 
 def test_every_sample_once_in_each_epoch(outcomes: Any) -> None:
@@ -119,19 +149,22 @@ def test_other_numbers_of_ranks_see_the_same_global_batches(outcomes: Any) -> No
         torch.testing.assert_close(weights_of(found)[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_fabric_goes_on_with_fewer_ranks(outcomes: Any) -> None:
-    reference, _ = outcomes["reference"]
+def test_fabric_goes_on_with_fewer_ranks(outcomes: Any, tmp_path: Path) -> None:
+    """With torchdata's loader, whose order of samples is that of one process."""
     found, result = outcomes["fabric on 2, then 1"]
     assert not result["hung"]
-    assert ids_of(found) == ids_of(reference)
-    assert end_of(found)["step"] == 18
+    train(tmp_path, "plain", data=STATEFUL, elastic={"accumulate": 2})
+    steps = committed(tmp_path / "account")
+    assert ids_of(found) == [step.ids for step in steps.values()]
+    assert end_of(found)["step"] == len(steps) == 18
 
 
 def test_a_signal_ends_ranks_as_it_does_under_a_trainer(outcomes: Any) -> None:
     """Told ranks with 0, the others with 75: the agent starts all again."""
     told, _ = outcomes["rank 0 told to end"]
     assert "exitcode: 75" in Path(told.folder, "output.txt").read_text()
-    _, result = outcomes["all told"]
+    requeued, result = outcomes["all told"]
     assert result["codes"] == ["ok", "ok"]
-    account = Path(told.folder, "ckpt", "elastic", "rank-0.jsonl").read_text()
-    assert '"reason": "SIGTERM"' in account
+    for each, reason in ((told, "SIGTERM"), (requeued, "SIGUSR1")):
+        account = Path(each.folder, "ckpt", "elastic", "rank-0.jsonl").read_text()
+        assert f'"reason": "{reason}"' in account

@@ -11,7 +11,6 @@ from typing import Any
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.journal import Summary
 from lightning_dist.elastic.layout import BatchPolicy
@@ -147,9 +146,19 @@ class ElasticLoop:
         return self._run.account.summary
 
     @property
-    def metrics(self) -> Metrics:
-        """What checkpoints have cost; on rank 0."""
-        return self._run.metrics
+    def run_id(self) -> str:
+        """A name that stays over restarts: ``id=`` of a wandb run, with ``resume="allow"``."""
+        return self._run.account.run_id
+
+    def metrics(self) -> dict[str, float]:
+        """``elastic/*`` and ``checkpoint/*`` of the run so far, under the names of a Trainer's.
+
+        For ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, as often as you log, and
+        once more after the ``with``. Of rank 0, which is who logs: empty on the others, and before
+        ``epochs()``. What is not known yet is left out: times of saves before the first, and
+        ``elastic/seconds_lost`` until training is where it was before the restart.
+        """
+        return self._run.metrics()
 
     def beat(self) -> None:
         """There is progress, outside of batches too; see ``hang_timeout``."""
@@ -244,9 +253,7 @@ class ElasticLoop:
             )
         plan, done = self._run.data.plan(), self._index + 1
         self._has_stepped = True
-        self._run.progress.step(plan.after(done))
-        self._run.life.beat()
-        self._run.account.step(self._run.progress.samples)
+        self._run.step(plan.after(done))
         if done < len(plan):  # or else a checkpoint waits for what the user does after the epoch
             if self._settings.is_due_after_step(self._run.progress.steps):
                 self._run.save()

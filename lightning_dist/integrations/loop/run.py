@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.account import Account, cost_line, start_line
 from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.layout import lr_factor
 from lightning_dist.elastic.life import Life, told_by
+from lightning_dist.elastic.plan import Position
 from lightning_dist.elastic.rates import scale_learning_rates
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
@@ -50,12 +51,14 @@ class LoopRun:
         self.life = Life(ending, self.account)
         self._handlers: dict[signal.Signals, Any] = {}
         self._checkpoints: NewestFew | None = None
+        self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
         self.is_open = self.is_complete = False
 
-    @property
-    def metrics(self) -> Metrics:
-        """What checkpoints have cost; on rank 0."""
-        return Metrics() if self._checkpoints is None else self._checkpoints.metrics
+    def metrics(self) -> dict[str, float]:
+        """What loggers are told; empty on all ranks but 0, and before training begins."""
+        if not self._costs or self._checkpoints is None:
+            return {}
+        return {**self._costs, **self._checkpoints.metrics.by_name()}
 
     def meet(self) -> None:
         """Make the groups of all ranks; collective.
@@ -110,7 +113,8 @@ class LoopRun:
         scale_learning_rates(self.objects.optimizers, self.objects.schedulers, factor=factor)
         if self._saving.snapshot in ("auto", "overlap"):
             saves.watch(self.objects.optimizers)
-        self._handlers = {each: signal.getsignal(each) for each in settings.signals}
+        if threading.current_thread() is threading.main_thread():  # where Python has handlers
+            self._handlers = {each: signal.getsignal(each) for each in settings.signals}
         self.life.note(settings.signals, asks=Launch.from_env().local_rank == 0)
         self.is_open = True
 
@@ -120,13 +124,26 @@ class LoopRun:
         line = start_line(progress.resumed, self.data.layout, world_size=world_size)
         if progress.position.epoch >= epochs:
             self._say(f"{line}; there is nothing left to do")
+            self._count_costs()
             self.is_complete = True
             return False
         self._say(line)
         for missing in Launch.from_env().missing_settings():
             self._say(missing, level=logging.WARNING)
         self.account.start(progress.resumed, first=self.data.first, world_size=world_size)
+        self._count_costs()
         return True
+
+    def _count_costs(self) -> None:
+        if self._ranks.rank == 0:
+            self._costs = self.account.metrics(world_size=self._ranks.count)
+
+    def step(self, position: Position) -> None:
+        """The optimizer has stepped, and ``position`` is reached."""
+        self.progress.step(position)
+        self.life.beat()
+        if self.account.step(self.progress.samples):
+            self._count_costs()
 
     def save(self) -> None:
         """Save this step, unless ``on_busy`` says to skip it."""
@@ -172,7 +189,10 @@ class LoopRun:
         if not self._vote.cast(self.life.is_told):
             return
         self._save_for_good()
-        reasons = self._vote.gather(self.life.reason)
+        # A launcher that sees a rank go tells the others once more. That must end them, also where
+        # they would wait for the launcher, as functions that it has called do.
+        self._give_back_handlers()
+        reasons = self._vote.gather(self.life.reason)  # no rank goes before all have come here
         self._vote.end()
         code = self.life.stop()
         self._say(
@@ -203,8 +223,12 @@ class LoopRun:
         else:
             self.life.close()
         self.account.close()
+        self._give_back_handlers()
+
+    def _give_back_handlers(self) -> None:
         for each, handler in self._handlers.items():
             signal.signal(each, handler)
+        self._handlers = {}
 
     def _say(self, line: str, *, level: int = logging.INFO) -> None:
         if self._ranks.rank == 0:
