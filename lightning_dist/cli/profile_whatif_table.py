@@ -27,12 +27,21 @@ def print_whatif(found: WhatIf) -> None:
         if each.step_ms is not None:
             table.add_row(*(Text(cell) for cell in _cells(each)))
     console.print(table)
-    for line in untold(found.others):
+    for line in (*_compared(found), *untold(found.others)):
         console.print(Text(f"note: {line}"))
     for line in sources(found.others):
         console.print(Text(f"note: {line}"))
     for name, reason in found.reasons.items():
         console.print(Text(f"note: {name}: n/a, {reason}"))
+
+
+def _compared(found: WhatIf) -> list[str]:
+    """With what, where numbers of hosts were asked about."""
+    current = found.current
+    if {each.hosts for each in found.others} <= {current.hosts}:
+        return []
+    own = f"{current.codec} {current.form}"
+    return [f"places are among as many hosts; change: against {own} on as many hosts"]
 
 
 def _head(found: WhatIf) -> list[str]:
