@@ -17,9 +17,8 @@ def predicted(found: WhatIf) -> str:
     best = recommended(found)
     if best is None or best.step_ms is None:
         only = dict.fromkeys(each.codec for each in found.others if is_faster(each))
-        return (
-            f"{_NOTHING}; only for what it assumes: {', '.join(only)}." if only else f"{_NOTHING}."
-        )
+        unless = f"; {', '.join(only)} may be, with what it assumes" if only else ""
+        return f"{_NOTHING}{unless}."
     return f"Predicted with {name_of(best, found.current)}: {times_faster(best)}."
 
 
