@@ -199,7 +199,8 @@ class Summary:
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
         skipped: first steps that were left out: buckets are not built yet.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
-        straggler: the rank that others wait for, if most of the waiting is for one.
+        straggler: the rank that others wait for, if it is clearly one
+            (:mod:`~lightning_dist.profiling.stragglers`).
         exposed_straggler: the same of exposed waiting alone, however little there is.
         overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_dist.profiling.headline import headline
 from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
+from lightning_dist.profiling.stragglers import Waits
 from lightning_dist.profiling.totals import MS, mean
 from lightning_dist.profiling.traffic import gbps, traffic_of
 
@@ -82,7 +82,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         ranks=_ranks(chosen, found),
         buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
         straggler=straggler,
-        exposed_straggler=_exposed_straggler(found),
+        exposed_straggler=_exposed_straggler(run, found),
         overhead=_overhead(chosen),
         series=found.series if chosen.detailed else _series_of_durations(chosen),
         errors=[
@@ -190,27 +190,30 @@ def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
 
 
 def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None:
-    waits = sum((each.waited_for for each in found.ranks.values()), Counter[int]())
-    waiting, duration = sum(waits.values()), sum(each.duration for each in found.ranks.values())
-    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
+    most = found.waits.most()
+    waiting = found.waits.total.total()
+    duration = sum(each.duration for each in found.ranks.values())
     if most is None:
         reasons["straggler"] = reasons.get("wait") or _why_nothing(run, "no rank waited")
     elif waiting < _LEAST_WAITING * duration:
         reasons["straggler"] = f"waiting is {waiting / duration:.1%} of the step"
-    elif waits[most] * 2 <= waiting:
-        share = waits[most] / waiting
-        reasons["straggler"] = (
-            f"waiting is for several ranks; {share:.0%} of it is for rank {most}, the most"
-        )
+    elif because := _why_not_last(run, found, found.waits, most):
+        reasons["straggler"] = f"no rank is clearly the last: {because}"
     else:
         return most
     return None
 
 
-def _exposed_straggler(found: Findings) -> int | None:
-    waits = sum((each.exposed_for for each in found.ranks.values()), Counter[int]())
-    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
-    return most if most is not None and waits[most] * 2 > waits.total() else None
+def _exposed_straggler(run: Run, found: Findings) -> int | None:
+    most = found.exposed_waits.most()
+    if most is None or _why_not_last(run, found, found.exposed_waits, most):
+        return None
+    return most
+
+
+def _why_not_last(run: Run, found: Findings, waits: Waits, rank: int) -> str:
+    uncertainty = max((uncertainty_of(each) or 0 for each in run.ranks.values()), default=0)
+    return waits.why_not(rank, uncertainty=uncertainty, waiters=max(len(found.ranks) - 1, 1))
 
 
 def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:

@@ -124,6 +124,7 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             "" if clock is None else f"± {milliseconds(clock)}" if clock else "the same",
         )
     console.print(table)
+    console.print(Text("waits, others wait: hidden or not; the part wait is what is exposed of it"))
 
 
 def _print_whatif(found: WhatIf, console: Console) -> None:

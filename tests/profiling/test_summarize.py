@@ -209,7 +209,7 @@ def test_several_stragglers_are_none() -> None:
     summary = summarize(run, skip=0)
     assert summary.straggler is None
     assert summary.reasons["straggler"] == (
-        "waiting is for several ranks; 33% of it is for rank 0, the most"
+        "no rank is clearly the last: only 33% of it is for rank 0, the most"
     )
 
 
