@@ -7,7 +7,14 @@ from rich.text import Text
 
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.whatif.answer import LABEL, Prediction, WhatIf
-from lightning_dist.profiling.whatif.told import error_of, remarks, signed, sources, untold
+from lightning_dist.profiling.whatif.told import (
+    error_of,
+    remarks,
+    signed,
+    sources,
+    untold,
+    where_of,
+)
 
 
 def print_whatif(found: WhatIf) -> None:
@@ -46,7 +53,7 @@ def _compared(found: WhatIf) -> list[str]:
 
 def _head(found: WhatIf) -> list[str]:
     current = found.current
-    run = f"{current.codec}, {current.form}, {current.hosts} hosts, {current.gbps:.3g} Gbit/s"
+    run = f"{current.codec}, {current.form}, {where_of(found)}"
     measured = f"Measured: {found.measured_ms:.1f} ms a step ({run})."
     return [measured, error_of(found), f"{LABEL}:"]
 

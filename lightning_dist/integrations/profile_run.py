@@ -96,7 +96,8 @@ class ProfileRun:
                 "phases, buckets and compression errors: n/a, the times of work on "
                 f"{model.device.type} are not taken yet; step times are"
             )
-        self.about = about(model, self._reducer, host=facts[rank]["host"])
+        own_host = facts[rank]["host"]
+        self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
         new_session = partial(
             Session,
             about=self.about,

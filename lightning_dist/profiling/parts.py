@@ -234,6 +234,11 @@ class Summary:
     whatif: WhatIf | None = None
 
     @property
+    def is_of_all(self) -> bool:
+        """Whether it is of all ranks of the run."""
+        return len(self.ranks) >= int(self.run.get("world_size", 0))
+
+    @property
     def exposed(self) -> float | None:
         """Exposed share, 0 to 1, of the steps that were looked at in detail."""
         if self.exposed_ms is None:

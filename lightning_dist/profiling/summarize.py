@@ -12,13 +12,13 @@ from lightning_dist.profiling.clock_check import uncertainty_of
 from lightning_dist.profiling.divergence import growth_of
 from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import headline
+from lightning_dist.profiling.headline import headline, percent
 from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.stragglers import Waits
 from lightning_dist.profiling.totals import MS, mean
-from lightning_dist.profiling.traffic import gbps, traffic_of
+from lightning_dist.profiling.traffic import ONE_HOST, gbps, gone, is_one_host, traffic_of
 
 _NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
 
@@ -79,7 +79,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         hidden_ms=None if is_unknown else hidden / found.steps / MS,
         overlap=hidden / under_way if under_way else None,
         traffic=traffic,
-        ranks=_ranks(chosen, found),
+        ranks=_ranks(chosen, found, missing=bool(gone(run, chosen.ranks))),
         buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
         straggler=straggler,
         exposed_straggler=_exposed_straggler(run, found),
@@ -97,6 +97,8 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             *chosen.notes,
             *_doubts(run, found, step_ms["mean"]),
             *_divergence(run),
+            *_over_budget(run, _overhead(chosen)),
+            *([ONE_HOST] if traffic is not None and is_one_host(run) else []),
         ],
     )
     return replace(summary, headline=headline(summary))
@@ -166,7 +168,7 @@ def _series_of_durations(chosen: Sample) -> Series:
     return Series(chosen.steps, _durations(chosen), {}, {}, [None] * len(chosen.steps))
 
 
-def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
+def _ranks(chosen: Sample, found: Findings, *, missing: bool) -> list[RankSummary]:
     summaries = []
     for rank, of_rank in chosen.ranks.items():
         totals = found.ranks[rank]
@@ -182,8 +184,9 @@ def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
                 wait_ms=totals.waited / steps,
                 caused_ms=caused / steps,
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
-                intra_gbps=gbps(totals.intra, totals.intra_moving),
-                inter_gbps=gbps(totals.inter, totals.inter_moving),
+                # With ranks missing it is not known what of the time was waiting for them.
+                intra_gbps=None if missing else gbps(totals.intra, totals.intra_moving),
+                inter_gbps=None if missing else gbps(totals.inter, totals.inter_moving),
             )
         )
     return summaries
@@ -255,6 +258,19 @@ def _doubts(run: Run, found: Findings, mean_ms: float) -> list[str]:
             f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {mean_ms:.1f} ms"
         )
     return [*doubts, *found.clocks.notes(run)]
+
+
+def _over_budget(run: Run, overhead: float) -> list[str]:
+    budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    if not 0 < budget < overhead:
+        return []
+    note = f"the profiler took {percent(overhead)} of the time, and its budget is {percent(budget)}"
+    if _about(run).get("codec") == "ddp":
+        note += (
+            ": gradients of ddp are seen through a communication hook, which costs its share in "
+            "every step, however few are looked at in detail"
+        )
+    return [note]
 
 
 def _divergence(run: Run) -> list[str]:

@@ -59,6 +59,12 @@ def test_json_and_nothing_else(folder: Path) -> None:
     assert only["exposed_ms"] == pytest.approx(24e6 / (50e6 / 8 * 1448 / 1514) * 1e3 - 30)
 
 
+def test_a_run_on_one_host_has_no_network(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", replace(DDP, hosts=("a",)).run())
+    first, *_ = profile("whatif", folder, "--codec", "ddp").stdout.splitlines()
+    assert "(ddp, flat, 1 host, 0.836 Gbit/s of a rank, which is loopback or shared mem" in first
+
+
 def test_all_candidates_by_default(folder: Path) -> None:
     content = json.loads(profile("whatif", folder, "--json").stdout)
     assert {each["codec"] for each in content["others"]} == {

@@ -34,7 +34,11 @@ from lightning_dist.profiling.summarize import summarize
             "A step takes 27 ms; no bucket of gradients was seen, nor an exchange, so nothing is "
             "known of its parts.",
         ),
-        (Planted(steps=0), "Nothing to say: no step is recorded on all ranks."),
+        (
+            Planted(steps=0),
+            "Nothing to say: no rank has recorded a step: no optimizer has made a step with "
+            "parameters of the model; profile a training that makes a few.",
+        ),
     ],
 )
 def test_the_most_important_of_a_planted_run(planted: Planted, told: str) -> None:

@@ -66,6 +66,13 @@ def error_of(found: WhatIf) -> str:
     )
 
 
+def where_of(found: WhatIf) -> str:
+    """The hosts of the run, and what their rate is of."""
+    if found.current.hosts > 1:
+        return f"{found.current.hosts} hosts, {found.current.gbps:.3g} Gbit/s"
+    return f"1 host, {found.current.gbps:.3g} Gbit/s of a rank, which is loopback or shared memory"
+
+
 def sources(others: Iterable[Prediction]) -> list[str]:
     """Where the costs of codecs are from."""
     names: dict[str, list[str]] = {}
