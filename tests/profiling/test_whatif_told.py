@@ -23,7 +23,7 @@ from lightning_dist.profiling.terminal import print_summary
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import Costs
-from lightning_dist.profiling.whatif.told import predicted, times_faster
+from lightning_dist.profiling.whatif.told import predicted, times_faster, untold
 from lightning_dist.reducer.costs import CodecCost
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
@@ -109,6 +109,13 @@ def test_the_headline_has_the_first_of_the_table() -> None:
     assert " Predicted with int4: " in summary.headline
     rows = [line.split() for line in printed(summary).splitlines()]
     assert ["1", "int4"] in [row[:2] for row in rows]
+
+
+def test_what_cannot_be_told_of_many_hosts_is_said_once() -> None:
+    missing = replace(a_whatif().others[-1], step_ms=None, reason="not measured")
+    assert untold([replace(missing, hosts=2**power) for power in range(1, 11)]) == [
+        "n/a for topk flat: not measured"
+    ]
 
 
 def test_without_an_error_nothing_is_told() -> None:

@@ -87,10 +87,10 @@ def sources(others: Iterable[Prediction]) -> list[str]:
 
 def untold(others: Iterable[Prediction]) -> list[str]:
     """Of which settings nothing can be told, and why."""
-    of_reason: dict[str, list[tuple[str, str]]] = {}
+    of_reason: dict[str, dict[tuple[str, str], None]] = {}  # each once, of any number of hosts
     for each in others:
         if each.step_ms is None:
-            of_reason.setdefault(each.reason, []).append((each.codec, each.form))
+            of_reason.setdefault(each.reason, {})[each.codec, each.form] = None
     found = []
     for reason, settings in of_reason.items():
         codecs, forms = (list(dict.fromkeys(names)) for names in zip(*settings, strict=True))
