@@ -279,7 +279,7 @@ def test_candidates() -> None:
     ("planted", "what"),
     [
         (replace(DDP, world_size=1), "one rank exchanges nothing"),
-        (replace(DDP, steps=0), "no step is recorded"),
+        (replace(DDP, steps=0), "no rank has recorded a step"),
         (replace(DDP, buckets=0), "no bucket of gradients was seen"),
     ],
 )
