@@ -47,7 +47,8 @@ def report_command(
     """Print what a profile says, and make its files anew from the lines of all ranks.
 
     Writes summary.json and report.html into DIR. Where that cannot be, the summary is still
-    printed; exit code 2 then if --out, --trace or --csv had asked for files.
+    printed; exit code 2 then if --out, --trace or --csv had asked for files. Exit code 2 too if
+    there is no step to report on; it says why.
 
     \b
       lightning-dist profile report comm_profile/
@@ -65,7 +66,10 @@ def report_command(
         typer.echo(f"lightning-dist: {problem}", err=True)
     if done.names and not as_json:
         typer.echo(f"written to {target}: {', '.join(done.names)}")
-    if done.problems and (out is not None or trace or csv):
+    if not summary.steps:
+        reason = summary.reasons["step_ms"]
+        typer.echo(f"lightning-dist: nothing to report of {folder}: {reason}", err=True)
+    if not summary.steps or (done.problems and (out is not None or trace or csv)):
         raise typer.Exit(BAD_INPUT)
 
 

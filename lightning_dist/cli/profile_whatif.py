@@ -16,8 +16,8 @@ from lightning_dist.profiling.whatif.setting import DDP
 if TYPE_CHECKING:
     from lightning_dist.reducer.costs import CodecCost
 
-_UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
+_PREFIXES = {"k": 1e-6, "m": 1e-3, "g": 1.0}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])(bits?|bytes?|b)(/s|/sec|ps)?", re.IGNORECASE)
 
 
 @reported
@@ -31,8 +31,10 @@ def whatif_command(
         typer.Option(metavar="RATE", help="Of that link in the run: as much is lost of the other."),
     ] = None,
     hosts: Annotated[
-        list[int] | None,
-        typer.Option(metavar="N", help="So many, each as large as the largest; repeatable."),
+        list[str] | None,
+        typer.Option(
+            metavar="N", help="So many, each as large as the largest; 2,8,64 or repeated."
+        ),
     ] = None,
     codec: Annotated[
         list[str] | None,
@@ -82,6 +84,7 @@ def whatif_command(
       lightning-dist profile whatif comm_profile/
       lightning-dist profile whatif comm_profile/ --codec int4 --codec powersgd:rank=8
       lightning-dist profile whatif comm_profile/ --bandwidth 10gbit --hosts 8
+      lightning-dist profile whatif comm_profile/ --codec ddp --codec int4 --hosts 2,16,128,1024
     """
     # Codecs are measured, for which torch is loaded: not before it is needed.
     from lightning_dist.cli.profile_whatif_table import print_whatif
@@ -111,7 +114,7 @@ def whatif_command(
     elif not (codec or form or hosts):
         wishes += other_buckets(observed, like=like)
     if hosts:
-        wishes = scaled(wishes, hosts)
+        wishes = scaled(wishes, hosts_of(hosts))
     costs = _costs(folder, names, observed.setting.codec, anew=measure or compiled, fused=compiled)
     found = predict(observed, wishes, costs=costs)
     if as_json:
@@ -123,14 +126,41 @@ def whatif_command(
 def gbps_of(text: str, *, option: str) -> float:
     """``"100mbit"`` in Gbit/s.
 
+    As networks spell it: ``b`` is a bit, ``B`` a byte; nothing else depends on the case.
+
     Raises:
-        ValueError: it is no rate.
+        ValueError: it is no rate, or one that is read both ways.
     """
     if (match := _RATE.fullmatch(text.strip())) is None or not float(match[1]):
         raise ValueError(
-            f"{option} must be a rate above 0 with kbit, mbit or gbit, like 100mbit; got {text!r}"
+            f"{option} must be a rate above 0 in bits, like 100mbit or 10gbit, or in bytes, like "
+            f"1.25GB/s; got {text!r}"
         )
-    return float(match[1]) * _UNITS[match[2].lower()]
+    number, prefix, unit, per = match.groups()
+    if unit == "B" and per == "PS":
+        raise ValueError(
+            f"{option}={text!r} may be of bits or of bytes; write {number}{prefix.lower()}bit or "
+            f"{number}{prefix.upper()}B/s"
+        )
+    bits = 8 if unit == "B" or unit.lower().startswith("byte") else 1
+    return float(number) * _PREFIXES[prefix.lower()] * bits
+
+
+def hosts_of(texts: Sequence[str]) -> list[int]:
+    """``["2,8", "64"]`` as numbers, the smallest first, each once.
+
+    Raises:
+        ValueError: one is no number.
+    """
+    found = set()
+    for each in ",".join(texts).split(","):
+        if not each.strip().isdecimal():
+            raise ValueError(
+                f"--hosts must be numbers of hosts, like 8 or 2,8,64; got {each!r}. Each has as "
+                "many ranks as the largest host of the run"
+            )
+        found.add(int(each))
+    return sorted(found)
 
 
 def _costs(

@@ -7,7 +7,14 @@ from rich.text import Text
 
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.whatif.answer import LABEL, Prediction, WhatIf
-from lightning_dist.profiling.whatif.told import error_of, remarks, signed, sources, untold
+from lightning_dist.profiling.whatif.told import (
+    error_of,
+    remarks,
+    signed,
+    sources,
+    untold,
+    where_of,
+)
 
 
 def print_whatif(found: WhatIf) -> None:
@@ -27,7 +34,7 @@ def print_whatif(found: WhatIf) -> None:
         if each.step_ms is not None:
             table.add_row(*(Text(cell) for cell in _cells(each)))
     console.print(table)
-    for line in untold(found.others):
+    for line in (*_compared(found), *untold(found.others)):
         console.print(Text(f"note: {line}"))
     for line in sources(found.others):
         console.print(Text(f"note: {line}"))
@@ -35,9 +42,18 @@ def print_whatif(found: WhatIf) -> None:
         console.print(Text(f"note: {name}: n/a, {reason}"))
 
 
+def _compared(found: WhatIf) -> list[str]:
+    """With what, where numbers of hosts were asked about."""
+    current = found.current
+    if {each.hosts for each in found.others} <= {current.hosts}:
+        return []
+    own = f"{current.codec} {current.form}"
+    return [f"places are among as many hosts; change: against {own} on as many hosts"]
+
+
 def _head(found: WhatIf) -> list[str]:
     current = found.current
-    run = f"{current.codec}, {current.form}, {current.hosts} hosts, {current.gbps:.3g} Gbit/s"
+    run = f"{current.codec}, {current.form}, {where_of(found)}"
     measured = f"Measured: {found.measured_ms:.1f} ms a step ({run})."
     return [measured, error_of(found), f"{LABEL}:"]
 

@@ -44,6 +44,7 @@ class CommProfiler(pl.Callback):
     Every rank appends what it measures to ``rank<r>.jsonl``; at the end rank 0 prints a summary and
     writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
     exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
+    Progress bar and loggers meanwhile have the newest steps of rank 0; the summary is of all.
 
     Now and then it also looks at what the codec loses of a bucket. Where the residual of one grows
     without end, a warning of the rank that has it says so, once.

@@ -44,8 +44,13 @@ class LiveProfile:
         self._steps.clear()
         if not rows:
             return
+        steps = [row["step_ms"] for row in rows]
         metrics = {
-            f"comm/{name}": self._mean(name, [row[name] for row in rows]) for name in rows[0]
+            # Shares by the length of the step, as in the headline: that of all of them together.
+            f"comm/{name}": self._mean(
+                name, [row[name] for row in rows], steps if name.endswith("_pct") else 1.0
+            )
+            for name in rows[0]
         }
         errors = of_errors(asdict(each) for each in self._errors)
         metrics |= {f"comm/{name}": value for name, value in errors.items()}
@@ -61,10 +66,10 @@ class LiveProfile:
                 rank_zero_only=True,
             )
 
-    def _mean(self, name: str, values: list[float]) -> float:
+    def _mean(self, name: str, values: list[float], weight: list[float] | float) -> float:
         mean = self._means.setdefault(name, MeanMetric(sync_on_compute=False))
         mean.reset()
-        mean.update(torch.tensor(values))
+        mean.update(torch.tensor(values), weight=torch.tensor(weight))
         return float(mean.compute())
 
 

@@ -13,7 +13,9 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions
 
 
-def about(model: DistributedDataParallel, reducer: Reducer | None, *, host: str) -> RankRecord:
+def about(
+    model: DistributedDataParallel, reducer: Reducer | None, *, host: str, budget: float
+) -> RankRecord:
     """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed."""
     if reducer is None:
         groups = {"flat": dist.get_process_group_ranks(model.process_group)}
@@ -32,5 +34,6 @@ def about(model: DistributedDataParallel, reducer: Reducer | None, *, host: str)
         device=model.device.type,
         pid=os.getpid(),
         cores=len(os.sched_getaffinity(0)),
+        budget=budget,
         versions=versions(),
     )

@@ -96,7 +96,8 @@ class ProfileRun:
                 "phases, buckets and compression errors: n/a, the times of work on "
                 f"{model.device.type} are not taken yet; step times are"
             )
-        self.about = about(model, self._reducer, host=facts[rank]["host"])
+        own_host = facts[rank]["host"]
+        self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
         new_session = partial(
             Session,
             about=self.about,
@@ -262,14 +263,20 @@ class ProfileRun:
             ValueError: there are no lines.
         """
         run = read_run(self.folder)
-        summary = with_whatif(summarize(run), run, partial(self._costs, run))
+        summary = summarize(run)
+        if because := self._why_no_prediction():  # and SIGTERM leaves no time to look at all steps
+            reasons = {**summary.reasons, "whatif": f"{because}; {MEASURES}"}
+            summary = replace(summary, reasons=reasons)
+        else:
+            summary = with_whatif(summary, run, partial(self._costs, run))
         return summary, write_files(self.folder, run, summary, wanted=wanted)
 
-    def _costs(self, run: Run, observed: Observed) -> Costs:
+    def _why_no_prediction(self) -> str:
         if not self._has_finished:
-            return Costs(reason=f"the training did not end by itself; {MEASURES}")
-        if not self._asks:
-            return Costs(reason=f"whatif=False; {MEASURES}")
+            return "the training did not end by itself"
+        return "" if self._asks else "whatif=False"
+
+    def _costs(self, run: Run, observed: Observed) -> Costs:
         is_fused = self._reducer is not None and self._reducer.planner.is_fused
         costs = measure_costs(run, observed, fused=is_fused)
         if costs.by_name:

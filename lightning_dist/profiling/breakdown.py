@@ -19,6 +19,7 @@ from lightning_dist.profiling.parts import PARTS, Placed, StepParts, Timeline
 from lightning_dist.profiling.records import PHASES, Span, StepRecord
 
 _CODEC = ("encode", "decode")
+_OTHERS = tuple(name for name in PHASES if name != "backward")
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ def _analyse(
         name: union((each.begin, each.end) for each in record.phases if each.name == name)
         for name in PHASES
     }
-    others = union(each for name in PHASES if name != "backward" for each in phases[name])
-    window = _window(record, others)
+    window = exposed_in(record)
     transfer = union(each.transfer for each in exchanges)
     under_way = union((each.span.begin, each.span.end) for each in exchanges)
     waiting = difference(under_way, transfer)
@@ -157,13 +157,14 @@ def _analyse(
     )
 
 
-def _window(record: StepRecord, taken: Intervals) -> list[Interval]:
-    """From the last gradient to the last mean, where no other phase is."""
+def exposed_in(record: StepRecord) -> list[Interval]:
+    """From the last gradient to the last mean, where no phase is but the backward pass."""
     if not record.buckets:
         return []
     ready = max(each.ready for each in record.buckets)
     done = min(max(each.done for each in record.buckets), record.duration)
-    return difference(union([(ready, done)]), taken)
+    others = union((each.begin, each.end) for each in record.phases if each.name in _OTHERS)
+    return difference(union([(ready, done)]), others)
 
 
 def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:

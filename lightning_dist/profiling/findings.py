@@ -9,6 +9,7 @@ from lightning_dist.profiling.clock_check import ClockCheck
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED, PARTS, Series
 from lightning_dist.profiling.sample import Sample
+from lightning_dist.profiling.stragglers import Waits
 from lightning_dist.profiling.totals import (
     MS,
     BucketTotals,
@@ -26,6 +27,8 @@ class Findings:
 
     Args:
         unknown_wait: why waiting is not, or not wholly, known.
+        waits: hidden or not.
+        exposed_waits: what of them is exposed.
         series: of the steps that were looked at.
     """
 
@@ -33,6 +36,8 @@ class Findings:
     buckets: dict[int, BucketTotals] = field(default_factory=dict)
     clocks: ClockCheck = field(default_factory=ClockCheck)
     unknown_wait: str = ""
+    waits: Waits = field(default_factory=Waits)
+    exposed_waits: Waits = field(default_factory=Waits)
     series: Series = field(
         default_factory=lambda: Series([], [], {name: [] for name in PARTS}, {}, [])
     )
@@ -82,6 +87,8 @@ def look(run: Run, chosen: Sample) -> Findings:
             add_buckets(found.buckets, each)
             wait_ms[each.parts.rank].append(sum(each.parts.waited_for.values()) / MS)
         found.unknown_wait = found.unknown_wait or unknown_wait(of_ranks)
+        found.waits.add([each.parts.waited_for for each in of_ranks])
+        found.exposed_waits.add([each.parts.exposed_for for each in of_ranks])
         step_ms.append(mean([each.parts.duration / MS for each in of_ranks]))
         slowest_of.append(slowest(each.parts for each in of_ranks))
         for name, values in parts_ms.items():

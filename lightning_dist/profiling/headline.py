@@ -50,7 +50,7 @@ def _measured(summary: Summary) -> str:
 
 def _shares(summary: Summary, exposed_ms: float) -> str:
     rank = summary.exposed_straggler
-    whom = "others" if rank is None else f"rank {rank}"
+    whom = "each other" if rank is None else f"rank {rank}"
     # Where waiting is not known, all of it may be in what counts as transfer.
     transfer = "transfer or unknown waiting" if "wait" in summary.reasons else "transfer"
     names = {

@@ -199,7 +199,8 @@ class Summary:
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
         skipped: first steps that were left out: buckets are not built yet.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
-        straggler: the rank that others wait for, if most of the waiting is for one.
+        straggler: the rank that others wait for, if it is clearly one
+            (:mod:`~lightning_dist.profiling.stragglers`).
         exposed_straggler: the same of exposed waiting alone, however little there is.
         overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
@@ -231,6 +232,11 @@ class Summary:
     notes: Sequence[str] = ()
     exposed_straggler: int | None = None
     whatif: WhatIf | None = None
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether it is of all ranks of the run."""
+        return len(self.ranks) >= int(self.run.get("world_size", 0))
 
     @property
     def exposed(self) -> float | None:

@@ -26,6 +26,7 @@ class RankRecord:
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this host may use; 0: not known.
+        budget: most that the profiler was to take of a step; 0: not known.
     """
 
     kind: ClassVar[str] = "rank"
@@ -40,6 +41,7 @@ class RankRecord:
     device: str = ""
     pid: int = 0
     cores: int = 0
+    budget: float = 0.0
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -67,7 +67,7 @@ def sample(run: Run, *, skip: int) -> Sample:
         )
     if not detailed:
         what = "" if not steps else " in detail"
-        reason = f"no step is recorded{what} on all ranks"
+        reason = f"no step is recorded{what} on all ranks" if everything else _why_no_step(run)
     elif (most := _most(ranks, detailed[-1])) < len(detailed):
         notes.append(
             f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
@@ -75,6 +75,23 @@ def sample(run: Run, *, skip: int) -> Sample:
         )
         detailed = spread(detailed, most)
     return Sample(ranks, steps, detailed, skipped, reason, notes)
+
+
+def _why_no_step(run: Run) -> str:
+    """And what to do about it."""
+    ends = {rank: each.end for rank, each in run.ranks.items()}
+    reasons = [f"rank {rank}: {end.reason}" for rank, end in ends.items() if end is not None]
+    failed = [reason for reason in reasons if not reason.endswith(": finished")]
+    if failed:
+        because = f"the training ended before its first step was over ({failed[0]})"
+    elif reasons:
+        because = (
+            "no optimizer has made a step with parameters of the model; profile a training that "
+            "makes a few"
+        )
+    else:
+        because = "the training was killed in its first second, or has not made a step yet"
+    return f"no rank has recorded a step: {because}"
 
 
 def _most(ranks: Mapping[int, RankRun], step: int) -> int:

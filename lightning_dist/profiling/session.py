@@ -100,6 +100,7 @@ class Session:
         self._begin_step()
         self._timer = StepTimer(clock())
         self.note(about)
+        self._flush()  # a rank that is killed at once has said at least who it was
 
     def forward(self) -> None:
         """A forward pass of training begins."""

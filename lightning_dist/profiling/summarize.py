@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,12 +12,13 @@ from lightning_dist.profiling.clock_check import uncertainty_of
 from lightning_dist.profiling.divergence import growth_of
 from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import headline
+from lightning_dist.profiling.headline import headline, percent
 from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
+from lightning_dist.profiling.stragglers import Waits
 from lightning_dist.profiling.totals import MS, mean
-from lightning_dist.profiling.traffic import gbps, traffic_of
+from lightning_dist.profiling.traffic import ONE_HOST, gbps, gone, is_one_host, traffic_of
 
 _NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
 
@@ -79,10 +79,10 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         hidden_ms=None if is_unknown else hidden / found.steps / MS,
         overlap=hidden / under_way if under_way else None,
         traffic=traffic,
-        ranks=_ranks(chosen, found),
+        ranks=_ranks(chosen, found, missing=bool(gone(run, chosen.ranks))),
         buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
         straggler=straggler,
-        exposed_straggler=_exposed_straggler(found),
+        exposed_straggler=_exposed_straggler(run, found),
         overhead=_overhead(chosen),
         series=found.series if chosen.detailed else _series_of_durations(chosen),
         errors=[
@@ -97,6 +97,8 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             *chosen.notes,
             *_doubts(run, found, step_ms["mean"]),
             *_divergence(run),
+            *_over_budget(run, _overhead(chosen)),
+            *([ONE_HOST] if traffic is not None and is_one_host(run) else []),
         ],
     )
     return replace(summary, headline=headline(summary))
@@ -166,7 +168,7 @@ def _series_of_durations(chosen: Sample) -> Series:
     return Series(chosen.steps, _durations(chosen), {}, {}, [None] * len(chosen.steps))
 
 
-def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
+def _ranks(chosen: Sample, found: Findings, *, missing: bool) -> list[RankSummary]:
     summaries = []
     for rank, of_rank in chosen.ranks.items():
         totals = found.ranks[rank]
@@ -182,35 +184,39 @@ def _ranks(chosen: Sample, found: Findings) -> list[RankSummary]:
                 wait_ms=totals.waited / steps,
                 caused_ms=caused / steps,
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
-                intra_gbps=gbps(totals.intra, totals.intra_moving),
-                inter_gbps=gbps(totals.inter, totals.inter_moving),
+                # With ranks missing it is not known what of the time was waiting for them.
+                intra_gbps=None if missing else gbps(totals.intra, totals.intra_moving),
+                inter_gbps=None if missing else gbps(totals.inter, totals.inter_moving),
             )
         )
     return summaries
 
 
 def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None:
-    waits = sum((each.waited_for for each in found.ranks.values()), Counter[int]())
-    waiting, duration = sum(waits.values()), sum(each.duration for each in found.ranks.values())
-    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
+    most = found.waits.most()
+    waiting = found.waits.total.total()
+    duration = sum(each.duration for each in found.ranks.values())
     if most is None:
         reasons["straggler"] = reasons.get("wait") or _why_nothing(run, "no rank waited")
     elif waiting < _LEAST_WAITING * duration:
         reasons["straggler"] = f"waiting is {waiting / duration:.1%} of the step"
-    elif waits[most] * 2 <= waiting:
-        share = waits[most] / waiting
-        reasons["straggler"] = (
-            f"waiting is for several ranks; {share:.0%} of it is for rank {most}, the most"
-        )
+    elif because := _why_not_last(run, found, found.waits, most):
+        reasons["straggler"] = f"no rank is clearly the last: {because}"
     else:
         return most
     return None
 
 
-def _exposed_straggler(found: Findings) -> int | None:
-    waits = sum((each.exposed_for for each in found.ranks.values()), Counter[int]())
-    most = max(waits, key=lambda rank: (waits[rank], -rank), default=None)
-    return most if most is not None and waits[most] * 2 > waits.total() else None
+def _exposed_straggler(run: Run, found: Findings) -> int | None:
+    most = found.exposed_waits.most()
+    if most is None or _why_not_last(run, found, found.exposed_waits, most):
+        return None
+    return most
+
+
+def _why_not_last(run: Run, found: Findings, waits: Waits, rank: int) -> str:
+    uncertainty = max((uncertainty_of(each) or 0 for each in run.ranks.values()), default=0)
+    return waits.why_not(rank, uncertainty=uncertainty, waiters=max(len(found.ranks) - 1, 1))
 
 
 def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:
@@ -252,6 +258,19 @@ def _doubts(run: Run, found: Findings, mean_ms: float) -> list[str]:
             f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {mean_ms:.1f} ms"
         )
     return [*doubts, *found.clocks.notes(run)]
+
+
+def _over_budget(run: Run, overhead: float) -> list[str]:
+    budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    if not 0 < budget < overhead:
+        return []
+    note = f"the profiler took {percent(overhead)} of the time, and its budget is {percent(budget)}"
+    if _about(run).get("codec") == "ddp":
+        note += (
+            ": gradients of ddp are seen through a communication hook, which costs its share in "
+            "every step, however few are looked at in detail"
+        )
+    return [note]
 
 
 def _divergence(run: Run) -> list[str]:

@@ -83,12 +83,14 @@ def _overview(summary: Summary) -> Table:
 def _add_traffic(table: Table, summary: Summary, traffic: Traffic) -> None:
     sent, raw = traffic.wire_bytes / MB, traffic.raw_bytes / MB
     fewer = f"{traffic.ratio:.3g} times less than {raw:.3g} MB uncompressed"
-    remark = f"per step and rank, {fewer if traffic.ratio > 1.005 else 'uncompressed'}"
+    whose = "rank" if summary.is_of_all else "rank that has left steps"
+    remark = f"per step and {whose}, {fewer if traffic.ratio > 1.005 else 'uncompressed'}"
     table.add_row("sent", f"{sent:.3g} MB", remark)
+    inside = ", inside a host: no network" if len(set(summary.run.get("hosts", ()))) == 1 else ""
     for name, label, remark in (
         ("wire_gbps", "rate", "Gbit/s of what was sent"),
         ("effective_gbps", "  effective", "Gbit/s of uncompressed bytes in this time"),
-        ("peak_gbps", "  link", "Gbit/s at best"),
+        ("peak_gbps", "  link", f"Gbit/s at best{inside}"),
     ):
         value = getattr(traffic, name)
         if value is None:
@@ -124,6 +126,7 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             "" if clock is None else f"± {milliseconds(clock)}" if clock else "the same",
         )
     console.print(table)
+    console.print(Text("waits, others wait: hidden or not; the part wait is what is exposed of it"))
 
 
 def _print_whatif(found: WhatIf, console: Console) -> None:

@@ -42,7 +42,6 @@ class RankTotals:
     inter: int = 0
     parts: Counter[str] = field(default_factory=Counter)
     waited_for: Counter[int] = field(default_factory=Counter)
-    exposed_for: Counter[int] = field(default_factory=Counter)
 
     @property
     def waited(self) -> int:
@@ -59,7 +58,6 @@ class RankTotals:
         self.hidden += parts.hidden
         self.parts.update(parts.parts)
         self.waited_for.update(parts.waited_for)
-        self.exposed_for.update(parts.exposed_for)
         self.moving += length(step.transfer)
         self.intra_moving += self._moving(step, reach.intra)
         self.inter_moving += self._moving(step, reach.inter)

@@ -10,6 +10,21 @@ from lightning_dist.profiling.parts import Traffic
 from lightning_dist.profiling.records import LinkRecord, RankRecord
 from lightning_dist.profiling.totals import RankTotals
 
+ONE_HOST = (
+    "all ranks are on one host: rates, and what is called its link, are of loopback or shared "
+    "memory, and say nothing of a network"
+)
+
+
+def is_one_host(run: Run) -> bool:
+    """Whether all ranks of it were on one, as far as they have said where they were."""
+    return len({each.about.host for each in run.ranks.values()}) == 1 and not gone(run, run.ranks)
+
+
+def gone(run: Run, ranks: Iterable[int]) -> list[int]:
+    """All other ranks of the run."""
+    return sorted(set(range(run.world_size)) - set(ranks))
+
 
 def gbps(nbytes: float, nanoseconds: float) -> float | None:
     """Gbit/s; None where nothing was sent or no time went by."""
@@ -54,9 +69,16 @@ def traffic_of(
             "traffic", "one rank sends nothing" if alone else "no bucket of gradients was sent"
         )
         return None
-    if not moving:
+    why_no_rate = "" if moving else "no exchange was recorded"
+    if missing := gone(run, totals):
+        ranks = ", ".join(map(str, missing))
+        why_no_rate = (
+            f"no step of rank {ranks} is there: what it has sent is not known, and waiting for it "
+            "counts as transfer"
+        )
+    if why_no_rate:
         for name in ("wire_gbps", "effective_gbps"):
-            reasons[f"traffic.{name}"] = "no exchange was recorded"
+            reasons[f"traffic.{name}"] = why_no_rate
     uses = link_uses(run, totals)
     peak = _peak(run)
     if peak is None:
@@ -66,8 +88,10 @@ def traffic_of(
         wire_bytes=(intra + inter) / steps,
         intra_bytes=intra / steps,
         inter_bytes=inter / steps,
-        wire_gbps=gbps(sum(each.sent for each in uses), sum(each.moving for each in uses)),
-        effective_gbps=gbps(raw, moving),
+        wire_gbps=None
+        if why_no_rate
+        else gbps(sum(each.sent for each in uses), sum(each.moving for each in uses)),
+        effective_gbps=None if why_no_rate else gbps(raw, moving),
         peak_gbps=peak,
     )
 

@@ -113,6 +113,18 @@ def test_half_a_run_is_half_a_report(folder: Path) -> None:
     assert "note: rank0.jsonl: 1 line cut short" in result.stdout
 
 
+def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
+    folder = save(tmp_path / "none", Planted(steps=0).run())
+    result = profile("report", folder, "--no-html")
+    assert result.exit_code == 2
+    assert result.stdout.startswith("Nothing to say: no rank has recorded a step: ")
+    assert result.stderr == (
+        f"lightning-dist: nothing to report of {folder}: no rank has recorded a step: no optimizer "
+        "has made a step with parameters of the model; profile a training that makes a few\n"
+    )
+    assert written(folder) == {"summary.json"}
+
+
 def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
     for command in (["report"], ["compare", folder]):
         said = refusal(*command, tmp_path / "no")

@@ -11,6 +11,7 @@ import pytest
 from planted import Planted
 from profile_calls import profile, refusal, save
 
+from lightning_dist.cli.profile_whatif import gbps_of
 from lightning_dist.profiling.whatif.costs_file import Costs, write_costs
 from lightning_dist.reducer import calibration
 from lightning_dist.reducer.costs import CodecCost
@@ -58,6 +59,12 @@ def test_json_and_nothing_else(folder: Path) -> None:
     assert only["exposed_ms"] == pytest.approx(24e6 / (50e6 / 8 * 1448 / 1514) * 1e3 - 30)
 
 
+def test_a_run_on_one_host_has_no_network(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", replace(DDP, hosts=("a",)).run())
+    first, *_ = profile("whatif", folder, "--codec", "ddp").stdout.splitlines()
+    assert "(ddp, flat, 1 host, 0.836 Gbit/s of a rank, which is loopback or shared mem" in first
+
+
 def test_all_candidates_by_default(folder: Path) -> None:
     content = json.loads(profile("whatif", folder, "--json").stdout)
     assert {each["codec"] for each in content["others"]} == {
@@ -68,9 +75,47 @@ def test_all_candidates_by_default(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spelling", "gbps"),
+    [
+        ("100mbit", 0.1),
+        ("1gb/s", 1),
+        ("1Gb/s", 1),
+        ("1 Gbit/s", 1),
+        ("1GBIT", 1),
+        ("2.5gbps", 2.5),
+        ("1Gbps", 1),
+        ("9.4 Gbits/sec", 9.4),
+        ("800Kbit/s", 8e-4),
+        ("1GB/s", 8),
+        ("1GBps", 8),
+        ("125MB/s", 1),
+        ("125mB/S", 1),
+        ("125 megabytes", None),
+        ("125 Mbytes/s", 1),
+        ("125", None),
+        ("10G", None),
+        ("0gbit", None),
+    ],
+)
+def test_rates_are_bits_unless_they_are_bytes(spelling: str, gbps: float | None) -> None:
+    if gbps is None:
+        with pytest.raises(ValueError, match="--bandwidth must be a rate above 0 in bits, like"):
+            gbps_of(spelling, option="--bandwidth")
+    else:
+        assert gbps_of(spelling, option="--bandwidth") == pytest.approx(gbps)
+
+
+def test_a_rate_that_is_read_both_ways_is_refused(folder: Path) -> None:
+    assert refusal("whatif", folder, "--bandwidth", "1GBPS") == (
+        "--bandwidth='1GBPS' may be of bits or of bytes; write 1gbit or 1GB/s"
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "rule"),
     [
         (["--bandwidth", "100"], "--bandwidth must be a rate above 0"),
+        (["--hosts", "16x8"], "--hosts must be numbers of hosts, like 8 or 2,8,64; got '16x8'"),
         (["--inside", "0gbit"], "--inside must be a rate above 0"),
         (["--hosts", "1"], "hosts must be 2 or more"),
         (["--bucket-mb", "0"], "bucket_mb must be above 0 MB"),
@@ -128,6 +173,19 @@ def test_other_buckets(folder: Path) -> None:
         ["ddp", "flat", "2", "MB"],
         ["ddp", "flat", "10", "MB"],
     ]
+
+
+def test_hosts_in_one_list_or_several_are_told_from_few_to_many(folder: Path) -> None:
+    many = ",".join(str(2**power) for power in range(10, 0, -1))
+    asked = ["--codec", "ddp", "--codec", "fp16", "--latency-us", "50"]
+    result = profile("whatif", folder, *asked, "--hosts", many, "--hosts", "8", "--hosts", "3")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert "PREDICTION, not measured:" in lines
+    rows = [line.split() for line in lines if line.split()[2:3] == ["flat"]]
+    assert [int(row[3]) for row in rows] == sorted(2 * [3, *(2**power for power in range(1, 11))])
+    assert {row[0] for row in rows[::2]} == {"1"}  # a place is among as many hosts
+    assert any("change: against ddp flat on as many hosts" in line for line in lines)
 
 
 def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:

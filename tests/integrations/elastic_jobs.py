@@ -52,6 +52,7 @@ class Job:
         codec: of compressed_ddp; None: Lightning's ddp.
         framework: ``"trainer"``, or one of `loop_runs.FRAMEWORKS`.
         fit: arguments of :func:`elastic_runs.fit`, or of :func:`loop_runs.train`.
+        profiled: a Trainer's runs have a CommProfiler.
         limit: seconds for all of it.
     """
 
@@ -66,6 +67,7 @@ class Job:
     loader: Mapping[str, Any] = field(default_factory=dict)
     dataset: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
+    profiled: bool = False
     limit: float = 60.0
     expect_failure: bool = False
 
@@ -137,8 +139,12 @@ def rank_main(job: Job, start: int) -> str:
 def _fit(job: Job, folder: Path, places: Places) -> dict[str, Any]:
     from elastic_runs import FailAt, Net, Numbered, fit, hash_of, make_loader
 
+    from lightning_dist import CommProfiler
+
+    of_run = {"dirpath": folder / "profiles", "calibrate": False, "html": False}
     trainer, module = fit(
         folder,
+        *([CommProfiler(**of_run)] if job.profiled else []),
         *(FailAt(fault.hook, fault.step, once) for fault, once in places),
         loader=lambda: make_loader(Numbered(**job.dataset), **job.loader),
         module=Net(**job.module),

@@ -390,6 +390,7 @@ def test_loggers_hear_of_it(strategy: str, folders: dict[str, Path]) -> None:
     assert all(0 < each < 0.02 for each in lost)
     ratio = float(live[-1]["comm/ratio"])
     assert ratio == 1.0 if strategy == "ddp" else 3.5 < ratio < 4
+    assert any(row.get("comm/codec_ms") for row in rows) == (strategy != "ddp")
     assert float(live[-1]["comm/wait_ms"]) >= 0  # what only all ranks together know
 
 

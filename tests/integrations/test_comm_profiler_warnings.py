@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from planted import Planted
 
 from lightning_dist import CommProfiler
+from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.profiling.folder import RankFile
+from lightning_dist.profiling.report.write import Wanted
 
 
 class Closing:
@@ -26,3 +31,21 @@ def test_a_rank_tells_what_it_could_not_send() -> None:
     told = "CommProfiler, rank 1: lines do not reach rank 0: Connection closed by peer"
     with pytest.warns(UserWarning, match=told):
         profiler._close("finished", together=True)
+
+
+@pytest.mark.parametrize(
+    ("has_finished", "asks", "reason"),
+    [(False, True, "the training did not end by itself"), (True, False, "whatif=False")],
+)
+def test_why_nothing_is_predicted_is_known_without_looking(
+    has_finished: bool, asks: bool, reason: str, tmp_path: Path
+) -> None:
+    of_rank = Planted(world_size=1).run().ranks[0]  # looked at, it would say "one rank exchanges"
+    file = RankFile(tmp_path, rank=0)
+    file.write([of_rank.about, *of_rank.steps.values()])
+    file.close()
+    run = ProfileRun.__new__(ProfileRun)
+    run.folder, run._has_finished, run._asks = tmp_path, has_finished, asks
+    summary, _ = run.report(Wanted(html=False, trace=False))
+    assert summary.reasons["whatif"] == f"{reason}; `lightning-dist profile whatif DIR` measures"
+    assert summary.whatif is None

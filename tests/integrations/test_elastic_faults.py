@@ -12,6 +12,9 @@ import pytest
 from elastic_jobs import Fault, Job, run_jobs, selected
 from elastic_runs import SIZE, Step, committed
 
+from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.records import EndRecord
+
 pytestmark = pytest.mark.timeout(240)  # the first test waits for all jobs
 
 EXACT = {"codec": "none", "module": {"noisy": False}, "dataset": {"noisy": False}}
@@ -31,6 +34,9 @@ SLOW = (
 
 ACCUMULATED = {"fit": {"accumulate_grad_batches": 3}}
 VALIDATED = {"fit": {"val_check_interval": 2}}
+
+PROFILED = "rank 1 killed between steps"
+"""Has a CommProfiler, which changes nothing of what is said of the others."""
 
 AGENT_RESTARTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 0 killed at its start": (Fault("kill", "at_start", ranks=(0,)),),
@@ -69,7 +75,10 @@ def outcomes(
     in_backward, later = Fault("kill", "on_after_backward", 3, (0,)), "on_after_backward"
     jobs = {
         "reference": job("reference", folder),
-        **{name: job(name, folder, *faults) for name, faults in AGENT_RESTARTS.items()},
+        **{
+            name: job(name, folder, *faults, profiled=name == PROFILED)
+            for name, faults in AGENT_RESTARTS.items()
+        },
         "a rank stops": job(
             "a rank stops",
             folder,
@@ -192,6 +201,24 @@ def test_another_number_of_ranks_takes_the_same_global_batches(name: str, outcom
     second, third = outcomes[name][0].worlds[1:]
     assert second in worlds
     assert worlds[-1] == third
+
+
+def test_every_start_has_a_profile_of_its_own(outcomes: Any) -> None:
+    profiles = Path(outcomes[PROFILED][0].folder) / "profiles"
+    assert sorted(path.name for path in profiles.iterdir()) == ["run-0", "run-1"]
+    killed, again = (read_run(profiles / f"run-{number}") for number in range(2))
+    # What the killed rank has not written yet, of a second at most, is lost with it.
+    assert list(killed.ranks[0].steps) == [0, 1, 2]
+    assert killed.ranks[1].end is None
+    assert killed.ranks[0].end is not None
+    assert killed.ranks[0].end.reason != "finished"
+    assert again.common_steps[0] > 0  # it goes on from a checkpoint
+    assert again.common_steps[-1] == 17
+    assert [each.end for each in again.ranks.values()] == [EndRecord("finished")] * 2
+    for number in range(2):
+        assert (profiles / f"run-{number}" / "trace.json.gz").is_file()
+        summary = json.loads((profiles / f"run-{number}" / "summary.json").read_text())
+        assert summary["steps"] > 0
 
 
 def test_a_rank_that_hangs_is_not_waited_for(outcomes: Any) -> None:

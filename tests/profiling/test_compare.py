@@ -124,4 +124,4 @@ def test_waiting_that_nobody_knows_is_not_zero() -> None:
 
 
 def test_no_steps() -> None:
-    assert said(BASE, Planted(steps=0)).startswith("The steps cannot be compared: B: no step")
+    assert said(BASE, Planted(steps=0)).startswith("The steps cannot be compared: B: no rank has")

@@ -34,7 +34,11 @@ from lightning_dist.profiling.summarize import summarize
             "A step takes 27 ms; no bucket of gradients was seen, nor an exchange, so nothing is "
             "known of its parts.",
         ),
-        (Planted(steps=0), "Nothing to say: no step is recorded on all ranks."),
+        (
+            Planted(steps=0),
+            "Nothing to say: no rank has recorded a step: no optimizer has made a step with "
+            "parameters of the model; profile a training that makes a few.",
+        ),
     ],
 )
 def test_the_most_important_of_a_planted_run(planted: Planted, told: str) -> None:
@@ -58,7 +62,7 @@ def test_waiting_that_no_single_rank_is_to_blame_for() -> None:
     }
     assert summarize(Run(mixed), skip=0).headline == (
         "43 % of the step is exposed communication (59.7 ms): "
-        "84 % transfer, 12 % waiting for others, 3 % codec."
+        "84 % transfer, 12 % waiting for each other, 3 % codec."
     )
 
 
@@ -76,8 +80,18 @@ def test_who_was_waited_for_under_the_backward_pass_is_not_in_the_headline() -> 
             BucketTimes(index, ready * MS, 80 * MS, 400, 0, 100, "int8")
             for index, ready in enumerate((9, 60))
         ]
-        step = StepRecord(0, 0, 100 * MS, [Phase("backward", 0, 80 * MS)], buckets, spans)
-        run[rank] = replace(planted.ranks[rank], steps={0: step}, clocks=[ClockRecord(0, 0, 5)])
+        steps = {
+            number: StepRecord(
+                number,
+                100 * MS * number,
+                100 * MS,
+                [Phase("backward", 0, 80 * MS)],
+                buckets,
+                spans,
+            )
+            for number in range(6)
+        }
+        run[rank] = replace(planted.ranks[rank], steps=steps, clocks=[ClockRecord(0, 0, 5)])
     summary = summarize(Run(run))
     assert (summary.straggler, summary.exposed_straggler) == (1, 2)
     assert "27 % waiting for rank 2" in summary.headline

@@ -95,6 +95,7 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     about = Planted(steps=0).run().ranks[1].about
     session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
     path = tmp_path / "rank1.jsonl"
+    assert from_line(path.read_text()) == about  # at once: it may be killed
 
     def steps() -> list[int]:
         records = map(from_line, path.read_text().splitlines())

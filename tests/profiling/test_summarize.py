@@ -12,6 +12,7 @@ from lightning_dist.profiling.parts import PARTS
 from lightning_dist.profiling.records import ErrorRecord, LinkRecord
 from lightning_dist.profiling.sample import sample
 from lightning_dist.profiling.summarize import pick_steps, summarize
+from lightning_dist.profiling.traffic import ONE_HOST
 
 
 def test_a_planted_run_in_numbers() -> None:
@@ -209,7 +210,7 @@ def test_several_stragglers_are_none() -> None:
     summary = summarize(run, skip=0)
     assert summary.straggler is None
     assert summary.reasons["straggler"] == (
-        "waiting is for several ranks; 33% of it is for rank 0, the most"
+        "no rank is clearly the last: only 33% of it is for rank 0, the most"
     )
 
 
@@ -220,6 +221,37 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
     if straggler is None:
         assert summary.reasons["straggler"] == "waiting is 1.5% of the step"
     assert summary.ranks[0].wait_ms == pytest.approx(late)
+
+
+@pytest.mark.parametrize(
+    ("codec", "budget", "overhead", "note"),
+    [
+        ("ddp", 0.01, 0.028, "took 3 % of the time, and its budget is 1 %: gradients of ddp are"),
+        ("int8", 0.01, 0.028, "took 3 % of the time, and its budget is 1 %"),
+        ("ddp", 0.01, 0.009, None),
+        ("ddp", 0.0, 0.028, None),  # of an older version: not known
+    ],
+)
+def test_a_profiler_that_takes_more_than_it_may_says_so(
+    codec: str, budget: float, overhead: float, note: str | None
+) -> None:
+    run = Planted(codec=codec).run()
+    for rank, each in run.ranks.items():
+        steps = {
+            number: replace(step, overhead=round(overhead * step.duration))
+            for number, step in each.steps.items()
+        }
+        run = replaced(run, rank, steps=steps, about=replace(each.about, budget=budget))
+    notes = [each for each in summarize(run).notes if each.startswith("the profiler took")]
+    assert len(notes) == (note is not None)
+    assert note is None or f"the profiler {note}" in notes[0]
+    assert codec != "int8" or notes[0].endswith("budget is 1 %")
+
+
+def test_on_one_host_there_is_no_network() -> None:
+    assert ONE_HOST in summarize(Planted(hosts=["a"]).run()).notes
+    assert ONE_HOST not in summarize(Planted().run()).notes
+    assert ONE_HOST not in summarize(Planted(hosts=["a"], world_size=1, buckets=0).run()).notes
 
 
 def test_errors_have_their_rank() -> None:

@@ -10,6 +10,7 @@ from planted import Planted, replaced
 from lightning_dist.integrations.live_profile import metrics_of
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED
+from lightning_dist.profiling.records import EndRecord
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.summarize import pick_steps, summarize
 
@@ -57,10 +58,43 @@ def test_no_steps() -> None:
         summary = summarize(run)
         assert (summary.steps, summary.parts_ms, summary.buckets) == (0, {}, [])
         for name in ("step_ms", "parts_ms", "exposed_ms", "hidden_ms", "overlap", "traffic"):
-            assert summary.reasons[name] == "no step is recorded on all ranks"
+            assert summary.reasons[name].startswith("no rank has recorded a step: ")
         assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
         assert summary.traffic is None
         assert pick_steps(run, summary) == []
+
+
+def test_no_steps_and_the_reason() -> None:
+    run = Planted(steps=0).run()
+    failed = replaced(run, 1, end=EndRecord("OSError: no data"))
+    killed = replaced(replaced(run, 0, end=None), 1, end=None)
+    reasons = [summarize(each).reasons["step_ms"] for each in (run, failed, killed)]
+    assert "no optimizer has made a step with parameters of the model" in reasons[0]
+    assert "its first step was over (rank 1: OSError: no data)" in reasons[1]
+    assert "was killed in its first second, or has not made a step yet" in reasons[2]
+    apart = Planted(steps=4).run()
+    halves = [{s: e for s, e in of.steps.items() if s // 2 == r} for r, of in apart.ranks.items()]
+    apart = replaced(replaced(apart, 0, steps=halves[0]), 1, steps=halves[1])
+    assert summarize(apart).reasons["step_ms"] == "no step is recorded on all ranks"
+
+
+def test_no_rate_is_told_of_half_a_run() -> None:
+    run = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
+    summary = summarize(Run({rank: each for rank, each in run.ranks.items() if rank != 3}))
+    assert summary.traffic is not None
+    assert summary.traffic.wire_bytes == 4e6  # of a rank, of those that are there
+    for name in ("wire_gbps", "effective_gbps"):
+        assert getattr(summary.traffic, name) is None
+        assert summary.reasons[f"traffic.{name}"] == (
+            "no step of rank 3 is there: what it has sent is not known, and waiting for it counts "
+            "as transfer"
+        )
+    assert summary.traffic.link_utilization is None
+    assert {(each.intra_gbps, each.inter_gbps) for each in summary.ranks} == {(None, None)}
+    names = {each.label for each in facts(summary)}
+    assert "Sent per step and rank that has left steps" in names
+    assert not summary.is_of_all
+    assert summarize(run).is_of_all
 
 
 def test_one_rank() -> None:

@@ -75,7 +75,9 @@ def test_what_is_not_known_is_no_zero() -> None:
 def test_of_many_ranks_only_the_worst() -> None:
     text = printed(summarize(Planted(world_size=12, late={7: 20, 3: 45}).run()))
     after = text.split("4 of 12 ranks, those others waited for the most:\n")[1].splitlines()
-    assert [line.split()[0] for line in after] == ["rank", "3", "0", "1", "2"]
+    *table, words = after
+    assert [line.split()[0] for line in table] == ["rank", "3", "0", "1", "2"]
+    assert words == "waits, others wait: hidden or not; the part wait is what is exposed of it"
 
 
 def test_no_steps() -> None:

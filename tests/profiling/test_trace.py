@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planted import Planted
 from trace_rules import Event, events_of, problems
 
-from lightning_dist.profiling.breakdown import timeline
+from lightning_dist.profiling.breakdown import parts_of, timeline
 from lightning_dist.profiling.intervals import length, union
 from lightning_dist.profiling.lanes import lanes
 from lightning_dist.profiling.parts import Placed, Timeline
@@ -99,7 +99,8 @@ def test_every_span_is_there_with_its_times(drawn: Any) -> None:
     assert shown == {
         **{(rank, "step 7 (median step)"): (0, 120_000) for rank in LATE},
         **{(rank, "forward"): (0, 20_000) for rank in LATE},
-        **{(rank, "backward"): (20_000, 100_000) for rank in LATE},
+        **{(rank, "backward"): (20_000, 20_000) for rank in LATE},
+        **{(rank, "exposed communication"): (40_000, 80_000) for rank in LATE},
         (0, "encode 0"): (40_000, 2_000),
         (1, "encode 0"): (70_000, 2_000),
         (0, "all_gather 0"): (42_000, 50_000),
@@ -222,7 +223,12 @@ def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
     planted = Planted(world_size=4, late={2: 50}, shift={1: 700, 3: -200}, steps=3)
     run = planted.run()
     events = drawn(timeline(run, 0, "first step"), timeline(run, 2, "median step"))
-    assert len(of(events, cat="phases")) == 4 * 4 * 2
+    assert len(of(events, cat="phases")) == (4 + 1) * 4 * 2
+    for each in parts_of(run, 2):
+        shown = of(events, name="exposed communication", rank=each.rank)
+        assert shown[1]["dur"] * 1000 == each.exposed
+        backward = of(events, name="backward", rank=each.rank)
+        assert backward[1]["dur"] * 1000 == each.parts["backward"]
     assert len(of(events, cat="exchange")) == len(of(events, ph="i")) == planted.buckets * 4 * 2
     assert len(of(events, cat="codec")) == 2 * planted.buckets * 4 * 2
     waits = of(events, cat="wait")

@@ -201,8 +201,23 @@ def test_more_hosts_send_more() -> None:
     assert [each.hosts for each in found.others] == list(SCALE)
     sent = [each.sent_mb for each in found.others]
     assert sent == pytest.approx([16 * 2 * (hosts - 1) / hosts for hosts in SCALE])
-    assert [each.place for each in found.others[:3]] == [1, 2, 3]
+    # Each is the run's own setting on as many hosts, with which it is compared.
+    assert {(each.place, each.change, each.verdict) for each in found.others} == {
+        (1, 0.0, NO_DIFFERENCE)
+    }
     assert found.label == LABEL
+
+
+def test_hosts_are_ranked_among_as_many() -> None:
+    wishes = scaled([Wish(codec="ddp"), Wish(codec="fp16")], [64, 4])
+    found = asked(DDP, *wishes)
+    assert [(each.hosts, each.codec, each.place) for each in found.others] == [
+        *((64, codec, place) for place, codec in enumerate(("fp16", "ddp"), start=1)),
+        *((4, codec, place) for place, codec in enumerate(("fp16", "ddp"), start=1)),
+    ]
+    for fp16, ddp in (found.others[:2], found.others[2:]):
+        assert ddp.change == 0
+        assert fp16.change == pytest.approx(fp16.step_ms / ddp.step_ms - 1)
 
 
 def test_nothing_is_ranked_closer_than_the_error() -> None:
@@ -274,7 +289,7 @@ def test_candidates() -> None:
     ("planted", "what"),
     [
         (replace(DDP, world_size=1), "one rank exchanges nothing"),
-        (replace(DDP, steps=0), "no step is recorded"),
+        (replace(DDP, steps=0), "no rank has recorded a step"),
         (replace(DDP, buckets=0), "no bucket of gradients was seen"),
     ],
 )

@@ -23,7 +23,7 @@ from lightning_dist.profiling.terminal import print_summary
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import Costs
-from lightning_dist.profiling.whatif.told import predicted, times_faster
+from lightning_dist.profiling.whatif.told import predicted, times_faster, untold
 from lightning_dist.reducer.costs import CodecCost
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
@@ -73,7 +73,10 @@ def test_where_nothing_is_faster_it_says_so() -> None:
         ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
         ({"bucket_mb": 100.0}, "Predicted with int4 in buckets of 100 MB: 1.2x."),
         ({"verdict": NO_DIFFERENCE}, NOTHING),
-        ({"assumes": "matrices"}, NOTHING),
+        (
+            {"assumes": "matrices", "place": None},
+            f"{NOTHING[:-1]}; int4 may be, with what it assumes.",
+        ),
         ({"change": 0.5}, NOTHING),
     ],
 )
@@ -87,13 +90,32 @@ def test_a_flat_exchange_is_named_where_the_run_had_another() -> None:
     assert predicted(found) == "Predicted with int4, flat: 1.2x."
 
 
-def test_of_those_that_are_alike_the_one_that_loses_the_least_is_told() -> None:
-    found = a_whatif()
-    int4, sign, *rest = found.others
-    sends_more = [replace(int4, sent_mb=1.0), replace(sign, sent_mb=2.0), *rest]
-    assert predicted(replace(found, others=sends_more)) == "Predicted with sign: 1.2x."
-    apart = replace(sign, step_ms=95.0, sent_mb=2.0)  # more than 2 % from the best
-    assert predicted(replace(found, others=[int4, apart])) == "Predicted with int4: 1.2x."
+def test_the_headline_has_the_first_of_the_table() -> None:
+    costs = {
+        "none": COSTS["none"],
+        "sign": cost("sign", 0.5),
+        "int4": cost("int4", 0.501),  # cannot be told from it, and loses less
+        "fp16": COSTS["fp16"],
+        "powersgd": replace(cost("powersgd", 0.1), assumes="matrices"),
+    }
+    summary = told(DDP, costs)
+    assert summary.whatif is not None
+    names = [each.codec for each in summary.whatif.others if each.step_ms]
+    assert names[:3] == ["int4", "sign", "fp16"]
+    assert names[-1] == "powersgd"
+    places = {each.codec: each.place for each in summary.whatif.others if not each.bucket_mb}
+    assert (places["int4"], places["sign"], places["fp16"]) == (1, 1, 3)
+    assert places["powersgd"] is None
+    assert " Predicted with int4: " in summary.headline
+    rows = [line.split() for line in printed(summary).splitlines()]
+    assert ["1", "int4"] in [row[:2] for row in rows]
+
+
+def test_what_cannot_be_told_of_many_hosts_is_said_once() -> None:
+    missing = replace(a_whatif().others[-1], step_ms=None, reason="not measured")
+    assert untold([replace(missing, hosts=2**power) for power in range(1, 11)]) == [
+        "n/a for topk flat: not measured"
+    ]
 
 
 def test_without_an_error_nothing_is_told() -> None:

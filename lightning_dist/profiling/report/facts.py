@@ -60,7 +60,7 @@ def _traffic(summary: Summary) -> list[Fact]:
         because = why(summary, "traffic")
         return [_missing("Sent per step and rank", because), _missing("Bandwidth used", because)]
     sent = Fact(
-        "Sent per step and rank",
+        "Sent per step and rank" + ("" if summary.is_of_all else " that has left steps"),
         megabytes(traffic.wire_bytes),
         f"{_compared(traffic.ratio)} uncompressed DDP ({megabytes(traffic.raw_bytes)}); "
         f"{megabytes(traffic.inter_bytes)} to other hosts",

@@ -37,8 +37,9 @@ _ORDER = ("M", "X", "i", "C", "s", "f")
 def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[int, str]) -> None:
     """Write ``trace.json.gz``: the steps one after the other, all ranks below each other.
 
-    A rank has its phases, what the codec did, its exchanges on as many lanes as there were at once,
-    and the rate at which it sent. An exchange begins with waiting for the rank that came last, from
+    A rank has its phases, with the exposed exchange cut out of the backward pass, what the codec
+    did, its exchanges on as many lanes as there were at once, and the rate at which it sent. An
+    exchange begins with waiting for the rank that came last, from
     whose exchange an arrow leads to those of the others.
 
     Args:

@@ -17,6 +17,9 @@ from lightning_dist.profiling.report.trace_exchanges import (
 
 Event: TypeAlias = dict[str, Any]
 
+EXPOSED = "exposed communication"
+"""From the last gradient to the mean of all."""
+
 TRACKS = ("step", "phases", "codec", "exchange")
 """Kinds of slices of a rank, in the order in which they are drawn."""
 
@@ -78,7 +81,7 @@ def slices_of(timeline: Timeline, clock: Clock) -> Iterator[Slice]:
 
 def _phases(timeline: Timeline, clock: Clock) -> Iterator[Slice]:
     for rank, phases in timeline.phases.items():
-        for phase, begin, end in phases:
+        for phase, begin, end in _split(phases, timeline.buckets.get(rank, ())):
             yield Slice(rank, "phases", phase, clock(begin), clock(end))
         ready = [(index, clock(time)) for index, time, _ in timeline.buckets.get(rank, ())]
         times = [clock(time) for _, *both in phases for time in both] + [at for _, at in ready]
@@ -94,6 +97,22 @@ def _phases(timeline: Timeline, clock: Clock) -> Iterator[Slice]:
                     for index, at in ready
                 ],
             )
+
+
+def _split(
+    phases: Sequence[tuple[str, int, int]], buckets: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[str, int, int]]:
+    """The backward pass ends when the means are there: what is exposed is a phase of its own."""
+    ready = max((ready for _, ready, _ in buckets), default=0)
+    done = max((done for *_, done in buckets), default=0)
+    for name, begin, end in phases:
+        if name != "backward" or not (begin < done and ready < min(done, end)):
+            yield name, begin, end
+            continue
+        since, until = max(begin, ready), min(done, end)
+        for each in ((name, begin, since), (EXPOSED, since, until), (name, until, end)):
+            if each[1] < each[2]:
+                yield each
 
 
 def _exchange(collective: Collective, clock: Clock, name: str) -> Iterator[Slice]:

@@ -84,7 +84,9 @@ def _row(each: Prediction, current: Prediction) -> Sequence[str]:
 
 def _caption(found: WhatIf) -> str:
     current, inside = found.current, found.link.get("inside_gbps")
-    where = f"{current.world_size} ranks on one host, {number(current.gbps)} Gbit/s of each"
+    where = (
+        f"{current.world_size} ranks on one host, {number(current.gbps)} Gbit/s of each, no network"
+    )
     if current.hosts > 1:
         where = (
             f"{current.world_size} ranks on {current.hosts} hosts, {number(current.gbps)} Gbit/s "

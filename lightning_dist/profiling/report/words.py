@@ -59,7 +59,8 @@ DEFINITIONS: Mapping[str, str] = {
     ),
     "others waited for it": (
         "Waiting of all other ranks, hidden or not, for the rank that came last. The straggler is "
-        "the rank that most of the waiting is for, if there is one."
+        "the rank that is clearly the last, if there is one: two thirds of the waiting are for "
+        "it, in more steps than chance would give, and by more than clocks are uncertain."
     ),
     "raw, wire, ratio": (
         "Raw is what uncompressed DDP would have sent from a rank, wire is what was sent, and the "

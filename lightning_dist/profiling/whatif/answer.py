@@ -23,8 +23,10 @@ class Prediction:
         gbps: of the link between hosts, headers included.
         exposed_ms: from the last gradient to the mean of all.
         sent_mb: over the link of a host.
-        change: of the step against the prediction for the run itself, -0.5: half as long.
-        place: 1 for the best; those that the model cannot tell apart share one.
+        change: of the step against the prediction for the run itself, -0.5: half as long. Where
+            numbers of hosts are asked about: for the run's own setting on as many.
+        place: 1 for the best on as many hosts; those that the model cannot tell apart share one.
+            None: not ranked.
         verdict: in words; empty where ``change`` says it.
         source: where the cost of the codec is from.
         assumes: what has to be so.
@@ -48,6 +50,11 @@ class Prediction:
     bucket_mb: float | None = None
 
 
+def is_faster(each: Prediction) -> bool:
+    """Than the run itself, by more than the model can be wrong."""
+    return each.change is not None and each.change < 0 and each.verdict != NO_DIFFERENCE
+
+
 @dataclass(frozen=True)
 class WhatIf:
     """What can be said of a run and of others like it.
@@ -57,7 +64,8 @@ class WhatIf:
         current: the model's word on that very run.
         error: of it against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
         margin: share of a step within which nothing is ranked.
-        others: the best first, then those of which nothing can be told.
+        others: the best first, by numbers of hosts where these are asked about; then what is not
+            ranked, then those of which nothing can be told.
         link: what was measured of the links.
         reasons: by name, what is not known, and why.
     """

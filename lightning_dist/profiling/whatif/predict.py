@@ -11,6 +11,7 @@ from lightning_dist.profiling.whatif.answer import (
     NO_ERROR,
     Prediction,
     WhatIf,
+    is_faster,
 )
 from lightning_dist.profiling.whatif.buckets import recut
 from lightning_dist.profiling.whatif.observe import Observed
@@ -81,13 +82,25 @@ def predict(
     if current.step_ms is not None:
         error = current.step_ms / (observed.step * MS) - 1
     margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    played = [_play(observed, _wished(observed, wish), known, wish) for wish in wishes]
+    played: dict[int | None, list[Prediction]] = {}
+    for wish in wishes:
+        found = _play(observed, _wished(observed, wish), known, wish)
+        played.setdefault(wish.hosts, []).append(found)
+    others: list[Prediction] = []
+    for hosts, alike in played.items():
+        own = current
+        if hosts is not None:
+            like = next(wish for wish in wishes if wish.hosts == hosts)
+            as_it_was = replace(like, codec=None, form=None, bucket_mb=None)
+            own = _play(observed, _wished(observed, as_it_was), known, as_it_was)
+        others += _placed(alike, own, margin)
     return WhatIf(
         measured_ms=observed.step * MS,
         current=current,
         error=error,
         margin=margin,
-        others=_placed(played, current, margin),
+        others=[each for each in others if each.step_ms is not None]
+        + [each for each in others if each.step_ms is None],
         link={
             "gbps": observed.setting.link.gbps,
             "inside_gbps": None
@@ -114,7 +127,7 @@ def _of_this_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     if cost is None or impossible(setting):
         return {}
     calibrated = play(observed.buckets, setting, cost=cost, plain=costs.get("none"))
-    cost = replace(cost, wire=cost.wire * observed.sent / calibrated.sent)
+    cost = replace(cost, wire=cost.wire * observed.sent / calibrated.sent, assumes="")
     if setting.form != FLAT or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
     encode = observed.encode / observed.elements
@@ -216,22 +229,52 @@ def _unknown(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost
 
 
 def _placed(
-    played: Sequence[Prediction], current: Prediction, margin: float | None
+    played: Sequence[Prediction], own: Prediction, margin: float | None
 ) -> list[Prediction]:
-    """The best first. One that is within the margin of the one before it shares its place."""
-    told = [(each.step_ms, each) for each in played if each.step_ms is not None]
+    """The best first. One that is within the margin of the one before it shares its place.
+
+    Of those that share one, :func:`_least_lost` is first. What is only true of some models has no
+    place, and comes after all that have.
+
+    Args:
+        own: the setting of the run, on as many hosts.
+    """
+    told = sorted(
+        (each for each in played if each.step_ms is not None), key=lambda each: each.step_ms or 0.0
+    )
+    untold = [each for each in played if each.step_ms is None]
+    if margin is None or own.step_ms is None:
+        return [*(replace(each, verdict=NO_ERROR) for each in told), *untold]
     found: list[Prediction] = []
-    before, place = None, 1
-    for number, (step_ms, each) in enumerate(sorted(told, key=lambda of: of[0]), start=1):
-        if margin is None or current.step_ms is None:
-            found.append(replace(each, verdict=NO_ERROR))
-            continue
-        if before is not None and step_ms > before * (1 + margin):
-            place = number
-        before, change = step_ms, step_ms / current.step_ms - 1
+    for each in told:
+        change = (each.step_ms or 0.0) / own.step_ms - 1
         verdict = NO_DIFFERENCE if abs(change) <= margin else ""
-        found.append(replace(each, change=change, place=place, verdict=verdict))
-    return [*found, *(each for each in played if each.step_ms is None)]
+        found.append(replace(each, change=change, verdict=verdict))
+    groups: list[list[Prediction]] = []
+    for each in found:
+        if each.assumes:
+            continue
+        if groups and (each.step_ms or 0.0) <= (groups[-1][-1].step_ms or 0.0) * (1 + margin):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    place, placed = 1, list[Prediction]()
+    for group in groups:
+        placed += [replace(each, place=place) for each in _least_lost(group, margin)]
+        place += len(group)
+    return [*placed, *(each for each in found if each.assumes), *untold]
+
+
+def _least_lost(alike: Sequence[Prediction], margin: float) -> list[Prediction]:
+    """Those that cannot be told from the fastest, by what they send: more bytes lose less.
+
+    First come those that are faster than the run itself by more than that, if there are any; what
+    is further from the fastest follows in the order of time.
+    """
+    most = (alike[0].step_ms or 0.0) * (1 + margin)
+    near = [each for each in alike if (each.step_ms or 0.0) <= most]
+    near.sort(key=lambda each: (not is_faster(each), -(each.sent_mb or 0.0)))
+    return [*near, *alike[len(near) :]]
 
 
 def _us(seconds: float | None) -> float | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_dist.profiling.whatif.answer import NO_DIFFERENCE, Prediction, WhatIf
+from lightning_dist.profiling.whatif.answer import Prediction, WhatIf, is_faster
 from lightning_dist.profiling.whatif.setting import FLAT, LEADER
 
-_NOTHING = "No other setting is predicted to be faster than the model can tell."
+_NOTHING = "No other setting is predicted to be faster than the model can tell"
 
 
 def predicted(found: WhatIf) -> str:
@@ -16,29 +16,16 @@ def predicted(found: WhatIf) -> str:
         return ""
     best = recommended(found)
     if best is None or best.step_ms is None:
-        return _NOTHING
+        only = dict.fromkeys(each.codec for each in found.others if is_faster(each))
+        unless = f"; {', '.join(only)} may be, with what it assumes" if only else ""
+        return f"{_NOTHING}{unless}."
     return f"Predicted with {name_of(best, found.current)}: {times_faster(best)}."
 
 
 def recommended(found: WhatIf) -> Prediction | None:
-    """The best that is faster by more than the model can be wrong.
-
-    Of those that it cannot tell from the best, that which sends the most: it loses the least of
-    the gradient. What is only true of some models is never first.
-    """
-    told = [
-        each
-        for each in found.others
-        if each.change is not None
-        and each.change < 0
-        and each.verdict != NO_DIFFERENCE
-        and not each.assumes
-    ]
-    if not told or found.margin is None:
-        return None
-    most = min(each.step_ms or 0.0 for each in told) * (1 + found.margin)
-    alike = [each for each in told if (each.step_ms or 0.0) <= most]
-    return max(alike, key=lambda each: each.sent_mb or 0.0)
+    """The first of the others, if it is faster by more than the model can be wrong."""
+    first = next(iter(found.others), None)
+    return first if first is not None and first.place and is_faster(first) else None
 
 
 def name_of(each: Prediction, current: Prediction) -> str:
@@ -64,7 +51,7 @@ def times_faster(each: Prediction) -> str:
 
 def remarks(each: Prediction) -> str:
     """What beside the figures has to be said of one."""
-    found = (each.reason, each.verdict, each.assumes and f"for {each.assumes}")
+    found = (each.reason, each.verdict, each.assumes and f"not ranked: for {each.assumes}")
     return "; ".join(remark for remark in found if remark)
 
 
@@ -77,6 +64,13 @@ def error_of(found: WhatIf) -> str:
         f"The model says {current.step_ms:.1f} ms of it, {signed(found.error)}. Steps within "
         f"{100 * found.margin:.1f} % are not told apart."
     )
+
+
+def where_of(found: WhatIf) -> str:
+    """The hosts of the run, and what their rate is of."""
+    if found.current.hosts > 1:
+        return f"{found.current.hosts} hosts, {found.current.gbps:.3g} Gbit/s"
+    return f"1 host, {found.current.gbps:.3g} Gbit/s of a rank, which is loopback or shared memory"
 
 
 def sources(others: Iterable[Prediction]) -> list[str]:
@@ -93,10 +87,10 @@ def sources(others: Iterable[Prediction]) -> list[str]:
 
 def untold(others: Iterable[Prediction]) -> list[str]:
     """Of which settings nothing can be told, and why."""
-    of_reason: dict[str, list[tuple[str, str]]] = {}
+    of_reason: dict[str, dict[tuple[str, str], None]] = {}  # each once, of any number of hosts
     for each in others:
         if each.step_ms is None:
-            of_reason.setdefault(each.reason, []).append((each.codec, each.form))
+            of_reason.setdefault(each.reason, {})[each.codec, each.form] = None
     found = []
     for reason, settings in of_reason.items():
         codecs, forms = (list(dict.fromkeys(names)) for names in zip(*settings, strict=True))

@@ -1,0 +1,57 @@
+"""What one rank says at once is what the summary says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from planted import Planted
+
+from lightning_dist.integrations.live_profile import LiveProfile
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.live import of_one_rank
+from lightning_dist.profiling.records import Phase, StepRecord
+from lightning_dist.profiling.summarize import summarize
+
+UNEVEN = Planted(slow_steps={1: 4, 3: 9})
+
+
+def logged(run: Run) -> dict[str, float]:
+    """By a profile of rank 0 that is asked once, at the end."""
+    heard: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: heard.append(metrics))
+    module = SimpleNamespace(log=lambda *args, **kwargs: None)
+    trainer: Any = SimpleNamespace(loggers=[logger], global_step=6, lightning_module=module)
+    live = LiveProfile()
+    for step in run.ranks[0].steps.values():
+        live.add(step)
+    live.log(trainer)
+    (metrics,) = heard
+    return metrics
+
+
+def within_the_exchange(step: StepRecord) -> StepRecord:
+    """An optimizer of a second model began before the mean was there."""
+    end = max(bucket.done for bucket in step.buckets)
+    return replace(step, phases=[*step.phases[:-1], Phase("optimizer", end - 5_000_000, end)])
+
+
+@pytest.mark.parametrize("change", [lambda step: step, within_the_exchange])
+def test_what_is_exposed_is_the_same_everywhere(change: Any) -> None:
+    of_rank = UNEVEN.run().ranks[0]
+    steps = {number: change(step) for number, step in of_rank.steps.items()}
+    run = Run({0: replace(of_rank, steps=steps)})
+    told, summary = logged(run), summarize(run, skip=0)
+    assert summary.exposed is not None
+    assert told["comm/exposed_ms"] == pytest.approx(summary.exposed_ms)
+    assert told["comm/exposed_pct"] == pytest.approx(100 * summary.exposed)
+    assert told["comm/hidden_ms"] == pytest.approx(summary.hidden_ms)
+    assert told["comm/step_ms"] == pytest.approx(summary.step_ms["mean"])
+
+
+def test_stock_ddp_has_no_time_of_a_codec() -> None:
+    ddp = Planted(codec="ddp", encode=0, decode=0).run()
+    assert "codec_ms" not in of_one_rank(ddp.ranks[0].steps[3])
+    assert of_one_rank(Planted().run().ranks[0].steps[3])["codec_ms"] == pytest.approx(12)
