@@ -33,6 +33,8 @@ def test_every_rank_gets_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
     expected = {"name": "__main__", "arguments": ["--lr", "1"], "ranks": 2, "steps": 2}
     assert said == [{**expected, "codec": repr(Int4())}] * 2
+    (line,) = [x for x in done.output.splitlines() if "outside of the code" in x]
+    assert line.endswith("codec='int4' (LIGHTNING_DIST_CODEC)")
 
 
 def test_a_module_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +66,10 @@ def test_bad_input(words: list[str | Path], environ: dict[str, str], said: str) 
 def test_settings_that_cannot_be_say_where_they_come_from() -> None:
     words = [sys.executable, "-m", "lightning_dist.run", SCRIPT]
     done = run(words, limit=60, LIGHTNING_DIST_CODEC="int9")
-    assert done.returncode == 1
-    assert "int9" in done.output
-    assert "(set outside of the code: codec from LIGHTNING_DIST_CODEC" in done.output
+    assert done.returncode == 2
+    (line,) = [line for line in done.output.splitlines() if "lightning_dist.run: " in line]
+    assert "got 'int9'" in line
+    assert line.endswith("(set outside of the code: codec from LIGHTNING_DIST_CODEC)")
 
 
 def test_a_plugin_of_the_script_counts_and_the_class_is_given_back() -> None:
