@@ -3,9 +3,9 @@
     accelerate launch [OPTIONS] -m lightning_dist.run train.py --lr 0.1
     torchrun [OPTIONS] -m lightning_dist.run -m package.train --lr 0.1
 
-Every Accelerator that the script makes gets a CompressedDDPPlugin, with the settings from variables
-LIGHTNING_DIST_* and files (docs/command-line.md), unless the script has attached one itself. Exit
-code 2: the words or the settings are wrong; otherwise it is the script's.
+Every Accelerator that the script makes gets a CompressedDDPPlugin(), with the settings from
+variables LIGHTNING_DIST_* and files (docs/command-line.md), unless the script has attached one
+itself. Exit code 2: the words or the settings are wrong; otherwise it is the script's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from lightning_dist.configuration import Resolved, resolve
 
 BAD_INPUT = 2
 
@@ -63,14 +60,17 @@ def main() -> None:
         print(__doc__)
         return
     try:
-        script, resolved = Script.parse(words), resolve()
+        script = Script.parse(words)
+        # Torch and Accelerate, which --help and a wrong word need not wait for.
+        from lightning_dist.accelerate import CompressedDDPPlugin
+        from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
+
+        plugin = CompressedDDPPlugin()
     except (OSError, ValueError) as error:
         print(f"lightning_dist.run: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
 
-    from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
-
-    with attached_everywhere(lambda accelerator: _attach(accelerator, resolved)) as seen:
+    with attached_everywhere(plugin.attach) as seen:
         script.run()
     if not seen:
         print(
@@ -78,13 +78,6 @@ def main() -> None:
             "was compressed",
             file=sys.stderr,
         )
-
-
-def _attach(accelerator: Any, resolved: Resolved) -> None:
-    from lightning_dist.accelerate import CompressedDDPPlugin
-
-    with resolved.named_in_errors():
-        CompressedDDPPlugin.from_settings(resolved.options).attach(accelerator)
 
 
 if __name__ == "__main__":

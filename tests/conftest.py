@@ -42,6 +42,14 @@ def _uses_the_launch(file: Path) -> bool:
     return re.search(r"\b(two|three): Results", file.read_text()) is not None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings_of_the_developer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No variables of ours, and no `lightning_dist.yaml` beside Accelerate's configuration."""
+    for name in [name for name in os.environ if name.startswith("LIGHTNING_DIST_")]:
+        del os.environ[name]
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)

@@ -22,10 +22,10 @@ def show(resolved: Resolved, *, config: Path, as_json: bool) -> None:
     """
     rows: dict[str, dict[str, Any]] = {
         name: {
-            "value": resolved.options.get(name, option.default),
+            "value": resolved.value(name),
             "from": resolved.origins.get(name, "default"),
         }
-        for name, option in OPTIONS.items()
+        for name in OPTIONS
     }
     there = str(config) if config.is_file() else None
     if as_json:

@@ -3,17 +3,17 @@
 from lightning_dist.configuration.files import read, write
 from lightning_dist.configuration.options import OPTIONS, Option
 from lightning_dist.configuration.places import CONFIG, PREFIX, SIDECAR
-from lightning_dist.configuration.resolve import CODE, Resolved, configured, resolve
+from lightning_dist.configuration.resolve import CODE, LEFT_OUT, Resolved, resolve
 
 __all__ = [
     "CODE",
     "CONFIG",
+    "LEFT_OUT",
     "OPTIONS",
     "PREFIX",
     "SIDECAR",
     "Option",
     "Resolved",
-    "configured",
     "read",
     "resolve",
     "write",

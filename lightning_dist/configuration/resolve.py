@@ -27,15 +27,43 @@ from lightning_dist.configuration.places import (
 CODE = "the code"
 
 
+class _LeftOut:
+    """An argument that the code does not give; None is a value of some options."""
+
+    def __repr__(self) -> str:
+        return "LEFT_OUT"
+
+
+LEFT_OUT: Any = _LeftOut()
+
+
 @dataclass(frozen=True)
 class Resolved:
     """What was set, by option; options that nobody set are not there."""
 
     options: dict[str, Any]
+    """Keyword arguments of ``compress_ddp``."""
     origins: dict[str, str]
     """Of each option: ``"the code"``, the name of a variable, or the path of a file."""
     files: tuple[str, ...]
     """Files that were read, the one that wins first."""
+
+    def value(self, name: str) -> Any:
+        """What is in force of an option: what was set, or the default."""
+        return self.options.get(name, OPTIONS[name].default)
+
+    @property
+    def outside(self) -> dict[str, str]:
+        """The origins of the options that the code does not set."""
+        return {key: origin for key, origin in self.origins.items() if origin != CODE}
+
+    def told(self) -> str:
+        """What differs from the defaults because of variables and files, and because of which."""
+        by_origin: dict[str, list[str]] = {}
+        for key, origin in self.outside.items():
+            if self.options[key] != OPTIONS[key].default:
+                by_origin.setdefault(origin, []).append(f"{key}={self.options[key]!r}")
+        return ", ".join(f"{' '.join(said)} ({origin})" for origin, said in by_origin.items())
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -43,10 +71,9 @@ class Resolved:
         try:
             yield
         except ValueError as error:
-            outside = {key: origin for key, origin in self.origins.items() if origin != CODE}
-            if not outside:
+            if not self.outside:
                 raise
-            told = ", ".join(f"{key} from {origin}" for key, origin in outside.items())
+            told = ", ".join(f"{key} from {origin}" for key, origin in self.outside.items())
             raise ValueError(f"{error} (set outside of the code: {told})") from error
 
 
@@ -60,7 +87,7 @@ def resolve(
     default configuration; option by option.
 
     Args:
-        given: what the code sets, of the options of ``compress_ddp``.
+        given: what the code sets, of the options of ``compress_ddp``; LEFT_OUT is not set.
         environ: the variables; where Accelerate's default configuration is follows from them.
 
     Raises:
@@ -71,7 +98,8 @@ def resolve(
     origins: dict[str, str] = {}
     for name, value in (given or {}).items():
         require_known(name, where=CODE)
-        options[name], origins[name] = value, CODE
+        if value is not LEFT_OUT:
+            options[name], origins[name] = value, CODE
     for variable, name, value in _variables(environ):
         if name not in options:
             options[name], origins[name] = value, variable
@@ -87,13 +115,6 @@ def resolve(
         {name: origins[name] for name in ordered},
         tuple(map(str, files)),
     )
-
-
-def configured(
-    given: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
-    """The options of :func:`resolve`, as keyword arguments of ``compress_ddp``."""
-    return resolve(given, environ=environ).options
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:

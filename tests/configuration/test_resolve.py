@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import lightning_dist
-from lightning_dist import compress_ddp
-from lightning_dist.configuration import CODE, OPTIONS, SIDECAR, configured, resolve
+from lightning_dist.configuration import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, resolve
 from lightning_dist.configuration.places import accelerate_default
+from lightning_dist.integrations.arguments import CompressionArguments
+from lightning_dist.settings import Settings
 
 FOLDER = Path(lightning_dist.__file__).parent / "configuration"
 
@@ -64,7 +65,7 @@ def test_code_wins_over_variables_over_the_named_file_over_the_sidecar(
         "start_step": "LIGHTNING_DIST_START_STEP",
     }
     assert found.files == (str(file), str(beside))
-    assert configured(environ=home)["codec"] == "topk:ratio=0.05"
+    assert resolve(environ=home).options["codec"] == "topk:ratio=0.05"
 
 
 def test_a_file_that_is_named_and_the_sidecar_is_read_once(home: dict[str, str]) -> None:
@@ -76,12 +77,22 @@ def test_null_takes_back_what_a_lower_source_says(home: dict[str, str]) -> None:
     sidecar(home, "ranks_per_host: 4")
     home["LIGHTNING_DIST_RANKS_PER_HOST"] = "null"
     home["LIGHTNING_DIST_HIERARCHICAL"] = "false"
-    assert configured(environ=home) == {"hierarchical": False, "ranks_per_host": None}
+    assert resolve(environ=home).options == {"hierarchical": False, "ranks_per_host": None}
+
+
+def test_none_is_a_value_of_the_code_and_left_out_is_not(home: dict[str, str]) -> None:
+    beside = sidecar(home, "ranks_per_host: 4\nmin_compress_numel: 4")
+    found = resolve({"ranks_per_host": None, "min_compress_numel": LEFT_OUT}, environ=home)
+    assert found.options == {"ranks_per_host": None, "min_compress_numel": 4}
+    assert found.outside == {"min_compress_numel": str(beside)}
 
 
 def test_an_empty_variable_is_not_set(home: dict[str, str]) -> None:
     sidecar(home, "codec: int4")
-    assert configured(environ={**home, "LIGHTNING_DIST_CODEC": ""}) == {"codec": "int4"}
+    for blank in ("", " "):
+        found = resolve(environ={**home, "LIGHTNING_DIST_CODEC": blank})
+        assert found.options == {"codec": "int4"}
+    assert resolve(environ={**home, "LIGHTNING_DIST_CONFIG": " "}).options == {"codec": "int4"}
 
 
 def test_a_path_is_relative_to_the_current_folder(
@@ -92,10 +103,13 @@ def test_a_path_is_relative_to_the_current_folder(
     found = resolve(environ={**home, "LIGHTNING_DIST_CONFIG": "mine.yaml"})
     assert found.options == {"codec": {"intra": "bf16", "inter": "int4"}}
     assert found.files == (str(tmp_path / "mine.yaml"),)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    again = resolve(environ={**home, "LIGHTNING_DIST_CONFIG": "~/mine.yaml"})
+    assert again.files == found.files
 
 
 def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
-    assert configured(environ={**home, "LIGHTNING_DIST_HOSTNAME": "a"}) == {}
+    assert resolve(environ={**home, "LIGHTNING_DIST_HOSTNAME": "a"}).options == {}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +118,7 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
         ({"CODCE": "int8"}, ["'LIGHTNING_DIST_CODCE'", "did you mean 'LIGHTNING_DIST_CODEC'?"]),
         ({"QQQ": "1"}, ["'LIGHTNING_DIST_QQQ'", "there are LIGHTNING_DIST_CODEC"]),
         ({"CODEC": "8"}, ["codec must be a codec", "got 8 in LIGHTNING_DIST_CODEC"]),
+        ({"CODEC": "' '"}, ["codec must be a codec", "got ' '"]),
         ({"START_STEP": "-1"}, ["0 or more", "got -1 in LIGHTNING_DIST_START_STEP"]),
         ({"START_STEP": "true"}, ["start_step must be", "got True"]),
         ({"START_STEP": "1.5"}, ["got 1.5"]),
@@ -150,7 +165,7 @@ def test_two_sources_that_contradict_each_other_are_both_named(
 
 def test_one_source_may_say_both(home: dict[str, str]) -> None:
     sidecar(home, "hierarchical: false\nranks_per_host: 2")  # then traffic is counted by host
-    assert configured(environ=home) == {"hierarchical": False, "ranks_per_host": 2}
+    assert resolve(environ=home).options == {"hierarchical": False, "ranks_per_host": 2}
 
 
 def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -> None:
@@ -161,13 +176,36 @@ def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -
     assert "codec from /" in str(error.value)
     assert "error_feedback from LIGHTNING_DIST_ERROR_FEEDBACK" in str(error.value)
     assert "start_step" not in str(error.value)
+    with (
+        pytest.raises(ValueError, match=r"^no good$"),
+        resolve(environ={"HF_HOME": "/none"}).named_in_errors(),
+    ):
+        raise ValueError("no good")
 
 
-def test_options_are_those_of_compress_ddp_with_its_defaults() -> None:
-    parameters = dict(inspect.signature(compress_ddp).parameters)
-    for name in ("model", "grad_scaler", "groups"):
-        del parameters[name]
-    assert {name: p.default for name, p in parameters.items()} == {
+def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, str]) -> None:
+    beside = sidecar(home, "codec: int4\nhierarchical: auto\nmin_compress_numel: 0")
+    found = resolve({"start_step": 3}, environ={**home, "LIGHTNING_DIST_ERROR_FEEDBACK": "true"})
+    assert found.told() == (
+        f"codec='int4' min_compress_numel=0 ({beside}), "
+        "error_feedback=True (LIGHTNING_DIST_ERROR_FEEDBACK)"
+    )
+    assert resolve({"codec": "int8"}, environ={"HF_HOME": "/none"}).told() == ""
+    assert Resolved({}, {}, ()).value("codec") == "int8"
+
+
+@pytest.mark.parametrize(
+    ("function", "others"),
+    [
+        (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}),
+        (Settings.check, set()),
+        (CompressionArguments.__init__, {"self", "kwargs"}),
+    ],
+    ids=["compress_ddp", "Settings", "the strategies"],
+)
+def test_every_signature_has_these_options_and_defaults(function: Any, others: set[str]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert {name: p.default for name, p in parameters.items() if name not in others} == {
         name: option.default for name, option in OPTIONS.items()
     }
 

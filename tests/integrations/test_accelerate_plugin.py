@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from processes import torchrun
 from results import Results, pick, require_compressed, require_equal, require_replicas
+from wandb_runs import config, history
 
 pytest.importorskip("accelerate")
 
 RUNNER = Path(__file__).with_name("run_scenarios.py")
+OF_TWO = ("accelerate_plugin", "accelerate_plugin_saves", "accelerate_plugin_tells")
 WEIGHT, BIAS = 16 * 256, 256  # elements; the bias stays uncompressed
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,9 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
     folder = tmp_path_factory.mktemp("plugin")
-    finished = torchrun(
-        RUNNER, folder, "accelerate_plugin", ranks=2, limit=170, python=quick_python
-    )
+    finished = torchrun(RUNNER, folder, *OF_TWO, ranks=2, limit=170, python=quick_python)
     return Results(folder, finished, ranks=2)
 
 
@@ -87,6 +88,30 @@ def test_residuals_of_every_rank_and_model_come_back(pair: Results, way: str) ->
     assert "lightning_dist_reducer_2.bin" not in files
 
 
+def test_adversaries_have_a_compression_each(pair: Results) -> None:
+    """A generator and a critic, two optimizers, in turn; bit for bit through a checkpoint."""
+    ranks = pair("plugin_adversaries")
+    numel = [WEIGHT + BIAS + WEIGHT + 16, 16 * 512 + 512 + 512 + 1]
+    for facts in ranks:
+        whole, resumed = facts["whole"], facts["resumed"]
+        assert [each["steps"] for each in whole["stats"]] == [4, 4]
+        assert [each["raw_bytes"] for each in whole["stats"]] == [4 * 4 * n for n in numel]
+        assert all(each["ratio"] > 2 for each in whole["stats"])
+        assert whole["metrics"]["comm/total_wire_bytes"] == sum(
+            each["wire_bytes"] for each in whole["stats"]
+        )
+        assert all(each["2.weight"].any() for each in whole["residuals"])
+        require_equal(resumed["parameters"], whole["parameters"])
+        for one, other in zip(resumed["residuals"], whole["residuals"], strict=True):
+            require_equal(one, other)
+        loud = [each["steps"] for each in facts["loud"]["stats"]]
+        assert loud == [4, 8], "without no_sync the critic exchanges while the generator learns"
+    first, second = ranks
+    require_equal(first["whole"]["parameters"], second["whole"]["parameters"])
+    for one, other in zip(first["whole"]["residuals"], second["whole"]["residuals"], strict=True):
+        assert not torch.equal(one["0.weight"], other["0.weight"])
+
+
 def test_checkpoints_of_plain_ddp_load_and_ours_load_there(pair: Results) -> None:
     ranks = pair("plugin_other_checkpoints")
     for facts in ranks:
@@ -134,11 +159,41 @@ def test_trackers_get_bytes_and_configuration_from_rank_0(pair: Results, by_hand
     configuration = first["configuration"]
     assert configuration["lr"] == 0.1
     assert configuration["lightning_dist/codec"].startswith("Int8(")
-    assert configuration["lightning_dist/ranks"] == 2
-    assert {f"lightning_dist/{name}" for name in ("version", "torch", "topology")} <= {
-        *configuration
-    }
+    assert configuration["lightning_dist/world_size"] == 2
+    assert configuration["lightning_dist/topology"] == "1 host x 2 ranks"
+    assert configuration["lightning_dist/versions/torch"] == torch.__version__
+    assert {type(value) for value in configuration.values()} <= {str, int, float, bool}
     assert (second["logged"], second["configuration"]) == ([], {})
+
+
+def test_configuration_is_that_of_the_other_frameworks(pair: Results) -> None:
+    (facts, _) = pair("plugin_tells_trackers")
+    before, after = facts["before prepare"], facts["True"]["configuration"]
+    ranks = {f"lightning_dist/{name}" for name in ("exchange", "topology", "hosts", "world_size")}
+    assert set(before) == {*after} - ranks - {"lr"}
+    nested = dict(facts["comm_config"])
+    versions = nested.pop("versions")
+    flat = {**nested, **{f"versions/{name}": value for name, value in versions.items()}}
+    assert set(after) == {f"lightning_dist/{name}" for name in flat} | {"lr"}
+
+
+def test_wandb_through_accelerate(pair: Results) -> None:
+    pytest.importorskip("wandb")
+    first, second = pair("plugin_in_wandb")
+    (run,) = (pair.folder / "accelerate_wandb").glob("wandb/offline-run-*/run-*.wandb")
+    found, logged = config(run), history(run)
+    assert found["lr"] == 0.1
+    wanted = first["config"]
+    assert found["lightning_dist/codec"] == wanted["codec"] == "Int8(block_size=256)"
+    assert found["lightning_dist/world_size"] == wanted["world_size"] == 2
+    assert found["lightning_dist/min_compress_numel"] == "None"
+    assert found["lightning_dist/versions/lightning_dist"] == wanted["versions"]["lightning_dist"]
+    assert {name: json.loads(values[-1]) for name, values in logged.items() if "comm/" in name} == (
+        first["metrics"]
+    )
+    total = [json.loads(value) for value in logged["comm/total_wire_bytes"]]
+    assert total == [first["metrics"]["comm/wire_bytes"] * steps for steps in (1, 2)]
+    assert first["metrics"] == second["metrics"], "rank 1 sent as much and logged nothing"
 
 
 def test_optimizers_are_connected(pair: Results) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from processes import run
+from scenarios.accelerating import forget_accelerators
 
+from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.codecs import Int4
 from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
 
@@ -33,6 +36,8 @@ def test_every_rank_gets_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
     expected = {"name": "__main__", "arguments": ["--lr", "1"], "ranks": 2, "steps": 2}
     assert said == [{**expected, "codec": repr(Int4())}] * 2
+    (line,) = [x for x in done.output.splitlines() if "outside of the code" in x]
+    assert line.endswith("codec='int4' (LIGHTNING_DIST_CODEC)")
 
 
 def test_a_module_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,24 +69,46 @@ def test_bad_input(words: list[str | Path], environ: dict[str, str], said: str) 
 def test_settings_that_cannot_be_say_where_they_come_from() -> None:
     words = [sys.executable, "-m", "lightning_dist.run", SCRIPT]
     done = run(words, limit=60, LIGHTNING_DIST_CODEC="int9")
-    assert done.returncode == 1
-    assert "int9" in done.output
-    assert "(set outside of the code: codec from LIGHTNING_DIST_CODEC" in done.output
+    assert done.returncode == 2
+    (line,) = [line for line in done.output.splitlines() if "lightning_dist.run: " in line]
+    assert "got 'int9'" in line
+    assert line.endswith("(set outside of the code: codec from LIGHTNING_DIST_CODEC)")
 
 
-def test_a_plugin_of_the_script_counts_and_the_class_is_given_back() -> None:
+@pytest.fixture
+def attached() -> Iterator[list[Accelerator]]:
+    """The Accelerators that were to be attached; the methods of the class are as before."""
+    forget_accelerators()
     stock = (Accelerator.prepare, Accelerator.prepare_model)
-    attached: list[Accelerator] = []
+    yield []
+    assert (Accelerator.prepare, Accelerator.prepare_model) == stock
+    forget_accelerators()
 
-    class Ours:
-        __module__ = "lightning_dist.integrations.accelerate.plugin"
 
+def test_a_plugin_of_the_script_counts(attached: list[Accelerator]) -> None:
     with attached_everywhere(attached.append) as seen:
         mine, plain = Accelerator(cpu=True), Accelerator(cpu=True)
-        mine.ddp_handler = Ours()
+        CompressedDDPPlugin().attach(mine)
         for accelerator in (mine, plain, plain):
             accelerator.prepare(torch.nn.Linear(2, 2))
-        assert plain.prepare(torch.optim.SGD([torch.ones(1)], lr=1.0)) is not None
-    assert attached == [plain]
+    assert attached == [plain], "once"
     assert seen == [mine, plain]
-    assert (Accelerator.prepare, Accelerator.prepare_model) == stock
+
+
+def test_every_way_to_prepare_a_model_and_nothing_else(attached: list[Accelerator]) -> None:
+    one, two, three = (Accelerator(cpu=True) for _ in range(3))
+    with attached_everywhere(attached.append):
+        one.prepare(torch.optim.SGD([torch.ones(1)], lr=1.0))
+        assert attached == [], "an optimizer is no model"
+        one.prepare_model(torch.nn.Linear(2, 2))
+        two.prepare_model(model=torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError):
+            three.prepare(torch.nn.Linear(2, 2), nonsense=1)
+    assert attached == [one, two, three]
+    one.prepare(torch.nn.Linear(2, 2))
+    assert attached == [one, two, three]
+
+
+def test_the_class_is_given_back_when_the_script_fails(attached: list[Accelerator]) -> None:
+    with pytest.raises(SystemExit), attached_everywhere(attached.append):
+        raise SystemExit(3)

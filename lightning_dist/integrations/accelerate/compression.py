@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.integrations.accelerate import residuals
 from lightning_dist.integrations.accelerate.attaching import require_attachable
 from lightning_dist.integrations.accelerate.handler import CompressionHandler, handler_of
+from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_metrics import comm_metrics
 from lightning_dist.integrations.ddp import attach, connect_optimizers, reducer_of
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.run_config import run_config
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 
@@ -103,19 +105,12 @@ class Compression:
     def configuration(self) -> dict[str, str | int | float]:
         """What a tracker should know of a run: for ``accelerator.init_trackers(config=...)``.
 
-        The hosts are in it after ``prepare``.
+        ``comm_config()`` as ``lightning_dist/codec`` and so on, in one level and without None:
+        TensorBoard takes no others. Exchange, hosts and ranks are in it after ``prepare``.
         """
-        found = self._settings.fingerprint()
-        found["version"] = found.pop("lightning_dist")
-        found["ranks"] = self._accelerator.num_processes
-        if self.topology is not None:
-            found["topology"] = self.topology.describe()
-        return {
-            f"lightning_dist/{key.replace(' ', '_')}": (
-                value if isinstance(value, str | int | float) else repr(value)
-            )
-            for key, value in found.items()
-        }
+        reducers = self.reducers
+        network = reducers[0].network if reducers else None
+        return {CONFIG_KEY: run_config(self._settings, network)}
 
     def close(self) -> None:
         """Stop the threads of all models. ``lightning_dist.accelerate.Accelerator`` does it."""
@@ -160,3 +155,11 @@ class Compression:
     def _grad_scale(self) -> Tensor | None:
         scaler = self._accelerator.scaler
         return None if scaler is None else scaler._scale
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}/{key}", inner)
+    else:
+        yield name, value if isinstance(value, str | int | float) else repr(value)

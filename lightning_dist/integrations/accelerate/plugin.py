@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from accelerate import Accelerator
+from lightning.fabric.utilities import rank_zero_info
 
 from lightning_dist.codecs import Codec
-from lightning_dist.configuration import resolve
+from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.settings import Settings
 
@@ -21,6 +21,11 @@ class CompressedDDPPlugin:
 
     Attach it to an ``accelerate.Accelerator``, or give it to
     :class:`lightning_dist.accelerate.Accelerator` in ``kwargs_handlers=[...]``.
+
+    What is left out comes from variables ``LIGHTNING_DIST_*``, the file that
+    ``LIGHTNING_DIST_CONFIG`` names, or ``lightning_dist.yaml`` beside Accelerate's configuration,
+    in this order; otherwise it is the default of ``compress_ddp``. The fields are what is in force,
+    ``lightning-dist config --show`` says why.
 
     Args:
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
@@ -39,66 +44,46 @@ class CompressedDDPPlugin:
             or more where a compiler is there.
 
     Raises:
-        ValueError: a setting that is out of range or cannot take effect.
+        ValueError: a setting that is out of range or cannot take effect, a variable or a key of a
+            file that does not exist, or two sources that contradict each other; with where it is
+            from.
     """
 
-    codec: str | Codec | Mapping[str, str | Codec] = "int8"
+    codec: str | Codec | Mapping[str, str | Codec] = LEFT_OUT
     _: KW_ONLY
-    error_feedback: bool | Literal["auto"] = "auto"
-    hierarchical: bool | Literal["auto", "leader"] = "auto"
-    ranks_per_host: int | None = None
-    rank_groups: Sequence[Any] | None = None
-    min_compress_numel: int | None = None
-    start_step: int = 0
-    compile_kernels: bool | Literal["auto"] = "auto"
+    error_feedback: bool | Literal["auto"] = LEFT_OUT
+    hierarchical: bool | Literal["auto", "leader"] = LEFT_OUT
+    ranks_per_host: int | None = LEFT_OUT
+    rank_groups: Sequence[Any] | None = LEFT_OUT
+    min_compress_numel: int | None = LEFT_OUT
+    start_step: int = LEFT_OUT
+    compile_kernels: bool | Literal["auto"] = LEFT_OUT
+    _resolved: Resolved = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._settings()
-
-    @classmethod
-    def from_settings(cls, options: Mapping[str, Any]) -> CompressedDDPPlugin:
-        """From options by name, as a file or the environment gives them; the rest are defaults.
-
-        Raises:
-            ValueError: an option that does not exist, or a value that cannot take effect.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                meant = f"did you mean {near[0]!r}?" if near else "leave it out"
-                raise ValueError(
-                    f"the options of compression are {', '.join(known)}, got {name!r}; {meant}"
-                )
-        return cls(**options)
-
-    @classmethod
-    def configured(cls, **given: Any) -> CompressedDDPPlugin:
-        """What is given; the rest from variables ``LIGHTNING_DIST_*`` and files, or else defaults.
-
-        The files: that which ``LIGHTNING_DIST_CONFIG`` names, and ``lightning_dist.yaml`` beside
-        Accelerate's configuration (``lightning-dist config --show`` says what is in force).
-
-        Raises:
-            ValueError: an option that does not exist, a value that cannot take effect, or two
-                sources that contradict each other; with where it is from.
-        """
-        resolved = resolve(given)
+        resolved = resolve({name: getattr(self, name) for name in OPTIONS})
+        object.__setattr__(self, "_resolved", resolved)
+        for name in OPTIONS:
+            object.__setattr__(self, name, resolved.value(name))
         with resolved.named_in_errors():
-            return cls.from_settings(resolved.options)
+            self._settings()
 
     def attach(self, accelerator: Accelerator) -> Compression:
         """Compress the gradients of every model that ``accelerator`` prepares from now on.
 
         Their residuals, of every rank, go with ``accelerator.save_state`` and ``load_state``. With
-        one process nothing is exchanged, which is warned of.
+        one process nothing is exchanged, which is warned of. Rank 0 says which settings are from
+        outside of the code, and from where.
 
         Raises:
             ValueError: a model is prepared already, another plugin is attached, the Accelerator
                 does not use DDP or was given a communication hook, or a launcher has started
                 several processes and this Accelerator knows of one.
         """
-        return Compression(accelerator, self._settings())
+        compression = Compression(accelerator, self._settings())
+        if accelerator.is_main_process and (told := self._resolved.told()):
+            rank_zero_info(f"compression, set outside of the code: {told}")
+        return compression
 
     def _settings(self) -> Settings:
-        return Settings.check(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return Settings.check(**{name: getattr(self, name) for name in OPTIONS})

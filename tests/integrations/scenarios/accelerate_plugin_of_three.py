@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scenarios.accelerate_plugin import Run
+from scenarios.accelerate_runs import Run
 from scenarios.accelerate_states import warnings
 from scenarios.catalogue import Facts, folder, scenario
 
