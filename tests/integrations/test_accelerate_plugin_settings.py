@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +34,10 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """What was told of settings from outside since then."""
+def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """What was told of settings from outside since the last call."""
     forget_accelerators()
-    with caplog.at_level(logging.INFO):
-        yield lambda: [m for m in caplog.messages if "outside of the code" in m]
+    yield lambda: [m for m in capsys.readouterr().err.splitlines() if "outside of the code" in m]
     forget_accelerators()
 
 
@@ -79,7 +77,7 @@ def test_it_is_told_once_what_is_from_outside(sidecar: Path, said: Any) -> None:
     assert said() == [], "who makes a plugin may never attach it"
     plugin.attach(accelerate.Accelerator(cpu=True))
     expected = f"error_feedback=True ranks_per_host=2 start_step=7 ({sidecar})"
-    assert said() == [f"compression, set outside of the code: {expected}"]
+    assert said() == [f"lightning_dist: set outside of the code: {expected}"]
 
 
 def test_our_accelerator_takes_them_too(sidecar: Path, said: Any) -> None:

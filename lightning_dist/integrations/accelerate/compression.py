@@ -110,7 +110,7 @@ class Compression:
         """
         reducers = self.reducers
         network = reducers[0].network if reducers else None
-        return {CONFIG_KEY: run_config(self._settings, network)}
+        return dict(_flat(CONFIG_KEY, run_config(self._settings, network)))
 
     def close(self) -> None:
         """Stop the threads of all models. ``lightning_dist.accelerate.Accelerator`` does it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from accelerate import Accelerator
-from lightning.fabric.utilities import rank_zero_info
 
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
@@ -82,7 +82,8 @@ class CompressedDDPPlugin:
         """
         compression = Compression(accelerator, self._settings())
         if accelerator.is_main_process and (told := self._resolved.told()):
-            rank_zero_info(f"compression, set outside of the code: {told}")
+            # Not logged: Accelerate shows no log below a warning, and this is none.
+            print(f"lightning_dist: set outside of the code: {told}", file=sys.stderr)
         return compression
 
     def _settings(self) -> Settings:
