@@ -61,14 +61,14 @@ def main() -> None:
         return
     try:
         script = Script.parse(words)
-        from lightning_dist.accelerate import CompressedDDPPlugin  # torch and Accelerate
+        # Torch and Accelerate, which --help and a wrong word need not wait for.
+        from lightning_dist.accelerate import CompressedDDPPlugin
+        from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
 
         plugin = CompressedDDPPlugin()
     except (OSError, ValueError) as error:
         print(f"lightning_dist.run: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
-
-    from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
 
     with attached_everywhere(plugin.attach) as seen:
         script.run()

@@ -103,6 +103,9 @@ def test_a_path_is_relative_to_the_current_folder(
     found = resolve(environ={**home, "LIGHTNING_DIST_CONFIG": "mine.yaml"})
     assert found.options == {"codec": {"intra": "bf16", "inter": "int4"}}
     assert found.files == (str(tmp_path / "mine.yaml"),)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    again = resolve(environ={**home, "LIGHTNING_DIST_CONFIG": "~/mine.yaml"})
+    assert again.files == found.files
 
 
 def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
@@ -115,6 +118,7 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
         ({"CODCE": "int8"}, ["'LIGHTNING_DIST_CODCE'", "did you mean 'LIGHTNING_DIST_CODEC'?"]),
         ({"QQQ": "1"}, ["'LIGHTNING_DIST_QQQ'", "there are LIGHTNING_DIST_CODEC"]),
         ({"CODEC": "8"}, ["codec must be a codec", "got 8 in LIGHTNING_DIST_CODEC"]),
+        ({"CODEC": "' '"}, ["codec must be a codec", "got ' '"]),
         ({"START_STEP": "-1"}, ["0 or more", "got -1 in LIGHTNING_DIST_START_STEP"]),
         ({"START_STEP": "true"}, ["start_step must be", "got True"]),
         ({"START_STEP": "1.5"}, ["got 1.5"]),
@@ -172,6 +176,11 @@ def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -
     assert "codec from /" in str(error.value)
     assert "error_feedback from LIGHTNING_DIST_ERROR_FEEDBACK" in str(error.value)
     assert "start_step" not in str(error.value)
+    with (
+        pytest.raises(ValueError, match=r"^no good$"),
+        resolve(environ={"HF_HOME": "/none"}).named_in_errors(),
+    ):
+        raise ValueError("no good")
 
 
 def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, str]) -> None:
@@ -181,7 +190,7 @@ def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, 
         f"codec='int4' min_compress_numel=0 ({beside}), "
         "error_feedback=True (LIGHTNING_DIST_ERROR_FEEDBACK)"
     )
-    assert resolve({"codec": "int8"}, environ={}).told() == ""
+    assert resolve({"codec": "int8"}, environ={"HF_HOME": "/none"}).told() == ""
     assert Resolved({}, {}, ()).value("codec") == "int8"
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from processes import run
+from scenarios.accelerating import forget_accelerators
 
+from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.codecs import Int4
 from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
 
@@ -72,19 +75,40 @@ def test_settings_that_cannot_be_say_where_they_come_from() -> None:
     assert line.endswith("(set outside of the code: codec from LIGHTNING_DIST_CODEC)")
 
 
-def test_a_plugin_of_the_script_counts_and_the_class_is_given_back() -> None:
+@pytest.fixture
+def attached() -> Iterator[list[Accelerator]]:
+    """The Accelerators that were to be attached; the methods of the class are as before."""
+    forget_accelerators()
     stock = (Accelerator.prepare, Accelerator.prepare_model)
-    attached: list[Accelerator] = []
+    yield []
+    assert (Accelerator.prepare, Accelerator.prepare_model) == stock
+    forget_accelerators()
 
-    class Ours:
-        __module__ = "lightning_dist.integrations.accelerate.plugin"
 
+def test_a_plugin_of_the_script_counts(attached: list[Accelerator]) -> None:
     with attached_everywhere(attached.append) as seen:
         mine, plain = Accelerator(cpu=True), Accelerator(cpu=True)
-        mine.ddp_handler = Ours()
+        CompressedDDPPlugin().attach(mine)
         for accelerator in (mine, plain, plain):
             accelerator.prepare(torch.nn.Linear(2, 2))
-        assert plain.prepare(torch.optim.SGD([torch.ones(1)], lr=1.0)) is not None
-    assert attached == [plain]
+    assert attached == [plain], "once"
     assert seen == [mine, plain]
-    assert (Accelerator.prepare, Accelerator.prepare_model) == stock
+
+
+def test_every_way_to_prepare_a_model_and_nothing_else(attached: list[Accelerator]) -> None:
+    one, two, three = (Accelerator(cpu=True) for _ in range(3))
+    with attached_everywhere(attached.append):
+        one.prepare(torch.optim.SGD([torch.ones(1)], lr=1.0))
+        assert attached == [], "an optimizer is no model"
+        one.prepare_model(torch.nn.Linear(2, 2))
+        two.prepare_model(model=torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError):
+            three.prepare(torch.nn.Linear(2, 2), nonsense=1)
+    assert attached == [one, two, three]
+    one.prepare(torch.nn.Linear(2, 2))
+    assert attached == [one, two, three]
+
+
+def test_the_class_is_given_back_when_the_script_fails(attached: list[Accelerator]) -> None:
+    with pytest.raises(SystemExit), attached_everywhere(attached.append):
+        raise SystemExit(3)

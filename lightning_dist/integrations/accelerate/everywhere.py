@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from lightning_dist.integrations.accelerate.handler import handler_of
 
 _ENTRIES = ("prepare", "prepare_model")
 
@@ -26,8 +26,6 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
     Yields:
         The Accelerators so far; none were there if it stays empty.
     """
-    from accelerate import Accelerator
-
     seen: list[Accelerator] = []
     stock = {name: getattr(Accelerator, name) for name in _ENTRIES}
 
@@ -35,7 +33,7 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
         if any(accelerator is each for each in seen):
             return
         seen.append(accelerator)
-        if not _has_ours(accelerator):
+        if handler_of(accelerator) is None:  # what the script says of its own plugin counts
             attach(accelerator)
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,8 +52,3 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
     finally:
         for name, method in stock.items():
             setattr(Accelerator, name, method)
-
-
-def _has_ours(accelerator: Accelerator) -> bool:
-    """Whether the script has attached a plugin itself; what it says there counts."""
-    return type(accelerator.ddp_handler).__module__.split(".")[0] == "lightning_dist"
