@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _HEADER, _BLOCK, _CHUNK = 7, 32768, 7
 _WHOLE, _LAST = 1, 4
+_PATIENCE = 30.0
+"""Seconds for wandb's service, which still writes when ``wandb.finish()`` has returned."""
 
 
-def records(path: Path) -> Iterator[Any]:
-    """Every record of a ``run-<id>.wandb``."""
+def records(path: Path) -> list[Any]:
+    """Every record of a ``run-<id>.wandb`` whose run has ended: its last one says so."""
+    until = time.monotonic() + _PATIENCE
+    while not (found := list(_records(path))) or not found[-1].HasField("exit"):
+        assert time.monotonic() < until, f"{path} has no end after {len(found)} records"
+        os.sched_yield()
+    return found
+
+
+def _records(path: Path) -> Iterator[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = path.read_bytes()
+    if len(content) < _HEADER:
+        return
     assert content[:4] == b":W&B"
     position, parts = _HEADER, b""
     while position + _CHUNK <= len(content):
@@ -25,6 +39,8 @@ def records(path: Path) -> Iterator[Any]:
             position += left
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
+        if position + _CHUNK + length > len(content):  # it is being written
+            return
         parts += content[position + _CHUNK : position + _CHUNK + length]
         position += _CHUNK + length
         if kind in (_WHOLE, _LAST):
