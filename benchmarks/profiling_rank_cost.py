@@ -18,8 +18,9 @@ from lightning_dist.profiling.session import SessionSettings
 _WIDTH = 128
 _LAYERS = 40
 _LAYER_MB = (_WIDTH + 1) * _WIDTH * 4 / 2**20
-_WARM_UP = 5
 _LEAST_STEPS = 3
+_SETTLE = 48
+"""Steps in which the profiler finds out how many it may look at. They do not count."""
 
 
 def cost(
@@ -37,7 +38,7 @@ def cost(
     batch, estimate_ms = _batch_of(bare, step_ms)
     run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(budget=budget))
     for training in (bare, profiled):
-        training.block(_LEAST_STEPS, batch)
+        training.block(_SETTLE, batch)
     steps = max(_LEAST_STEPS, round(1000 * block_s / estimate_ms))
     found: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     for number in range(rounds):
@@ -48,7 +49,7 @@ def cost(
             found[name].append(training.block(steps, batch))
     run.set_apart()
     run.close("finished", together=True)
-    return {**found, "batch": batch, "steps": steps}
+    return {**found, "batch": batch, "steps": steps, "first": _SETTLE}
 
 
 class _Training:

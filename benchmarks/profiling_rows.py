@@ -110,7 +110,12 @@ def cost_row(folder: Path, truth: Sequence[dict[str, Any]], *, codec: str) -> Ro
         row[f"{name}_more_ms"] = statistics.median(more)
         row[f"{name}_more_low_ms"] = quantile(more, 0.25)
         row[f"{name}_more_high_ms"] = quantile(more, 0.75)
-    records = [step for each in run.ranks.values() for step in each.steps.values()]
+    records = [
+        step
+        for each in run.ranks.values()
+        for number, step in each.steps.items()
+        if number >= truth[0]["first"]
+    ]
     row["overhead"] = sum(e.overhead for e in records) / sum(e.duration for e in records)
     row["detailed"] = sum(each.detailed for each in records) / len(records)
     return row
