@@ -55,3 +55,11 @@ def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
     usual = getattr(loader, "worker_init_fn", None)
     if getattr(loader, "num_workers", 0) > 0 and not isinstance(usual, ToldOnce):
         loader.worker_init_fn = ToldOnce(usual, signals)
+
+
+def end_workers(loader: Any) -> None:
+    """End those that ``loader`` keeps between epochs: in a circle of references they would stay."""
+    iterator: Any = getattr(loader, "_iterator", None)
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None

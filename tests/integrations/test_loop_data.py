@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,12 @@ DEALT = [name for name in LOADERS if not name.startswith("stateful stream")]
 
 class Fault(Exception):
     """What a test lets happen."""
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
 
 
 def ids_of(folder: Path) -> list[list[int]]:

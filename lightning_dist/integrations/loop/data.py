@@ -10,7 +10,7 @@ from lightning_dist.elastic.loading import NotExactError, facts_of, shard
 from lightning_dist.elastic.plan import EpochPlan, Position
 from lightning_dist.elastic.sampling import Cursor
 from lightning_dist.elastic.state import ElasticState, require_same_data
-from lightning_dist.elastic.workers import keep_workers
+from lightning_dist.elastic.workers import end_workers, keep_workers
 from lightning_dist.integrations.loop.settings import LoopSettings
 
 
@@ -75,6 +75,10 @@ class Dealt:
     def set_epoch(self, epoch: int) -> None:
         """Go to ``epoch``; a resumed one is not begun again."""
         self._cursor.set_epoch(epoch)
+
+    def close(self) -> None:
+        """No more batches are wanted."""
+        end_workers(self.batches)
 
     def plan(self) -> EpochPlan:
         """The passes of the present epoch on this rank."""

@@ -213,7 +213,9 @@ class LoopRun:
 
     def close(self, error: BaseException | None) -> None:
         """The end of this process's part, with what has ended it."""
-        self.is_open = False
+        was_open, self.is_open = self.is_open, False
+        if was_open:
+            self.data.close()
         if self._checkpoints is not None:
             self._checkpoints.close(patiently=error is None or isinstance(error, Stopped))
         if isinstance(error, Stopped):
