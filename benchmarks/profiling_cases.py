@@ -28,7 +28,7 @@ _LATE_STEPS = 20
 _STEPS_MS = {"ddp": (20.0, 50.0, 200.0), "int8": (50.0, 200.0)}
 _BUCKETS = (1, 8, 40)
 _BLOCK_S = 1.0
-_LIMIT_S = 200.0
+_LIMIT_S = 400.0
 
 
 @dataclass(frozen=True)
