@@ -6,10 +6,18 @@ import queue
 import threading
 from collections.abc import Callable
 from typing import Protocol
+from weakref import finalize
 
 import torch
 
 Task = Callable[[], None]
+Tasks = queue.SimpleQueue[Task | None]
+
+_PATIENCE = 10.0
+"""Seconds for a worker that is closed; one that waits for a dead peer is left behind."""
+
+_AT_EXIT = 2.0
+"""Seconds of the same where nobody has closed it and the process ends."""
 
 
 class Executor(Protocol):
@@ -23,26 +31,36 @@ class Executor(Protocol):
 class Worker:
     """One thread. On CPU, where waiting for a collective blocks whoever waits.
 
-    A thread of our own because waiting in a gloo future callback deadlocks.
+    A thread of our own because waiting in a gloo future callback deadlocks. It ends with the
+    interpreter at the latest, before that does: the training goes on as soon as it has its
+    gradients, and a thread that is still in torch when Python stops its threads aborts the process.
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
+        self._end = finalize(self, _end, self._tasks, self._thread, _AT_EXIT)
 
     def submit(self, task: Task) -> None:
-        self._queue.put(task)
+        self._tasks.put(task)
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout=10)  # a worker that waits for a dead peer is left behind
+        if self._end.detach() is not None:
+            _end(self._tasks, self._thread, _PATIENCE)
 
-    def _loop(self) -> None:
-        while (task := self._queue.get()) is not None:
-            with torch.no_grad():
-                task()
-            del task  # or the last bucket's buffer would live until the next one
+
+def _work(tasks: Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        with torch.no_grad():
+            task()
+        del task  # or the last bucket's buffer would live until the next one
+
+
+def _end(tasks: Tasks, thread: threading.Thread, patience: float) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():  # which may drop the last reference to its reducer
+        thread.join(patience)
 
 
 class SideStream:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 import torch
 from feeding import FakeBucket
+from processes import run
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllReduce, Gather
@@ -44,6 +46,36 @@ def test_close_waits_for_what_was_submitted_and_ends_the_thread() -> None:
     worker.close()
     assert ran == [1]
     assert set(threading.enumerate()) == before
+
+
+_LEFT_OPEN = """
+import threading, time, torch
+from lightning_dist.reducer.executor import Worker
+
+class Last:  # of what Python takes apart, after its other threads are to stop
+    def __del__(self, wake=threading.Event.set, sleep=time.sleep):
+        wake(gone)
+        sleep(0.2)
+
+future, last = torch.futures.Future(), Last()
+begun, gone = threading.Event(), threading.Event()
+future.then(lambda _: (begun.set(), gone.wait(0.5)))
+worker = Worker("lightning_dist test")
+worker.submit(lambda: future.set_result(None))
+begun.wait()
+"""
+
+
+def test_a_process_ends_well_whose_worker_nobody_has_closed() -> None:
+    """It may still be telling of the last gradients, inside torch, when the script is over."""
+    run([sys.executable, "-c", _LEFT_OPEN], limit=60).require_success()
+
+
+def test_a_worker_that_is_forgotten_ends() -> None:
+    worker = Worker("lightning_dist forgotten")
+    thread = worker._thread
+    del worker
+    assert not thread.is_alive()
 
 
 @pytest.mark.gpu
