@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_dist.cli import config_accelerate as theirs
-from lightning_dist.cli.config_questions import ask_ours, require_codec
+from lightning_dist.cli.config_questions import ask_ours, require_possible
 from lightning_dist.cli.config_show import show
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, read, resolve, write
@@ -122,7 +122,7 @@ def _write(
     else:
         options = read(sidecar) if sidecar.is_file() else {}
     options.update(ours)
-    _require_possible(options)
+    require_possible(options)
     if config is not None:
         theirs.save(config, path)
         written.append(path)
@@ -137,19 +137,10 @@ def _ask(path: Path) -> list[Path]:
     known = read(sidecar) if sidecar.is_file() else {}
     config = theirs.ask()
     options = ask_ours(known)
-    _require_possible(options)
+    require_possible(options)
     theirs.save(config, path)
     write(sidecar, options)
     return [path, sidecar]
-
-
-def _require_possible(options: Mapping[str, Any]) -> None:
-    """Refuse now what training would refuse: settings that do not go together."""
-    from lightning_dist.settings import Settings  # torch
-
-    if "codec" in options:
-        require_codec(options["codec"])
-    Settings.check(**options)
 
 
 def _tell(written: Sequence[Path], sidecar: Path, *, as_json: bool) -> None:

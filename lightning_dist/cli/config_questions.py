@@ -59,6 +59,19 @@ def require_codec(value: Any) -> None:
         resolve_codec(each)
 
 
+def require_possible(options: Mapping[str, Any]) -> None:
+    """Refuse now what training would refuse: settings that do not go together.
+
+    Raises:
+        ValueError: with the rule, the value and what to do.
+    """
+    from lightning_dist.settings import Settings  # torch
+
+    if "codec" in options:
+        require_codec(options["codec"])
+    Settings.check(**options)
+
+
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

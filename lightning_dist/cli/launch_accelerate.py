@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_dist.cli import config_accelerate as theirs
+from lightning_dist.cli.config_questions import require_possible
 from lightning_dist.cli.launch_plan import Plan
 from lightning_dist.cli.launch_words import cut, parsed, require_script
 from lightning_dist.configuration import CONFIG, resolve
@@ -15,6 +17,16 @@ from lightning_dist.configuration.places import sidecar_of
 ON_CPU = "ACCELERATE_USE_CPU"
 _NO_HOOK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 """Kinds of training without DDP, whose gradients we never see."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """By words and by the file: of what kind the training is to be."""
+
+    given: Any
+    config: Any
+    kind: str
+    file: Path
 
 
 def parse(words: Sequence[str]) -> Any:
@@ -44,20 +56,25 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     require_script(given)
     made = Plan([], is_dry=given.dry_run)
     _hand_on(made, environ, file)
-    is_set = bool(resolve(environ={**environ, **made.environment}).options)
+    resolved = resolve(environ={**environ, **made.environment})
+    with resolved.named_in_errors():
+        require_possible(resolved.options)
+    if resolved.outside and CONFIG not in made.environment:
+        made.notes.append(f"in force: {resolved.told() or 'settings as by default'}")
     config = theirs.load(file)
     options, after = cut(words, given)
     if given.config_file is None:
         options = [f"--config_file={file}", *options]
     if "AMAZON" not in _text(config.compute_environment):
         kind = _kind(given, config)
-        if is_set and kind in _NO_HOOK:
+        if resolved.outside and kind in _NO_HOOK:
+            origins = ", ".join(dict.fromkeys(resolved.outside.values()))
             raise ValueError(
                 f"the training of {file} is {kind}, which has no DDP whose gradients could be "
-                "compressed; set accelerate.distributed_type=MULTI_GPU, or leave out the settings "
-                "of lightning_dist"
+                "compressed; set accelerate.distributed_type=MULTI_GPU, or take away the settings "
+                f"of {origins}"
             )
-        options = _as_several(made, options, environ, given=given, config=config, kind=kind)
+        options = _as_several(made, options, environ, _Asked(given, config, kind, file))
     made.arguments += ["-m", "accelerate.commands.launch", *options, *after]
     return made
 
@@ -79,12 +96,10 @@ def _as_several(
     made: Plan,
     options: list[str],
     environ: Mapping[str, str],
-    *,
-    given: Any,
-    config: Any,
-    kind: str,
+    asked_for: _Asked,
 ) -> list[str]:
     """Options with which the ranks that were asked for are one training."""
+    given, config, kind = asked_for.given, asked_for.config, asked_for.kind
     count = config.num_processes if given.num_processes is None else given.num_processes
     machines = config.num_machines if given.num_machines is None else given.num_machines
     by_mpi = given.mpirun_hostfile or (config.mpirun_config or {}).get("mpirun_hostfile")
@@ -104,7 +119,8 @@ def _as_several(
     elif kind == "NO":
         raise ValueError(
             f"num_processes is {count} and distributed_type is NO: accelerate would start one "
-            "process; lightning-dist config --set accelerate.distributed_type=MULTI_GPU"
+            f"process; lightning-dist config --config_file {asked_for.file} --set "
+            f"accelerate.num_processes={count}"
         )
     if machines <= 1 and given.main_process_port is None and config.main_process_port is None:
         options.append("--main_process_port=0")
@@ -127,4 +143,4 @@ def _kind(given: Any, config: Any) -> str:
 
 
 def _text(kind: Any) -> str:
-    return str(getattr(kind, "value", kind))
+    return "NO" if kind is False else str(getattr(kind, "value", kind))  # YAML's NO is a boolean

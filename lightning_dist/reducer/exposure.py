@@ -107,7 +107,7 @@ class ExposureWatch(Observer):
             "mean of a step comes %.1f ms after rank 0's last gradient, with uncompressed DDP it "
             "would after about %.1f ms at the %.2f Gbit/s measured at start-up. CommProfiler() "
             "tells codec and transfer from waiting, and for which rank; if it is not waiting, use "
-            "strategy='ddp' (or codec='bf16') on this network.",
+            "DDP without compression (strategy='ddp') on this network, or codec='bf16'.",
             ours * 1e3,
             ddps * 1e3,
             self._link * 8 / 1e9,

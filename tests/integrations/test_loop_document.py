@@ -11,12 +11,10 @@ import lightning_dist
 
 DOCUMENT = Path(lightning_dist.__file__).parents[1] / "docs" / "elastic.md"
 BEFORE = """
-import os, sys, logging
+import os, sys
 os.environ["ACCELERATE_USE_CPU"] = "true"
 os.chdir(sys.argv[1])
-logging.basicConfig(level=logging.INFO, format="%(message)s")
 import torch
-from accelerate import Accelerator
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,9 +30,7 @@ print("ended at step", loop.steps, "rate", optimizer.param_groups[0]["lr"])
 
 
 def test_the_loop_of_the_document(tmp_path: Path, quick_python: list[str]) -> None:
-    (code,) = re.findall(
-        r"```python\n(from lightning_dist import ElasticLoop.*?)```", DOCUMENT.read_text(), re.S
-    )
+    (code,) = re.findall(r"```python\n(import logging\n.*?)```", DOCUMENT.read_text(), re.S)
     script = tmp_path / "script.py"
     script.write_text(BEFORE + code + AFTER)
     done = torchrun(script, tmp_path, ranks=2, limit=60, python=quick_python).require_success()
