@@ -11,7 +11,7 @@ from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_table import describe, print_differences
 from lightning_dist.cli.profile_whatif import whatif_command
 from lightning_dist.profiling.compare import Difference, compare, measured, verdict
-from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.folder import Run, read_run, run_folder
 from lightning_dist.profiling.parts import SCHEMA, Summary
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.write import Wanted, write_files
@@ -51,9 +51,10 @@ def report_command(
     there is no step to report on; it says why.
 
     \b
-      lightning-dist profile report comm_profile/
-      lightning-dist profile report comm_profile/ --trace --csv --out report/
+      lightning-dist profile report comm_profile/run-0
+      lightning-dist profile report comm_profile/run-0 --trace --csv --out report/
     """
+    folder = str(run_folder(folder))
     run = read_run(folder)
     summary = with_whatif(summarize(run), run, lambda observed: read_costs(folder))
     if as_json:
@@ -83,13 +84,17 @@ def compare_command(
     """Put two runs beside each other: step time, its parts, bytes.
 
     Medians over steps, where the headline and the table of a report have means; of each step the
-    mean over ranks. `report` says which rank is waited for. The spread is what two runs of the same
-    may differ by: the notches of both together, 1.58 quartile distances by the root of the number
-    of steps each.
+    mean over ranks. `report` says which rank is waited for.
+
+    The spread is by how much two runs of the same training may differ by chance: a smaller
+    difference says nothing. It is large where the steps of a run differ much, and gets smaller with
+    more steps. (Of each run 1.58 times the width of the middle half of its steps, divided by the
+    square root of their number; both added up.)
 
     \b
-      lightning-dist profile compare before/comm_profile after/comm_profile
+      lightning-dist profile compare before/comm_profile/run-0 after/comm_profile/run-0
     """
+    a, b = (str(run_folder(each)) for each in (a, b))
     runs = {"A": (a, *_summary_of(a)), "B": (b, *_summary_of(b))}
     found = compare(*(measured(run, summary) for _, run, summary in runs.values()))
     if as_json:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lightning_dist.cli.errors import reported
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.folder import read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.whatif.setting import DDP
 
@@ -78,13 +80,15 @@ def whatif_command(
     Plays the buckets of the profile anew, with the rates that the run itself had and with what
     codecs cost: as measured at the end of the run where that was done (costs.json), otherwise on
     this machine now. The same is said of the run as it was: settings that are closer than the
-    error of that are not told apart.
+    error of that are not told apart. `change` is against the run's own setting, with the same
+    link and hosts where you ask about others.
 
     \b
-      lightning-dist profile whatif comm_profile/
-      lightning-dist profile whatif comm_profile/ --codec int4 --codec powersgd:rank=8
-      lightning-dist profile whatif comm_profile/ --bandwidth 10gbit --hosts 8
-      lightning-dist profile whatif comm_profile/ --codec ddp --codec int4 --hosts 2,16,128,1024
+      lightning-dist profile whatif comm_profile/run-0
+      lightning-dist profile whatif comm_profile/run-0 --codec int4 --codec powersgd:rank=8
+      lightning-dist profile whatif comm_profile/run-0 --bandwidth 10gbit --hosts 8
+      lightning-dist profile whatif comm_profile/run-0 --codec ddp --codec int4 \
+        --bandwidth 10gbit --hosts 2,16,128,1024
     """
     # Codecs are measured, for which torch is loaded: not before it is needed.
     from lightning_dist.cli.profile_whatif_table import print_whatif
@@ -93,11 +97,20 @@ def whatif_command(
         in_buckets,
         other_buckets,
         scaled,
+        with_own,
     )
     from lightning_dist.profiling.whatif.observe import observe
-    from lightning_dist.profiling.whatif.predict import Wish, predict
+    from lightning_dist.profiling.whatif.predict import Wish, predict, why_not
     from lightning_dist.reducer.costs import CANDIDATES
 
+    if was is not None and bandwidth is None:
+        raise ValueError(
+            f"--was {was} is the rate of the run's own link, beside which --bandwidth is another; "
+            "give --bandwidth too, or leave --was out"
+        )
+    if latency_us is not None and not 0 <= latency_us < inf:
+        raise ValueError(f"--latency-us must be 0 µs or more, got {latency_us:g}")
+    folder = str(run_folder(folder))
     observed = observe(read_run(folder))
     like = Wish(
         gbps=None if bandwidth is None else gbps_of(bandwidth, option="--bandwidth"),
@@ -108,15 +121,21 @@ def whatif_command(
     )
     names = tuple(codec or (DDP, *CANDIDATES))
     only = [name for name in names if name != DDP]
-    wishes = candidates(observed, only, like=like, forms=form, ddp=DDP in names)
-    if bucket_mb:
-        wishes = in_buckets(wishes, bucket_mb)
-    elif not (codec or form or hosts):
-        wishes += other_buckets(observed, like=like)
-    if hosts:
-        wishes = scaled(wishes, hosts_of(hosts))
-    costs = _costs(folder, names, observed.setting.codec, anew=measure or compiled, fused=compiled)
-    found = predict(observed, wishes, costs=costs)
+    own = observed.setting.codec
+    with _named_as_options():
+        wishes = candidates(observed, only, like=like, forms=form, ddp=DDP in names)
+        if bucket_mb:
+            wishes = in_buckets(wishes, bucket_mb)
+        elif not (codec or form or hosts):
+            wishes += other_buckets(observed, like=like)
+        if hosts:
+            wishes = scaled(wishes, hosts_of(hosts))
+        reasons = [why_not(observed, wish) for wish in wishes]
+        if all(reasons):  # none, too: ddp in another form
+            because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
+            raise ValueError(f"nothing of this can be predicted: {because}")
+        costs = _costs(folder, names, own, anew=measure or compiled, fused=compiled)
+    found = predict(observed, with_own(observed, wishes), costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
     else:
@@ -161,6 +180,18 @@ def hosts_of(texts: Sequence[str]) -> list[int]:
             )
         found.add(int(each))
     return sorted(found)
+
+
+@contextmanager
+def _named_as_options() -> Iterator[None]:
+    """Mistakes in what options said bear the names of these."""
+    names = ("codec", "form", "hosts", "bucket_mb")
+    options = {name: f"--{name.replace('_', '-')}" for name in names}
+    try:
+        yield
+    except ValueError as error:
+        name, _, rule = str(error).partition(" ")
+        raise ValueError(f"{options.get(name, name)} {rule}") from None
 
 
 def _costs(

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.console import stdout_console
-from lightning_dist.profiling.whatif.answer import LABEL, Prediction, WhatIf
+from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, Prediction, WhatIf
 from lightning_dist.profiling.whatif.told import (
     error_of,
     remarks,
@@ -43,12 +43,11 @@ def print_whatif(found: WhatIf) -> None:
 
 
 def _compared(found: WhatIf) -> list[str]:
-    """With what, where numbers of hosts were asked about."""
-    current = found.current
-    if {each.hosts for each in found.others} <= {current.hosts}:
+    """With what, where other links or hosts were asked about."""
+    if found.against == THIS_RUN:
         return []
-    own = f"{current.codec} {current.form}"
-    return [f"places are among as many hosts; change: against {own} on as many hosts"]
+    among = "places are among settings with the same link and hosts"
+    return [f"change: against {found.against}; {among}"]
 
 
 def _head(found: WhatIf) -> list[str]:

@@ -127,6 +127,17 @@ class Run:
         return sorted(set.intersection(*of_ranks)) if of_ranks else []
 
 
+def run_folder(folder: str | Path) -> Path:
+    """``folder``, or the only run in it where it is none itself."""
+    folder = Path(folder)
+    runs = _runs_in(folder)
+    return runs[0] if len(runs) == 1 and not any(folder.glob("rank*.jsonl")) else folder
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
+
+
 def read_run(folder: str | Path) -> Run:
     """Everything that can be read of a profiled run.
 
@@ -146,8 +157,8 @@ def read_run(folder: str | Path) -> Run:
                 ranks[of_rank.about.rank] = of_rank
     if not ranks:
         because = f" ({'; '.join(notes)})" if notes else ""
-        runs = sorted(path.parent for path in folder.glob("*/rank*.jsonl"))
-        instead = f"; give one of its runs: {', '.join(map(str, dict.fromkeys(runs)))}"
+        runs = _runs_in(folder)
+        instead = f"; give one of its runs: {', '.join(map(str, runs))}"
         raise ValueError(
             f"{folder} has no rank*.jsonl of a communication profile{because}"
             f"{instead if runs else ''}"

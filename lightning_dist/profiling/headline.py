@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from lightning_dist.profiling.parts import Summary
-from lightning_dist.profiling.whatif.told import predicted
 
 _LEAST = 0.005
 """Below this share there is nothing to say."""
 
 
-def headline(summary: Summary) -> str:
-    """One or two sentences, and one of what is predicted, where something is."""
-    sentences = [_of_some(summary), _measured(summary)]
-    if summary.whatif is not None:
-        sentences.append(predicted(summary.whatif))
-    return " ".join(filter(None, sentences))
+def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> str:
+    """One or two sentences of what was measured.
+
+    Args:
+        of_steps: how many of how many steps count, where that has to be said.
+    """
+    return " ".join(filter(None, (_of_some(summary, of_steps), _measured(summary))))
 
 
-def _of_some(summary: Summary) -> str:
-    """A warning before all else, where ranks have left nothing: waiting for them is not known."""
+def _of_some(summary: Summary, of_steps: tuple[int, int] | None) -> str:
+    """A warning before all else, where lines are missing: the figures are not of the whole run."""
     here, all_ = len(summary.ranks), summary.run.get("world_size", 0)
-    return f"OF {here} OF {all_} RANKS ONLY:" if 0 < here < all_ else ""
+    found = [f"OF {here} OF {all_} RANKS"] if 0 < here < all_ else []
+    if of_steps is not None:
+        found.append(f"OF {of_steps[0]} OF {of_steps[1]} STEPS")
+    return f"{', '.join(found)} ONLY:" if found else ""
 
 
 def _measured(summary: Summary) -> str:
@@ -70,6 +73,11 @@ def percent(share: float) -> str:
     if 0 < share < 0.0005:
         return "<0.1 %"
     return f"{share:.1%}".replace("%", " %") if 0 < share < 0.00995 else f"{100 * share:.0f} %"
+
+
+def two_digits(share: float) -> str:
+    """Such as ``1.2 %`` and ``12 %``: to tell a share from another that is near."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def milliseconds(value: float) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dist.profiling.folder import RankRun, Run
 
 MOST = 500
 """Steps that are looked at span by span: minutes become seconds, and means stay means."""
+
+_LEAST_MISSING = 0.05
+"""Share of the steps up to which the end of a rank changes nothing: a killed one loses a second."""
 
 _FEWEST = 50
 _SPANS = 500_000
@@ -27,6 +30,7 @@ class Sample:
         skipped: how many first steps were left out.
         reason: why ``detailed`` is empty.
         notes: what was left out, for the user to see.
+        cut: how many of how many steps all ranks have, where one ends much earlier than another.
     """
 
     ranks: Mapping[int, RankRun]
@@ -35,6 +39,7 @@ class Sample:
     skipped: int
     reason: str
     notes: Sequence[str]
+    cut: tuple[int, int] | None = None
 
 
 def sample(run: Run, *, skip: int) -> Sample:
@@ -48,7 +53,10 @@ def sample(run: Run, *, skip: int) -> Sample:
     notes: list[str] = []
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     common = Run(ranks).common_steps
-    everything = len(set().union(*(each.steps for each in ranks.values())))
+    recorded = set().union(*(each.steps for each in ranks.values()))
+    everything, cut = len(recorded), None
+    if common and _missing_at_the_end(ranks, recorded) > _LEAST_MISSING * everything:
+        cut = len(common), everything
     if len(common) < everything:
         notes.append(f"{len(common)} of {everything} steps are of all ranks; only these count")
     skipped = skip if len(common) > skip else 0
@@ -74,7 +82,13 @@ def sample(run: Run, *, skip: int) -> Sample:
             "of all"
         )
         detailed = spread(detailed, most)
-    return Sample(ranks, steps, detailed, skipped, reason, notes)
+    return Sample(ranks, steps, detailed, skipped, reason, notes, cut)
+
+
+def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -> int:
+    """Steps after the last one of the rank that ends first."""
+    end = min(max(each.steps) for each in ranks.values())
+    return sum(step > end for step in recorded)
 
 
 def _why_no_step(run: Run) -> str:

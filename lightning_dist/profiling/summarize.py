@@ -10,9 +10,9 @@ from typing import Any
 from lightning_dist.profiling.breakdown import timeline
 from lightning_dist.profiling.clock_check import uncertainty_of
 from lightning_dist.profiling.divergence import growth_of
-from lightning_dist.profiling.findings import Findings, look
+from lightning_dist.profiling.findings import Findings, ended_by, look
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import headline, percent
+from lightning_dist.profiling.headline import headline, two_digits
 from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
@@ -93,6 +93,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         ],
         reasons=reasons,
         notes=[
+            *ended_by(run),
             *run.notes,
             *chosen.notes,
             *_doubts(run, found, step_ms["mean"]),
@@ -101,7 +102,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             *([ONE_HOST] if traffic is not None and is_one_host(run) else []),
         ],
     )
-    return replace(summary, headline=headline(summary))
+    return replace(summary, headline=headline(summary, of_steps=chosen.cut))
 
 
 def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
@@ -262,9 +263,10 @@ def _doubts(run: Run, found: Findings, mean_ms: float) -> list[str]:
 
 def _over_budget(run: Run, overhead: float) -> list[str]:
     budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
-    if not 0 < budget < overhead:
+    took, may = two_digits(overhead), two_digits(budget)
+    if not 0 < budget < overhead or took == may:
         return []
-    note = f"the profiler took {percent(overhead)} of the time, and its budget is {percent(budget)}"
+    note = f"the profiler took {took} of the time, and its budget is {may}"
     if _about(run).get("codec") == "ddp":
         note += (
             ": gradients of ddp are seen through a communication hook, which costs its share in "

@@ -129,15 +129,28 @@ def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
     for command in (["report"], ["compare", folder]):
         said = refusal(*command, tmp_path / "no")
         assert said == f"{tmp_path}/no is not a folder; give one that CommProfiler has written"
+        other = save(tmp_path / "run2", PLANTED.run())
         said = refusal(*command, tmp_path)
         assert said == (
             f"{tmp_path} has no rank*.jsonl of a communication profile; give one of its runs: "
-            f"{folder}"
+            f"{folder}, {other}"
         )
         (tmp_path / "empty").mkdir(exist_ok=True)
         said = refusal(*command, tmp_path / "empty")
         assert said == f"{tmp_path}/empty has no rank*.jsonl of a communication profile"
     assert refusal("compare", tmp_path / "no", folder).startswith(f"{tmp_path}/no is not")
+
+
+def test_the_only_run_of_a_folder_is_taken(folder: Path, tmp_path: Path) -> None:
+    result = profile("report", tmp_path, "--no-html")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.endswith(f"written to {folder}: summary.json\n")
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name}
+    both = profile("compare", tmp_path, folder).stdout.splitlines()
+    assert both[0].split(" (")[0] == f"A: {folder}"
+    inside = save(folder / "older", PLANTED.run())  # a run itself is none of what is in it
+    assert profile("report", folder, "--no-html").stdout.endswith(f"{folder}: summary.json\n")
+    assert inside.is_dir()
 
 
 def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:

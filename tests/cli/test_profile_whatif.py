@@ -117,11 +117,26 @@ def test_a_rate_that_is_read_both_ways_is_refused(folder: Path) -> None:
         (["--bandwidth", "100"], "--bandwidth must be a rate above 0"),
         (["--hosts", "16x8"], "--hosts must be numbers of hosts, like 8 or 2,8,64; got '16x8'"),
         (["--inside", "0gbit"], "--inside must be a rate above 0"),
-        (["--hosts", "1"], "hosts must be 2 or more"),
-        (["--bucket-mb", "0"], "bucket_mb must be above 0 MB"),
-        (["--form", "ring"], "form must be one of flat, sharded, leader"),
-        (["--codec", "int9"], "codec must be one of"),
-        (["--codec", "threshold"], "codec must have a size that does not depend on the gradient"),
+        (["--hosts", "1"], "--hosts must be 2 or more"),
+        (["--bucket-mb", "0"], "--bucket-mb must be above 0 MB, got 0"),
+        (["--form", "ring"], "--form must be one of flat, sharded, leader"),
+        (["--codec", "int9"], "--codec must be one of"),
+        (["--codec", "threshold"], "--codec must have a size that does not depend on the gradient"),
+        (
+            ["--was", "100mbit"],
+            "--was 100mbit is the rate of the run's own link, beside which --bandwidth is another; "
+            "give --bandwidth too, or leave --was out",
+        ),
+        (["--latency-us", "-1"], "--latency-us must be 0 µs or more, got -1"),
+        (["--latency-us", "nan"], "--latency-us must be 0 µs or more, got nan"),
+        (
+            ["--codec", "ddp", "--form", "leader"],
+            "nothing of this can be predicted: DDP itself knows no hosts",
+        ),
+        (
+            ["--codec", "int8", "--form", "sharded", "--bandwidth", "1gbit"],
+            "nothing of this can be predicted: one rank per host: there is nothing to add up",
+        ),
     ],
 )
 def test_refusals(folder: Path, arguments: list[str], rule: str) -> None:
@@ -130,7 +145,12 @@ def test_refusals(folder: Path, arguments: list[str], rule: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--form", "ring"], ["--hosts", "1"], ["--codec", "int8", "--codec", "threshold"]],
+    [
+        ["--form", "ring"],
+        ["--hosts", "1"],
+        ["--codec", "int8", "--codec", "threshold"],
+        ["--codec", "int8", "--form", "leader"],
+    ],
     ids=" ".join,
 )
 def test_nothing_is_measured_before_a_refusal(
@@ -185,7 +205,51 @@ def test_hosts_in_one_list_or_several_are_told_from_few_to_many(folder: Path) ->
     rows = [line.split() for line in lines if line.split()[2:3] == ["flat"]]
     assert [int(row[3]) for row in rows] == sorted(2 * [3, *(2**power for power in range(1, 11))])
     assert {row[0] for row in rows[::2]} == {"1"}  # a place is among as many hosts
-    assert any("change: against ddp flat on as many hosts" in line for line in lines)
+    own = "note: change: against ddp flat, as in this run, with the same link and hosts"
+    assert any(line.startswith(own) for line in lines)
+
+
+def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder: Path) -> None:
+    asked = ["--codec", "fp16", "--bandwidth", "100mbit"]
+    text = profile("whatif", folder, *asked).stdout
+    best, own = [line for line in text.splitlines() if line.split()[2:3] == ["flat"]]
+    assert best.split()[:2] == ["1", "fp16"]
+    assert re.search(r" -4\d\.\d %$", best.rstrip())
+    assert own.split()[:2] == ["2", "ddp"]
+    assert " +0.0 %" in own or " 0.0 %" in own
+    assert "note: change: against ddp flat, as in this run, with the same link and hosts" in text
+    content = json.loads(profile("whatif", folder, *asked, "--json").stdout)
+    assert [each["change"] < 0 for each in content["others"]] == [True, False]
+    assert content["against"] == "ddp flat, as in this run, with the same link and hosts"
+    usual = profile("whatif", folder, "--codec", "fp16").stdout
+    assert "change: against" not in usual
+
+
+def test_of_one_host_nothing_is_told_of_several_without_a_rate_between_them(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", replace(DDP, hosts=("a",)).run())
+    asked = ["--codec", "ddp", "--codec", "int8", "--hosts", "2,8,64,1024"]
+    for more in ([], ["--json"]):
+        assert refusal("whatif", folder, *asked, *more) == (
+            "nothing of this can be predicted: the run was on one host; give the rate of a link "
+            "between hosts with --bandwidth"
+        )
+    assert profile("whatif", folder, *asked, "--bandwidth", "10gbit").exit_code == 0
+
+
+def test_what_alone_cannot_be_told_is_a_note_with_the_option(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", replace(DDP, world_size=4).run())
+    result = profile("whatif", folder, "--codec", "fp16")
+    assert result.exit_code == 0
+    assert "note: n/a for fp16 sharded or leader: no exchange inside a host" in result.stdout
+    assert "with --inside" in result.stdout
+
+
+def test_the_only_run_of_a_folder_is_taken(folder: Path) -> None:
+    fp16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")
+    write_costs(folder, Costs({"fp16": fp16, "none": replace(fp16, name="none")}))
+    result = profile("whatif", folder.parent, "--codec", "fp16")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "note: what fp16 cost: on a after this run" in result.stdout
 
 
 def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:

@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planted import MS, Planted
+from planted import MS, Planted, replaced
 
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import milliseconds, percent
+from lightning_dist.profiling.headline import milliseconds, percent, two_digits
 from lightning_dist.profiling.records import BucketTimes, ClockRecord, Phase, Span, StepRecord
 from lightning_dist.profiling.summarize import summarize
 
@@ -49,6 +49,22 @@ def test_of_some_ranks_only_is_said_before_all_else() -> None:
     run = Planted(late={1: 50}).run()
     told = summarize(Run({0: run.ranks[0]})).headline
     assert told.startswith("OF 1 OF 2 RANKS ONLY: ")
+
+
+def test_a_rank_whose_lines_end_early_is_said_before_all_else() -> None:
+    run = Planted(world_size=3, steps=40, late={1: 50}).run()
+
+    def told(until: int, of: Run = run) -> str:
+        few = {step: of.ranks[1].steps[step] for step in range(until)}
+        return summarize(replaced(of, 1, steps=few)).headline
+
+    whole = summarize(run).headline
+    assert told(17) == f"OF 17 OF 40 STEPS ONLY: {whole}"
+    assert told(38) == whole  # a rank that is killed loses its last lines
+    two = Run({rank: run.ranks[rank] for rank in (0, 1)})
+    assert told(9, two).startswith("OF 2 OF 3 RANKS, OF 9 OF 40 STEPS ONLY: ")
+    gap = {step: each for step, each in run.ranks[1].steps.items() if not 10 <= step < 20}
+    assert summarize(replaced(run, 1, steps=gap)).headline == whole
 
 
 def test_waiting_that_no_single_rank_is_to_blame_for() -> None:
@@ -145,6 +161,13 @@ def test_what_nothing_covers_is_told() -> None:
 )
 def test_percent(share: float, told: str) -> None:
     assert percent(share) == told
+
+
+@pytest.mark.parametrize(
+    ("share", "told"), [(0.0124, "1.2 %"), (0.0104, "1 %"), (0.124, "12 %"), (0.998, "100 %")]
+)
+def test_two_digits(share: float, told: str) -> None:
+    assert two_digits(share) == told
 
 
 @pytest.mark.parametrize(

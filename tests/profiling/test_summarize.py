@@ -226,8 +226,9 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
 @pytest.mark.parametrize(
     ("codec", "budget", "overhead", "note"),
     [
-        ("ddp", 0.01, 0.028, "took 3 % of the time, and its budget is 1 %: gradients of ddp are"),
-        ("int8", 0.01, 0.028, "took 3 % of the time, and its budget is 1 %"),
+        ("ddp", 0.01, 0.028, "took 2.8 % of the time, and its budget is 1 %: gradients of ddp are"),
+        ("int8", 0.01, 0.0124, "took 1.2 % of the time, and its budget is 1 %"),
+        ("int8", 0.01, 0.0104, None),  # no more than rounding shows
         ("ddp", 0.01, 0.009, None),
         ("ddp", 0.0, 0.028, None),  # of an older version: not known
     ],
@@ -245,7 +246,7 @@ def test_a_profiler_that_takes_more_than_it_may_says_so(
     notes = [each for each in summarize(run).notes if each.startswith("the profiler took")]
     assert len(notes) == (note is not None)
     assert note is None or f"the profiler {note}" in notes[0]
-    assert codec != "int8" or notes[0].endswith("budget is 1 %")
+    assert codec != "int8" or note is None or notes[0].endswith("budget is 1 %")
 
 
 def test_on_one_host_there_is_no_network() -> None:

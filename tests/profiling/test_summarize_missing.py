@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from planted import Planted, replaced
@@ -12,6 +14,7 @@ from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED
 from lightning_dist.profiling.records import EndRecord
 from lightning_dist.profiling.report.facts import facts
+from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.summarize import pick_steps, summarize
 
 
@@ -76,6 +79,23 @@ def test_no_steps_and_the_reason() -> None:
     halves = [{s: e for s, e in of.steps.items() if s // 2 == r} for r, of in apart.ranks.items()]
     apart = replaced(replaced(apart, 0, steps=halves[0]), 1, steps=halves[1])
     assert summarize(apart).reasons["step_ms"] == "no step is recorded on all ranks"
+
+
+def test_what_has_ended_the_training_is_the_first_note(tmp_path: Path) -> None:
+    run = replace(Planted(world_size=3).run(), notes=["line 9"])
+    assert summarize(run).notes == ["line 9"]
+    one = replaced(run, 1, end=EndRecord("OSError: no data"))
+    assert summarize(one).notes == ["the training ended by OSError: no data (rank 1)", "line 9"]
+    two = replaced(one, 2, end=EndRecord("OSError: no data"))
+    two = replaced(two, 0, end=EndRecord("KeyboardInterrupt: "))
+    assert summarize(two).notes[0] == (
+        "the training ended by KeyboardInterrupt (rank 0), OSError: no data (rank 1, 2)"
+    )
+    for rank in run.ranks:
+        run = replaced(run, rank, end=EndRecord("SystemExit: 143"))
+    write_summary(tmp_path / "summary.json", summarize(run))
+    notes = json.loads((tmp_path / "summary.json").read_text())["notes"]
+    assert notes == ["the training ended by SystemExit: 143", "line 9"]
 
 
 def test_no_rate_is_told_of_half_a_run() -> None:

@@ -9,8 +9,8 @@ from planted import MS, Planted, replaced
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.records import BurstRecord, LinkRecord, Span
-from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, NO_ERROR, WhatIf
-from lightning_dist.profiling.whatif.candidates import SCALE, candidates, scaled
+from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, NO_ERROR, WhatIf, is_faster
+from lightning_dist.profiling.whatif.candidates import SCALE, candidates, scaled, with_own
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import LEAST_MARGIN, Wish, predict
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
@@ -172,7 +172,45 @@ def test_a_slower_link_is_predicted() -> None:
     (half,) = asked(DDP, Wish(gbps=rate / 2)).others
     assert half.step_ms == pytest.approx(duration(replace(DDP, transfer=80)))
     assert half.exposed_ms == pytest.approx(4 * 80 - 30)
-    assert half.change == pytest.approx(half.step_ms / duration(DDP) - 1)
+    assert (half.change, half.verdict) == (0.0, NO_DIFFERENCE)
+
+
+def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_there() -> None:
+    fp16, ddp, near = Wish(codec="fp16", gbps=0.1), Wish(gbps=0.1), Wish(codec="fp16")
+    found = asked(DDP, fp16, near, ddp)
+    best, own, as_it_was = found.others
+    assert found.current.step_ms is not None
+    assert best.step_ms > found.current.step_ms  # the link is slow, and the codec helps there
+    assert best.change == pytest.approx(best.step_ms / own.step_ms - 1)
+    assert [(each.codec, each.place, is_faster(each)) for each in found.others] == [
+        ("fp16", 1, True),
+        ("ddp", 2, False),
+        ("fp16", 1, True),
+    ]
+    assert as_it_was.change == pytest.approx(as_it_was.step_ms / found.current.step_ms - 1)
+    assert found.as_dict()["against"] == "ddp flat, as in this run, with the same link and hosts"
+    assert asked(DDP, near).against == "this run"
+    rounds = with_small_exchanges(DDP.run(), took=0.4)
+    wishes = [Wish(latency=0.1, codec=codec) for codec in ("ddp", "fp16")]
+    slow = {each.codec: each for each in predict(observe(rounds), wishes, costs=COSTS).others}
+    assert (slow["ddp"].change, slow["fp16"].change < 0) == (0.0, True)
+
+
+def test_the_runs_own_setting_is_among_what_is_asked_of_other_links_and_hosts() -> None:
+    observed = observe(INT8.run())
+    int8, fp16, large = Wish(codec="int8"), Wish(codec="fp16"), Wish(codec="int8", bucket_mb=100.0)
+    assert with_own(observed, [fp16]) == [fp16]  # the run itself is told of anyway
+    slow = replace(fp16, gbps=0.1)
+    assert with_own(observed, [slow]) == [Wish(gbps=0.1), slow]
+    assert with_own(observed, scaled([large], [4, 8])) == [
+        Wish(hosts=4),
+        replace(large, hosts=4),
+        Wish(hosts=8),
+        replace(large, hosts=8),
+    ]
+    for own in (int8, Wish(form="flat")):
+        there = scaled([own, fp16], [4])
+        assert with_own(observed, there) == there
 
 
 def test_what_was_lost_of_one_link_is_lost_of_another() -> None:
@@ -221,8 +259,12 @@ def test_hosts_are_ranked_among_as_many() -> None:
 
 
 def test_nothing_is_ranked_closer_than_the_error() -> None:
-    wishes = [Wish(gbps=0.8364640883977901 * (1 + 0.013 * i)) for i in (0, 1, 2, 10, 11, 30)]
-    found = asked(DDP, *wishes)
+    costs = {
+        f"c{i}": replace(COSTS["none"], name=f"c{i}", settle=i * 2e-9)
+        for i in (0, 1, 2, 10, 11, 30)
+    }
+    wishes = [Wish(codec=name) for name in costs]
+    found = predict(observe(DDP.run()), wishes, costs={**COSTS, **costs})
     assert found.margin == LEAST_MARGIN
     steps = [each.step_ms or 0 for each in found.others]
     assert steps == sorted(steps)
@@ -232,8 +274,8 @@ def test_nothing_is_ranked_closer_than_the_error() -> None:
         assert (one.place != other.place) is apart
     assert {one.place == other.place for one, other in pairs} == {True, False}
     verdicts = [each.verdict for each in found.others]
-    assert verdicts[-2:] == [NO_DIFFERENCE] * 2
-    assert verdicts[0] == ""
+    assert verdicts[:2] == [NO_DIFFERENCE] * 2
+    assert verdicts[-1] == ""
 
 
 def test_a_large_error_joins_what_a_small_one_would_rank() -> None:
@@ -267,7 +309,7 @@ def test_from_one_host_nothing_is_known_of_a_link_between_hosts() -> None:
     one = replace(DDP, hosts=("a",))
     unknown, given = (asked(one, wish).others[0] for wish in (Wish(hosts=4), Wish(hosts=4, gbps=1)))
     assert unknown.step_ms is None
-    assert "give the rate" in unknown.reason
+    assert unknown.reason.endswith("give the rate of a link between hosts with --bandwidth")
     assert given.step_ms is not None
     assert given.world_size == 8
 

@@ -12,6 +12,8 @@ LABEL = "PREDICTION, not measured"
 
 NO_DIFFERENCE = "no difference that the model could tell"
 
+THIS_RUN = "this run"
+
 NO_ERROR = "the model has no error to be judged by"
 
 
@@ -23,10 +25,10 @@ class Prediction:
         gbps: of the link between hosts, headers included.
         exposed_ms: from the last gradient to the mean of all.
         sent_mb: over the link of a host.
-        change: of the step against the prediction for the run itself, -0.5: half as long. Where
-            numbers of hosts are asked about: for the run's own setting on as many.
-        place: 1 for the best on as many hosts; those that the model cannot tell apart share one.
-            None: not ranked.
+        change: of the step against the prediction for the run's own setting, -0.5: half as long.
+            Where other links, latencies or numbers of hosts are asked about: with the same.
+        place: 1 for the best with the same link and hosts; those that the model cannot tell apart
+            share one. None: not ranked.
         verdict: in words; empty where ``change`` says it.
         source: where the cost of the codec is from.
         assumes: what has to be so.
@@ -51,7 +53,7 @@ class Prediction:
 
 
 def is_faster(each: Prediction) -> bool:
-    """Than the run itself, by more than the model can be wrong."""
+    """Than the run's own setting, by more than the model can be wrong."""
     return each.change is not None and each.change < 0 and each.verdict != NO_DIFFERENCE
 
 
@@ -64,10 +66,11 @@ class WhatIf:
         current: the model's word on that very run.
         error: of it against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
         margin: share of a step within which nothing is ranked.
-        others: the best first, by numbers of hosts where these are asked about; then what is not
+        others: the best first, by links and hosts where these are asked about; then what is not
             ranked, then those of which nothing can be told.
         link: what was measured of the links.
         reasons: by name, what is not known, and why.
+        against: what ``change`` is against, in words.
     """
 
     measured_ms: float
@@ -78,6 +81,7 @@ class WhatIf:
     link: Mapping[str, float | None]
     reasons: Mapping[str, str] = field(default_factory=dict)
     label: str = LABEL
+    against: str = THIS_RUN
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

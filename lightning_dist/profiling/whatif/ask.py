@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import headline
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.whatif.answer import WhatIf
 from lightning_dist.profiling.whatif.candidates import candidates, other_buckets
@@ -14,6 +13,7 @@ from lightning_dist.profiling.whatif.costs_file import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import Wish, predict
 from lightning_dist.profiling.whatif.setting import FLAT
+from lightning_dist.profiling.whatif.told import predicted
 from lightning_dist.reducer.costs import CANDIDATES
 
 
@@ -30,8 +30,8 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
         return replace(summary, reasons={**summary.reasons, "whatif": reason})
-    summary = replace(summary, whatif=found)
-    return replace(summary, headline=headline(summary))
+    told = " ".join(filter(None, (summary.headline, predicted(found))))
+    return replace(summary, whatif=found, headline=told)
 
 
 def ask(run: Run, costs: Callable[[Observed], Costs]) -> WhatIf:

@@ -55,3 +55,17 @@ def other_buckets(observed: Observed, *, like: Wish, sizes: Sequence[float] = SI
             seen.append(buckets)
             found.append(replace(like, codec=None, form=None, bucket_mb=size))
     return found
+
+
+def with_own(observed: Observed, wishes: Sequence[Wish]) -> list[Wish]:
+    """``wishes``, with the run's own setting wherever they ask about other links or hosts."""
+    setting, found = observed.setting, list[Wish]()
+    for question in dict.fromkeys(wish.question for wish in wishes):
+        alike = [wish for wish in wishes if wish.question == question]
+        is_there = any(
+            (wish.codec or setting.codec, wish.form or setting.form, wish.bucket_mb)
+            == (setting.codec, setting.form, None)
+            for wish in alike
+        )
+        found += alike if is_there or question == Wish() else [question, *alike]
+    return found

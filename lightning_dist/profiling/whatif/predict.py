@@ -9,6 +9,7 @@ from math import inf
 from lightning_dist.profiling.whatif.answer import (
     NO_DIFFERENCE,
     NO_ERROR,
+    THIS_RUN,
     Prediction,
     WhatIf,
     is_faster,
@@ -51,6 +52,11 @@ class Wish:
     one_core: bool | None = None
     bucket_mb: float | None = None
 
+    @property
+    def question(self) -> Wish:
+        """What is asked about the run's own setting: other links, latency and hosts."""
+        return replace(self, codec=None, form=None, bucket_mb=None)
+
     def __post_init__(self) -> None:
         if self.form is not None and self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
@@ -82,18 +88,16 @@ def predict(
     if current.step_ms is not None:
         error = current.step_ms / (observed.step * MS) - 1
     margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    played: dict[int | None, list[Prediction]] = {}
-    for wish in wishes:
-        found = _play(observed, _wished(observed, wish), known, wish)
-        played.setdefault(wish.hosts, []).append(found)
+    of_question: dict[Wish, list[Wish]] = {}
+    for wish in wishes:  # whether a codec has a core is no other question
+        of_question.setdefault(replace(wish.question, one_core=None), []).append(wish)
     others: list[Prediction] = []
-    for hosts, alike in played.items():
-        own = current
-        if hosts is not None:
-            like = next(wish for wish in wishes if wish.hosts == hosts)
-            as_it_was = replace(like, codec=None, form=None, bucket_mb=None)
-            own = _play(observed, _wished(observed, as_it_was), known, as_it_was)
-        others += _placed(alike, own, margin)
+    for alike in of_question.values():
+        own, *played = (
+            _play(observed, _wished(observed, wish), known, wish)
+            for wish in (alike[0].question, *alike)
+        )
+        others += _placed(played, own, margin)
     return WhatIf(
         measured_ms=observed.step * MS,
         current=current,
@@ -109,7 +113,19 @@ def predict(
             "latency_us": _us(observed.setting.link.latency),
         },
         reasons=_reasons(observed, wishes),
+        against=_against(current, wishes),
     )
+
+
+def why_not(observed: Observed, wish: Wish) -> str:
+    """Why nothing can be told of it, whatever codecs cost; empty if something can."""
+    return _untellable(observed, _wished(observed, wish))
+
+
+def _against(current: Prediction, wishes: Sequence[Wish]) -> str:
+    if all(wish.question == Wish() for wish in wishes):
+        return THIS_RUN
+    return f"{current.codec} {current.form}, as in this run, with the same link and hosts"
 
 
 def _reasons(observed: Observed, wishes: Sequence[Wish]) -> Mapping[str, str]:
@@ -221,10 +237,14 @@ def _unknown(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost
         return f"what {setting.codec} costs was not measured"
     if setting.form != FLAT and "none" not in costs:
         return "what a copy costs was not measured"
-    if observed.setting.hosts == 1 and setting.hosts > 1:
-        same = setting.link.rate == observed.setting.link.rate
-        if same:
-            return "the run was on one host; give the rate of a link between hosts"
+    return _untellable(observed, setting)
+
+
+def _untellable(observed: Observed, setting: Setting) -> str:
+    """The same, whatever codecs cost."""
+    is_of_run = setting.link.rate == observed.setting.link.rate
+    if observed.setting.hosts == 1 and setting.hosts > 1 and is_of_run:
+        return "the run was on one host; give the rate of a link between hosts with --bandwidth"
     return impossible(setting)
 
 
@@ -237,7 +257,7 @@ def _placed(
     place, and comes after all that have.
 
     Args:
-        own: the setting of the run, on as many hosts.
+        own: the setting of the run, with the same link and hosts.
     """
     told = sorted(
         (each for each in played if each.step_ms is not None), key=lambda each: each.step_ms or 0.0
@@ -268,8 +288,8 @@ def _placed(
 def _least_lost(alike: Sequence[Prediction], margin: float) -> list[Prediction]:
     """Those that cannot be told from the fastest, by what they send: more bytes lose less.
 
-    First come those that are faster than the run itself by more than that, if there are any; what
-    is further from the fastest follows in the order of time.
+    First come those that are faster than the run's own setting by more than that, if there are
+    any; what is further from the fastest follows in the order of time.
     """
     most = (alike[0].step_ms or 0.0) * (1 + margin)
     near = [each for each in alike if (each.step_ms or 0.0) <= most]
