@@ -83,8 +83,9 @@ def compare_command(
 ) -> None:
     """Put two runs beside each other: step time, its parts, bytes.
 
-    Medians over steps, where the headline and the table of a report have means; of each step the
-    mean over ranks. `report` says which rank is waited for.
+    Medians over the steps that were looked at in detail, where the headline and the table of a
+    report have their means; "all steps" is over all. Of each step the mean over ranks. `report`
+    says which rank is waited for.
 
     The spread is by how much two runs of the same training may differ by chance: a smaller
     difference says nothing. It is large where the steps of a run differ much, and gets smaller with
@@ -99,7 +100,12 @@ def compare_command(
     found = compare(*(measured(run, summary) for _, run, summary in runs.values()))
     if as_json:
         sides = {
-            name.lower(): {"folder": folder, "run": summary.run, "steps": summary.steps}
+            name.lower(): {
+                "folder": folder,
+                "run": summary.run,
+                "steps": len(summary.series.steps),
+                "all_steps": summary.steps,
+            }
             for name, (folder, _, summary) in runs.items()
         }
         rows = [_fields(each) for each in found]
@@ -110,7 +116,10 @@ def compare_command(
         typer.echo(f"{name}: {folder} ({describe(summary)})")
     typer.echo(verdict(found))
     print_differences(found)
-    typer.echo("medians over steps (a report has means), parts as means over ranks")
+    typer.echo(
+        "medians over the steps in detail (a report has means), parts as means over ranks; "
+        "'all steps' is over all"
+    )
     for name, (_, _, summary) in runs.items():
         for note in summary.notes:
             typer.echo(f"note: {name}: {note}")

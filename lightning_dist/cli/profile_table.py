@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.compare import Difference
+from lightning_dist.profiling.headline import count
 from lightning_dist.profiling.parts import PARTS, Summary
 
 _UNITS = {"ms": "ms", "mb": "MB"}
@@ -20,10 +21,12 @@ def describe(summary: Summary) -> str:
     hosts = len(set(run.get("hosts", ())))
     words = [
         str(run.get("codec") or "codec not known"),
-        _count(run.get("world_size", 0), "rank"),
-        _count(hosts, "host"),
-        _count(len(summary.series.steps), "step"),
+        count(run.get("world_size", 0), "rank"),
+        count(hosts, "host"),
+        count(summary.steps, "step"),
     ]
+    if (in_detail := len(summary.series.steps)) < summary.steps:
+        words[-1] = f"{in_detail} of {words[-1]} in detail"
     return ", ".join(words)
 
 
@@ -40,7 +43,7 @@ def print_differences(differences: Sequence[Difference]) -> None:
 
 def _cells(each: Difference) -> tuple[str, ...]:
     name, _, unit = each.name.rpartition("_")
-    label = f"  {name}" if name in PARTS else name
+    label = f"  {name}" if name in PARTS else name.replace("_", " ")
 
     def figure(value: float | None, sign: str = "") -> str:
         return "n/a" if value is None else f"{value:{sign}.2f} {_UNITS[unit]}"
@@ -53,7 +56,3 @@ def _cells(each: Difference) -> tuple[str, ...]:
     else:
         remark = f"{100 * each.difference / each.a:+.1f} %" if each.a else ""
     return label, figure(each.a), figure(each.b), figure(each.difference, "+"), spread, remark
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

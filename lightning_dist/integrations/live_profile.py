@@ -85,8 +85,11 @@ def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path) -> None:
 def metrics_of(summary: Summary) -> dict[str, float]:
     """What is a number in a summary, by the name it has in loggers; what is None is left out."""
     parts, traffic = summary.parts_ms, summary.traffic
+    of_all, in_detail = summary.step_ms.get("mean"), summary.parts_step_ms
     found: dict[str, float | None] = {
-        "comm/step_ms": summary.step_ms.get("mean"),
+        # What stands beside exposed_ms is the step that it is a share of.
+        "comm/step_ms": of_all if in_detail is None else in_detail,
+        "comm/all_steps_ms": of_all,
         "comm/exposed_ms": summary.exposed_ms,
         "comm/exposed_pct": None if summary.exposed is None else 100 * summary.exposed,
         "comm/hidden_ms": summary.hidden_ms,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED, PARTS, Summary
+from lightning_dist.profiling.sample import sample
 
 _NOTCH = 1.58
 _FEWEST = 6
@@ -22,8 +23,15 @@ _FEWEST = 6
 
 _MB = 1e6
 
-NAMES = ("step_ms", *(f"{part}_ms" for part in PARTS), "exposed_ms", "sent_mb")
-"""What is compared: parts are means over ranks, ``sent_mb`` is of a rank."""
+NAMES = (
+    "step_ms",
+    *(f"{part}_ms" for part in PARTS),
+    "exposed_ms",
+    "sent_mb",
+    "all_steps_ms",
+)
+"""What is compared: parts are means over ranks, ``sent_mb`` is of a rank. All but ``all_steps_ms``
+are of the steps that were looked at in detail, as they are in a report."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +81,20 @@ def measured(run: Run, summary: Summary) -> Measured:
         return Measured({}, dict.fromkeys(NAMES, reasons.get("step_ms", "no step was recorded")))
     missing: dict[str, str] = {}
     for part in PARTS:
-        of_part = series.parts_ms.get(part, ())
-        # Without a codec it takes no time, which is to be compared with that of one.
-        if of_part and (any(of_part) or part == "codec" or part not in reasons):
+        if of_part := series.parts_ms.get(part, ()):
             values[f"{part}_ms"] = of_part
         else:
             missing[f"{part}_ms"] = reasons.get(part, reasons.get("parts_ms", "not recorded"))
-    if all(series.parts_ms.get(part) for part in EXPOSED):
-        rows = zip(*(series.parts_ms[part] for part in EXPOSED), strict=True)
-        values["exposed_ms"] = [sum(row) for row in rows]
+    exposed = [series.parts_ms[part] for part in EXPOSED if series.parts_ms.get(part)]
+    if exposed and summary.exposed_ms is not None:
+        values["exposed_ms"] = [sum(row) for row in zip(*exposed, strict=True)]
     else:
         missing["exposed_ms"] = reasons.get("exposed_ms", "not recorded")
     if summary.traffic is None:
         missing["sent_mb"] = reasons.get("traffic", "not recorded")
     else:
         values["sent_mb"] = [_sent(run, step) / _MB for step in series.steps]
+    values["all_steps_ms"] = sample(run, skip=summary.skipped).durations_ms()
     return Measured(values, missing)
 
 
@@ -102,7 +109,8 @@ def verdict(differences: Sequence[Difference]) -> str:
     assert step.name == "step_ms"
     if step.difference is None or step.is_explained is None:
         return f"The steps cannot be compared: {step.reason}."
-    others = _largest([each for each in differences[1:] if each.is_explained is False])
+    unlike = [each for each in differences[1:] if each.is_explained is False]
+    others = _largest(unlike, 0.0 if step.is_explained else step.difference)
     if step.is_explained:
         nothing = "no difference that the spread of the steps would not explain"
         return f"Step time: {nothing}; but {others}." if others else f"There is {nothing}."
@@ -112,12 +120,18 @@ def verdict(differences: Sequence[Difference]) -> str:
     return f"The step of B is {abs(step.difference):.3g} ms{share} {word}{because}."
 
 
-def _largest(differences: Sequence[Difference]) -> str:
-    """In words, the three parts that differ most; without any, what is sent."""
+def _largest(differences: Sequence[Difference], of_step: float) -> str:
+    """In words, the three parts that differ most; without any, what is sent.
+
+    First those that go where the step went: they are why.
+    """
     signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
     parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
     if parts:
-        return ", ".join(f"{name} {value:+.3g} ms" for name, value in parts[:3])
+        along = [each for each in parts if each[1] * of_step > 0]
+        against = [each for each in parts if each not in along]
+        told = [*along[: 2 if against else 3], *against]
+        return ", ".join(f"{name} {value:+.3g} ms" for name, value in told[:3])
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 

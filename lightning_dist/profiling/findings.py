@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from lightning_dist.profiling.breakdown import analyse, unknown_wait
@@ -63,6 +64,18 @@ class Findings:
         """Nothing is known of it, and it is not zero."""
         parts = {name: of for name, of in self.series.parts_ms.items() if name not in EXPOSED}
         self.series = replace(self.series, parts_ms=parts, wait_ms={})
+
+    def leave_out(self, names: Container[str]) -> None:
+        """Of parts that are zero and in ``names``: they were not measured."""
+        parts = {
+            name: values
+            for name, values in self.series.parts_ms.items()
+            if name not in names or any(values)
+        }
+        wait_ms = self.series.wait_ms
+        if "wait" in names and not any(map(any, wait_ms.values())):
+            wait_ms = {}
+        self.series = replace(self.series, parts_ms=parts, wait_ms=wait_ms)
 
     def parts_ms(self) -> dict[str, float]:
         """The mean of every part that is known."""

@@ -62,7 +62,7 @@ def _shares(summary: Summary, exposed_ms: float) -> str:
         "codec": "codec",
         "unattributed": "unattributed",
     }
-    shares = {name: summary.parts_ms[name] / exposed_ms for name in names}
+    shares = {name: (summary.parts_ms[name] or 0.0) / exposed_ms for name in names}
     return ", ".join(
         f"{percent(shares[name])} {names[name]}" for name in names if shares[name] >= _LEAST
     )
@@ -80,9 +80,16 @@ def two_digits(share: float) -> str:
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
-def milliseconds(value: float) -> str:
-    """Such as ``412 ms`` and ``4.12 ms``: three digits."""
+def milliseconds(value: float | None) -> str:
+    """Such as ``412 ms`` and ``4.12 ms``: three digits; ``n/a`` of None."""
+    if value is None:
+        return "n/a"
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def count(number: int, what: str) -> str:
+    """Such as ``1 step`` and ``2 steps``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _capital(text: str) -> str:

@@ -1,7 +1,8 @@
 """What a profile says: the parts of a step, and a summary of all steps. Types only.
 
 Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank; a
-figure that could not be measured is None, and ``reasons`` says why.
+figure that could not be measured is None, and ``reasons`` says why. All but ``Summary.step_ms`` and
+``overhead`` is of the steps that were looked at in detail, where any were.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class RankSummary:
     """One rank.
 
     Args:
+        step_ms: of the steps that the parts are of.
         wait_ms: it waited for others, per step, hidden or not.
         caused_ms: others waited for it, per step, added up over them.
         clock_uncertainty_ms: of its clock against rank 0's; None: never compared.
@@ -117,9 +119,9 @@ class RankSummary:
     rank: int
     host: str
     step_ms: float
-    exposed_ms: float
-    wait_ms: float
-    caused_ms: float
+    exposed_ms: float | None
+    wait_ms: float | None
+    caused_ms: float | None
     clock_uncertainty_ms: float | None = None
     intra_gbps: float | None = None
     inter_gbps: float | None = None
@@ -134,10 +136,10 @@ class BucketSummary:
     raw_mb: float
     wire_mb: float
     ready_ms: float
-    encode_ms: float
-    wait_ms: float
+    encode_ms: float | None
+    wait_ms: float | None
     transfer_ms: float
-    decode_ms: float
+    decode_ms: float | None
     exposed_ms: float
 
 
@@ -198,6 +200,9 @@ class Summary:
         headline: the most important in one or two sentences.
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
         skipped: first steps that were left out: buckets are not built yet.
+        step_ms: of all steps.
+        parts_ms: of ``parts_steps`` of them; every share of a part is of ``parts_step_ms``, their
+            mean, which is the sum of the parts. None: not measured.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if it is clearly one
             (:mod:`~lightning_dist.profiling.stragglers`).
@@ -216,7 +221,7 @@ class Summary:
     steps: int
     skipped: int
     step_ms: Mapping[str, float]  # "mean", "median", "p95"
-    parts_ms: Mapping[str, float]
+    parts_ms: Mapping[str, float | None]
     exposed_ms: float | None
     hidden_ms: float | None
     overlap: float | None
@@ -232,6 +237,13 @@ class Summary:
     notes: Sequence[str] = ()
     exposed_straggler: int | None = None
     whatif: WhatIf | None = None
+    parts_steps: int = 0
+
+    @property
+    def parts_step_ms(self) -> float | None:
+        """The mean of the steps that the parts are of: their sum. None: no part is known."""
+        known = [value for value in self.parts_ms.values() if value is not None]
+        return sum(known) if known else None
 
     @property
     def is_of_all(self) -> bool:
@@ -243,9 +255,14 @@ class Summary:
         """Exposed share, 0 to 1, of the steps that were looked at in detail."""
         if self.exposed_ms is None:
             return None
-        return self.exposed_ms / (sum(self.parts_ms.values()) or 1.0)
+        return self.exposed_ms / (self.parts_step_ms or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         whatif = None if self.whatif is None else self.whatif.as_dict()
-        return {"schema": SCHEMA, **asdict(replace(self, whatif=None)), "whatif": whatif}
+        return {
+            "schema": SCHEMA,
+            **asdict(replace(self, whatif=None)),
+            "parts_step_ms": self.parts_step_ms,
+            "whatif": whatif,
+        }

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.totals import MS, mean
 
 MOST = 500
 """Steps that are looked at span by span: minutes become seconds, and means stay means."""
@@ -40,6 +41,11 @@ class Sample:
     reason: str
     notes: Sequence[str]
     cut: tuple[int, int] | None = None
+
+    def durations_ms(self) -> list[float]:
+        """Of every step, the mean over ranks."""
+        ranks = self.ranks.values()
+        return [mean([each.head(step).duration / MS for each in ranks]) for step in self.steps]
 
 
 def sample(run: Run, *, skip: int) -> Sample:

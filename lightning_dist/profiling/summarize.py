@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_dist.profiling.divergence import growth_of
 from lightning_dist.profiling.findings import Findings, ended_by, look
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline, two_digits
-from lightning_dist.profiling.parts import EXPOSED, RankSummary, Series, Summary, Timeline
+from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.stragglers import Waits
@@ -21,6 +22,9 @@ from lightning_dist.profiling.totals import MS, mean
 from lightning_dist.profiling.traffic import ONE_HOST, gbps, gone, is_one_host, traffic_of
 
 _NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
+
+_LEAST_DIFFERENCE = 0.01
+"""Share of a step below which steps in detail are said to be as long as all steps."""
 
 _LEAST_WAITING = 0.02
 """Share of the step below which nobody is called a straggler."""
@@ -55,7 +59,8 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["codec"] = "DDP itself exchanges the gradients, without a codec"
     if chosen.detailed and not any(map(_has_forward, _records(chosen))):
         reasons["forward"] = "the passes ran within each other; both are in backward"
-    parts_ms = found.parts_ms() if chosen.detailed else _phases_ms(chosen)
+    found.leave_out(reasons)
+    parts_ms = _parts_ms(chosen, found, reasons)
     step_ms = _step_ms(chosen)
     under_way = sum(each.union for each in found.ranks.values())
     hidden = sum(each.hidden for each in found.ranks.values())
@@ -75,13 +80,14 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         skipped=chosen.skipped,
         step_ms=step_ms,
         parts_ms=parts_ms,
-        exposed_ms=None if is_unknown else sum(parts_ms[name] for name in EXPOSED),
+        exposed_ms=None if is_unknown else sum(parts_ms[name] or 0.0 for name in EXPOSED),
         hidden_ms=None if is_unknown else hidden / found.steps / MS,
         overlap=hidden / under_way if under_way else None,
         traffic=traffic,
-        ranks=_ranks(chosen, found, missing=bool(gone(run, chosen.ranks))),
-        buckets=[found.buckets[index].summary(index) for index in sorted(found.buckets)],
+        ranks=_ranks(chosen, found, reasons, missing=bool(gone(run, chosen.ranks))),
+        buckets=[found.buckets[index].summary(index, reasons) for index in sorted(found.buckets)],
         straggler=straggler,
+        parts_steps=len(chosen.detailed or _spread(chosen)) if parts_ms else 0,
         exposed_straggler=_exposed_straggler(run, found),
         overhead=_overhead(chosen),
         series=found.series if chosen.detailed else _series_of_durations(chosen),
@@ -96,7 +102,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             *ended_by(run),
             *run.notes,
             *chosen.notes,
-            *_doubts(run, found, step_ms["mean"]),
+            *_doubts(run, chosen, found),
             *_divergence(run),
             *_over_budget(run, _overhead(chosen)),
             *([ONE_HOST] if traffic is not None and is_one_host(run) else []),
@@ -131,14 +137,18 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
-def _durations(chosen: Sample) -> list[float]:
-    """Of every step in milliseconds, the mean over ranks."""
-    ranks = chosen.ranks.values()
-    return [mean([each.head(step).duration / MS for each in ranks]) for step in chosen.steps]
+def _parts_ms(
+    chosen: Sample, found: Findings, reasons: Mapping[str, str]
+) -> Mapping[str, float | None]:
+    if not chosen.detailed:
+        return _phases_ms(chosen)
+    known = found.parts_ms()
+    blind = EXPOSED if "parts_ms" in reasons else ()
+    return {name: known.get(name) for name in PARTS if name not in blind}
 
 
 def _step_ms(chosen: Sample) -> dict[str, float]:
-    durations = sorted(_durations(chosen))
+    durations = sorted(chosen.durations_ms())
     if not durations:
         return {"mean": 0.0, "median": 0.0, "p95": 0.0}
     return {
@@ -148,7 +158,7 @@ def _step_ms(chosen: Sample) -> dict[str, float]:
     }
 
 
-def _phases_ms(chosen: Sample) -> dict[str, float]:
+def _phases_ms(chosen: Sample) -> dict[str, float | None]:
     """Of steps without buckets and spans: ``backward`` has the exposed communication in it.
 
     Of as many as would be looked at in detail; empty if their phases were not recorded either.
@@ -166,11 +176,17 @@ def _phases_ms(chosen: Sample) -> dict[str, float]:
 
 
 def _series_of_durations(chosen: Sample) -> Series:
-    return Series(chosen.steps, _durations(chosen), {}, {}, [None] * len(chosen.steps))
+    return Series(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
 
 
-def _ranks(chosen: Sample, found: Findings, *, missing: bool) -> list[RankSummary]:
+def _ranks(
+    chosen: Sample, found: Findings, reasons: Mapping[str, str], *, missing: bool
+) -> list[RankSummary]:
+    def waiting(nanoseconds: float) -> float | None:
+        return None if not nanoseconds and "wait" in reasons else nanoseconds
+
     summaries = []
+    steps_of_parts = chosen.detailed or chosen.steps
     for rank, of_rank in chosen.ranks.items():
         totals = found.ranks[rank]
         steps = max(totals.steps, 1) * MS
@@ -180,10 +196,10 @@ def _ranks(chosen: Sample, found: Findings, *, missing: bool) -> list[RankSummar
             RankSummary(
                 rank,
                 of_rank.about.host,
-                step_ms=mean([of_rank.head(step).duration / MS for step in chosen.steps]),
-                exposed_ms=totals.exposed / steps,
-                wait_ms=totals.waited / steps,
-                caused_ms=caused / steps,
+                step_ms=mean([of_rank.head(step).duration / MS for step in steps_of_parts]),
+                exposed_ms=None if "exposed_ms" in reasons else totals.exposed / steps,
+                wait_ms=waiting(totals.waited / steps),
+                caused_ms=waiting(caused / steps),
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
                 # With ranks missing it is not known what of the time was waiting for them.
                 intra_gbps=None if missing else gbps(totals.intra, totals.intra_moving),
@@ -235,8 +251,11 @@ def _why_no_errors(run: Run, chosen: Sample) -> str:
 
 def _records(chosen: Sample) -> list[StepRecord]:
     """Of as many steps as are looked at in detail: to parse all would take long."""
-    steps = spread(chosen.steps, MOST)
-    return [each.steps[step] for each in chosen.ranks.values() for step in steps]
+    return [each.steps[step] for each in chosen.ranks.values() for step in _spread(chosen)]
+
+
+def _spread(chosen: Sample) -> list[int]:
+    return spread(chosen.steps, MOST)
 
 
 def _has_forward(record: StepRecord) -> bool:
@@ -249,16 +268,29 @@ def _overhead(chosen: Sample) -> float:
     return sum(each.overhead for each in records) / duration if duration else 0.0
 
 
-def _doubts(run: Run, found: Findings, mean_ms: float) -> list[str]:
+def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
     if not found.steps:
         return []
     doubts = [found.unknown_wait] if found.unknown_wait else []
-    of_detailed = found.duration_ms
-    if abs(of_detailed - mean_ms) > 0.05 * mean_ms:
-        doubts.append(
-            f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {mean_ms:.1f} ms"
-        )
-    return [*doubts, *found.clocks.notes(run)]
+    return [*doubts, *_others_differ(chosen, found.duration_ms), *found.clocks.notes(run)]
+
+
+def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
+    """Whether steps in detail are longer or shorter than chance would have picked them."""
+    durations = chosen.durations_ms()
+    of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
+    if abs(of_detailed - of_all) <= _LEAST_DIFFERENCE * of_all:
+        return []
+    # Of a sample that is drawn without putting back; of one step it says nothing.
+    error = statistics.stdev(durations) * math.sqrt((1 / few) - (1 / many))
+    is_noise = few > 1 and abs(of_detailed - of_all) <= 2 * error
+    if is_noise:
+        return []
+    why = "looking in detail takes time" if of_detailed > of_all else "it is no matter of chance"
+    return [
+        f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {of_all:.1f} ms: "
+        f"{why}, or they are other steps than the rest; parts are shares of {of_detailed:.1f} ms"
+    ]
 
 
 def _over_budget(run: Run, overhead: float) -> list[str]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.console import stdout_console
-from lightning_dist.profiling.headline import milliseconds, percent
+from lightning_dist.profiling.headline import count, milliseconds, percent
 from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary, Traffic
 from lightning_dist.profiling.totals import MB
 from lightning_dist.profiling.whatif.answer import LABEL, WhatIf
@@ -49,23 +49,25 @@ def _overview(summary: Summary) -> Table:
     skipped = f", without the first {summary.skipped}" if summary.skipped else ""
     ranks = f"mean of {len(summary.ranks)} ranks; " if len(summary.ranks) > 1 else "mean; "
     row(
-        "step",
+        f"all {summary.steps} steps" if summary.steps > 1 else "the one step",
         milliseconds(step["mean"]),
-        f"{ranks}median {milliseconds(step['median'])}, p95 {milliseconds(step['p95'])}, "
-        f"of {summary.steps} steps{skipped}",
-        style="bold",
+        f"{ranks}median {milliseconds(step['median'])}, p95 {milliseconds(step['p95'])}{skipped}",
     )
-    total = sum(summary.parts_ms.values()) or 1.0
+    total = summary.parts_step_ms
+    if total is not None:
+        in_detail = "" if "parts_ms" in summary.reasons else " in detail"
+        remark = f"{ranks}of {count(summary.parts_steps, 'step')}; its parts:"
+        row(f"step{in_detail}", milliseconds(total), remark, style="bold")
     for name in PARTS:
         style = "yellow" if name in EXPOSED else ""
-        if name not in summary.parts_ms:
-            row(f"  {name}", "n/a", summary.reasons.get("parts_ms", ""), style)
-        elif not summary.parts_ms[name] and name in summary.reasons:
-            row(f"  {name}", "n/a", summary.reasons[name], style)
+        of_part = summary.parts_ms.get(name)
+        if of_part is None:
+            because = summary.reasons.get(name if name in summary.parts_ms else "parts_ms", "")
+            row(f"  {name}", "n/a", because, style)
         else:
-            of_part = summary.parts_ms[name]
             exposed = ", exposed" if name in EXPOSED else ""
-            row(f"  {name}", milliseconds(of_part), f"{percent(of_part / total)}{exposed}", style)
+            share = percent(of_part / (total or 1.0))
+            row(f"  {name}", milliseconds(of_part), f"{share}{exposed}", style)
     if summary.overlap is None or summary.hidden_ms is None:
         row("hidden", "n/a", summary.reasons.get("overlap", ""))
     else:
@@ -104,25 +106,20 @@ def _add_traffic(table: Table, summary: Summary, traffic: Traffic) -> None:
 def _print_ranks(summary: Summary, console: Console) -> None:
     shown: Sequence[RankSummary] = summary.ranks
     if len(shown) > _MANY:
-        shown = sorted(shown, key=lambda each: (-each.caused_ms, each.rank))[:_WORST]
+        shown = sorted(shown, key=lambda each: (-(each.caused_ms or 0), each.rank))[:_WORST]
         console.print(f"{_WORST} of {len(summary.ranks)} ranks, those others waited for the most:")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rank", "host", "step", "exposed", "waits", "others wait", "clock"):
         table.add_column(column, justify="left" if column == "host" else "right", no_wrap=True)
-    is_detailed = "parts_ms" not in summary.reasons
-
-    def waiting(value: float) -> str:
-        return "n/a" if not value and "wait" in summary.reasons else milliseconds(value)
-
     for each in shown:
         clock = each.clock_uncertainty_ms
         table.add_row(
             Text(str(each.rank), style="red" if each.rank == summary.straggler else ""),
             Text(each.host),
             milliseconds(each.step_ms),
-            milliseconds(each.exposed_ms) if is_detailed else "n/a",
-            waiting(each.wait_ms),
-            waiting(each.caused_ms),
+            milliseconds(each.exposed_ms),
+            milliseconds(each.wait_ms),
+            milliseconds(each.caused_ms),
             "" if clock is None else f"± {milliseconds(clock)}" if clock else "the same",
         )
     console.print(table)

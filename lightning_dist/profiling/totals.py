@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_dist.profiling.breakdown import Analysed
@@ -113,19 +113,23 @@ class BucketTotals:
     decode: int = 0
     exposed: int = 0
 
-    def summary(self, index: int) -> BucketSummary:
-        """The means."""
+    def summary(self, index: int, unknown: Container[str]) -> BucketSummary:
+        """The means; what is zero and ``unknown`` was not measured."""
         count = max(self.count, 1)
+
+        def time(part: str, total: int) -> float | None:
+            return None if not total and part in unknown else total / count / MS
+
         return BucketSummary(
             index,
             self.codec,
             raw_mb=self.raw / count / MB,
             wire_mb=self.wire / count / MB,
             ready_ms=self.ready / count / MS,
-            encode_ms=self.encode / count / MS,
-            wait_ms=self.wait / count / MS,
+            encode_ms=time("codec", self.encode),
+            wait_ms=time("wait", self.wait),
             transfer_ms=self.transfer / count / MS,
-            decode_ms=self.decode / count / MS,
+            decode_ms=time("codec", self.decode),
             exposed_ms=self.exposed / count / MS,
         )
 

@@ -15,7 +15,7 @@ from processes import run
 from profile_calls import profile, refusal, save
 from test_program import LOADED
 
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.whatif.ask import with_whatif
@@ -168,7 +168,11 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
     ]
     assert cells["sent"][-2:] == ["-50.0", "%"]
     assert cells["data"][-1] == "ms"
-    assert rows[-1] == "medians over steps (a report has means), parts as means over ranks"
+    assert cells["all"][1:4] == ["steps", "210.00", "ms"]
+    assert rows[-1] == (
+        "medians over the steps in detail (a report has means), parts as means over ranks; "
+        "'all steps' is over all"
+    )
 
 
 def test_compare_does_not_make_much_of_little(folder: Path, tmp_path: Path) -> None:
@@ -186,12 +190,32 @@ def test_compare_for_programs(folder: Path, tmp_path: Path) -> None:
     result = profile("compare", folder, other, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     content = json.loads(result.stdout)
-    assert content["b"]["steps"] == 2
+    assert (content["b"]["steps"], content["b"]["all_steps"]) == (2, 2)
     assert content["a"]["run"]["codec"] == "int8"
     assert content["verdict"].startswith("The steps cannot be compared")
     step = content["differences"][0]
     assert (step["name"], step["spread"], step["is_explained"]) == ("step_ms", None, None)
     assert step["difference"] == step["b"] - step["a"]
+
+
+def test_compare_counts_the_steps_that_its_figures_are_of(folder: Path, tmp_path: Path) -> None:
+    run = PLANTED.run()
+    bare = {
+        rank: replace(
+            each,
+            steps={
+                step: replace(of, buckets=(), spans=(), detailed=False) if step % 2 else of
+                for step, of in each.steps.items()
+            },
+        )
+        for rank, each in run.ranks.items()
+    }
+    other = save(tmp_path / "other", Run(bare))
+    content = json.loads(profile("compare", folder, other, "--json").stdout)
+    assert (content["a"]["steps"], content["a"]["all_steps"]) == (10, 10)
+    assert (content["b"]["steps"], content["b"]["all_steps"]) == (5, 10)
+    told = profile("compare", folder, other).stdout.splitlines()[1]
+    assert told.endswith("(int8, 2 ranks, 2 hosts, 5 of 10 steps in detail)")
 
 
 def test_the_commands_load_no_torch(folder: Path) -> None:

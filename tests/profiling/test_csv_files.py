@@ -75,7 +75,20 @@ def test_what_was_not_recorded_is_empty(tmp_path: Path) -> None:
     assert {row[f"{name}_ms"] for row in rows for name in PARTS} == {""}
     assert {row["hidden_ms"] for row in rows} == {""}
     assert "" not in {row["step_ms"] for row in rows}
-    assert "" not in {row["wait_ms"] for row in steps if row["rank"] == "0"}
+    assert "" not in {row["transfer_ms"] for row in steps if row["rank"] == "0"}
+    assert {row["wait_ms"] for row in steps if row["rank"] == "0"} == {""}
+
+
+def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
+    steps, buckets = tables(tmp_path, Planted(codec="ddp", encode=0, decode=0).run())
+    assert {row["codec_ms"] for row in steps} == {""}
+    assert {row["wait_ms"] for row in steps} == {"0.0"}
+    assert {(row["encode_ms"], row["decode_ms"]) for row in buckets} == {("", "")}
+    alone, of_alone = tables(tmp_path, Run({0: Planted(late={1: 50}).run().ranks[0]}))
+    assert {row["wait_ms"] for row in alone} == {row["wait_ms"] for row in of_alone} == {""}
+    blind, _ = tables(tmp_path, Planted(buckets=0).run())
+    unseen = ("wait", "transfer", "codec", "unattributed", "exposed", "hidden", "exchange")
+    assert {row[f"{name}_ms"] for row in blind for name in unseen} == {""}
 
 
 def test_columns_of_times_and_bytes_have_units() -> None:

@@ -124,7 +124,7 @@ def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
         ("#links .heatmaplayer image", 1),
         ("#links .heatmap-label", 2),  # nobody measures a link to itself
         ("#errors .scatterlayer .js-line", 3 * 3),
-        ("#parts-title ~ .wide tbody tr", len(PARTS)),
+        ("#parts-title ~ .wide tbody tr", len(PARTS) + 1),  # and the step
         ("#whatif-title ~ .wide tbody tr", 1 + 4),  # what is not known has its reason above
         ("#whatif-steps .barlayer .point path", 2 * (1 + 4)),
         ("#whatif-steps .scatterlayer .point", 1),
@@ -164,6 +164,20 @@ def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
         one[at] < other[at] + other[size] and other[at] < one[at] + one[size]
         for at, size in (("x", "width"), ("y", "height"))
     )
+
+
+def test_tools_are_there_on_hovering_only_and_over_no_legend(shown: Opened) -> None:
+    opacity = "getComputedStyle(document.querySelector('#{} .modebar-group')).opacity"
+    for name in ("steps", "whatif-steps", "timeline-0", "waits", "links", "errors"):
+        shown.page.mouse.move(0, 0)
+        shown.page.wait_for_function(f"{opacity.format(name)} === '0'")
+        picture = shown.page.locator(f"#{name}")
+        picture.scroll_into_view_if_needed()
+        picture.hover(force=True)
+        shown.page.wait_for_function(f"{opacity.format(name)} === '1'")
+        tools = shown.page.locator(f"#{name} .modebar-group").first.bounding_box()
+        for legend in shown.page.locator(f"#{name} .legend, #{name} .colorbar").all():
+            assert not overlap(tools, legend.bounding_box()), name
 
 
 def test_the_figures_are_those_of_the_summary(shown: Opened) -> None:

@@ -19,7 +19,7 @@ from lightning_dist.profiling.report.bins import bins, mean, most_frequent
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_timeline import shown
 from lightning_dist.profiling.report.html import page, write_report
-from lightning_dist.profiling.report.tables import parts_table, ranks_table
+from lightning_dist.profiling.report.tables import buckets_table, parts_table, ranks_table
 from lightning_dist.profiling.report.text import megabytes, ms, number, percent, rate
 from lightning_dist.profiling.report.words import PART_WORDS
 from lightning_dist.profiling.summarize import pick_steps, summarize
@@ -68,8 +68,8 @@ def test_spans_that_overlap_are_in_lanes_of_their_own() -> None:
         (number(0.17), "0.170"),
         (number(0.00004), "4e-05"),
         (number(0), "0"),
-        (number(None), "-"),
-        (number(float("nan")), "-"),
+        (number(None), "n/a"),
+        (number(float("nan")), "n/a"),
         (ms(0.5), "0.500 ms"),
         (percent(0.314), "31 %"),
         (percent(0.0421), "4.2 %"),
@@ -148,9 +148,9 @@ def test_a_time_line_with_less_says_what_is_missing(timeline: Timeline, sentence
     [
         ({"ranks": 1, "late": 0}, "There is one rank, and nobody it could wait for."),
         ({"links": [{"rank": 0, "peer": None, "group": "flat", "sent": 10, "seconds": 1.0}]},
-         "Not measured between two hosts: only whole groups of ranks were."),
-        ({"links": [], "reasons": {"links": "no time"}}, "Not measured: no time."),
-        ({"errors": [], "reasons": {"errors": "not asked for"}}, "Not measured: not asked for."),
+         "n/a between two hosts: only whole groups of ranks were."),
+        ({"links": [], "reasons": {"links": "no time"}}, "n/a: no time."),
+        ({"errors": [], "reasons": {"errors": "not asked for"}}, "n/a: not asked for."),
         ({"overlap": None, "reasons": {"overlap": "no exchange"}}, "<dd>no exchange</dd>"),
         ({"straggler": None, "reasons": {"straggler": "all alike"}}, "<dd>all alike</dd>"),
     ],
@@ -172,7 +172,7 @@ def test_series_without_a_number_are_sentences() -> None:
     nothing = {0: [float("nan")] * 4, 1: [0.0] * 4}
     series = replace(summary.series, parts_ms={"wait": [0.0] * 4}, wait_ms=nothing)
     text = body_of(replace(summary, series=series, reasons={"parts_ms": "no phases"}))
-    assert "Not measured: no phases." in text
+    assert "n/a: no phases." in text
     assert "No rank has waited for another." in text
 
 
@@ -191,7 +191,7 @@ def test_a_bandwidth_without_a_peak_says_why() -> None:
     found = {
         each.label: each for each in facts(replace(a_summary(), traffic=traffic, reasons=reasons))
     }
-    assert found["Bandwidth used"].detail == "peak not measured: not calibrated"
+    assert found["Bandwidth used"].detail == "peak n/a: not calibrated"
 
 
 def test_the_matrix_has_all_bits_over_all_seconds() -> None:
@@ -259,8 +259,71 @@ def test_of_what_summarize_makes_everything_missing_has_its_reason(run: Run) -> 
     if "parts_ms" in summary.reasons:
         assert not {PART_WORDS[name].name for name in EXPOSED} & set(cells)
         assert "exposed parts are 0" not in text
-        assert all(row[3:6] == ("-", "-", "-") for row in tables[1].rows)
+        assert all(row[3:6] == ("n/a", "n/a", "n/a") for row in tables[1].rows)
         assert not any(each.value == "none" for each in facts(summary))
+
+
+def mixed() -> Run:
+    """Every second of 36 steps is looked at in detail, and all of those are slower."""
+    run = Planted(steps=38, slow_steps=dict.fromkeys(range(0, 38, 2), 2)).run()
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: replace(each, buckets=(), spans=(), detailed=False) if step % 2 else each
+            for step, each in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+def test_shares_of_the_parts_are_of_their_sum() -> None:
+    summary = summarize(mixed())
+    assert (summary.step_ms["mean"], summary.parts_step_ms) == pytest.approx((130, 160))
+    table = parts_table(summary)
+    *parts, total = table.rows
+    times = [float(row[1]) for row in parts]
+    shares = [float(row[2].removesuffix(" %")) for row in parts]
+    assert sum(times) == pytest.approx(160)
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert total == ("a step in detail", "160", "100 %", "of 18 steps")
+    assert table.caption.endswith("all 36 steps: mean 130 ms and median 130 ms.")
+    exposed, of_all = facts(summary)[:2]
+    assert (exposed.value, exposed.detail) == ("58 %", "93.0 ms of the 160 ms of a step in detail")
+    assert (of_all.label, of_all.value) == ("All 36 steps", "130 ms")
+    assert all(row[2:4] == ("160", "93.0") for row in ranks_table(summary).rows)
+
+
+def test_waiting_for_a_rank_without_lines_is_no_zero_on_the_page() -> None:
+    run = Planted(late={1: 50}).run()
+    run = Run({0: run.ranks[0]})
+    summary = summarize(run)
+    rows = {row[0]: row for row in parts_table(summary).rows}
+    assert rows["exposed: waiting"][1:3] == ("n/a", "n/a")
+    assert rows["exposed: waiting"][3].startswith("n/a: exchanges without a record of rank 1")
+    assert [row[6] for row in buckets_table(summary).rows] == ["n/a"] * 4
+    assert not summary.series.wait_ms
+    drawn = figures_of(summary, *pick_steps(run, summary))
+    assert "waits" not in drawn
+    assert "exposed: waiting" not in {trace["name"] for trace in drawn["steps"]["data"]}
+    (steps,) = [each for each in facts(summary) if each.label == "Steps"]
+    assert steps.detail.startswith("that the ranks with lines, 1 of 2, have recorded, 4 of them")
+
+
+def test_ddp_has_no_times_of_a_codec_on_the_page() -> None:
+    summary = summarize(Planted(codec="ddp", encode=0, decode=0).run())
+    rows = {row[0]: row for row in parts_table(summary).rows}
+    assert rows["exposed: codec"][1:3] == ("n/a", "n/a")
+    assert rows["exposed: waiting"][1:3] == ("0", "0 %")  # this was measured
+    assert {(row[5], row[8]) for row in buckets_table(summary).rows} == {("n/a", "n/a")}
+
+
+def test_commands_in_texts_are_code_and_nothing_else_is() -> None:
+    summary = replace(
+        a_summary(), notes=["run `lightning-dist doctor <x>` now"], headline="`a` and `<b>`"
+    )
+    text = body_of(summary)
+    assert "run <code>lightning-dist doctor &lt;x&gt;</code> now" in text
+    assert "<code>a</code> and <code>&lt;b&gt;</code>" in text
+    assert "`" not in text
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED
 from lightning_dist.profiling.records import EndRecord
 from lightning_dist.profiling.report.facts import facts
-from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.summary_file import to_json, write_summary
 from lightning_dist.profiling.summarize import pick_steps, summarize
 
 
@@ -35,6 +35,12 @@ def test_missing_ranks() -> None:
     assert summary.notes == ["nothing of rank 1", reason]
     assert summary.run["hosts"] == ["host-a", None, "host-a"]
     assert summary.exposed_ms == pytest.approx(83)
+    told = json.loads(to_json(summary.as_dict()))
+    assert (told["parts_ms"]["wait"], told["parts_step_ms"]) == (None, pytest.approx(150))
+    assert "wait" not in told["series"]["parts_ms"]
+    assert {(each["wait_ms"], each["caused_ms"]) for each in told["ranks"]} == {(None, None)}
+    assert {each["wait_ms"] for each in told["buckets"]} == {None}
+    assert "comm/wait_ms" not in metrics_of(summary)
     assert len(pick_steps(run, summary)) == 1
 
 
@@ -142,6 +148,10 @@ def test_ddp_of_torch_has_no_codec() -> None:
     summary = summarize(Planted(codec="ddp", encode=0, decode=0, sent=4_000_000).run())
     assert summary.reasons["codec"] == "DDP itself exchanges the gradients, without a codec"
     assert summary.parts_ms["transfer"] == pytest.approx(30)
+    assert summary.parts_ms["codec"] is None
+    assert summary.exposed_ms == pytest.approx(30)
+    assert {(each.encode_ms, each.decode_ms) for each in summary.buckets} == {(None, None)}
+    assert {each.wait_ms for each in summary.buckets} == {0}  # this was measured
     assert summary.traffic.ratio == 1
 
 
@@ -194,9 +204,27 @@ def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
     assert summary.notes == [
         "parts and communication are of the 1 step of 4 that were looked at in detail; step times "
         "are of all",
-        "steps looked at in detail take 160.0 ms, and all steps 115.0 ms",
+        "steps looked at in detail take 160.0 ms, and all steps 115.0 ms: looking in detail takes "
+        "time, or they are other steps than the rest; parts are shares of 160.0 ms",
     ]
     assert "wait" not in summary.reasons
+    # What stands together in the last row of a logger divides.
+    metrics = metrics_of(summary)
+    assert metrics["comm/step_ms"] == summary.parts_step_ms == pytest.approx(160)
+    assert metrics["comm/all_steps_ms"] == pytest.approx(115)
+    share = metrics["comm/exposed_ms"] / metrics["comm/step_ms"]
+    assert metrics["comm/exposed_pct"] == pytest.approx(100 * share)
+    assert [each.step_ms for each in summary.ranks] == pytest.approx([160, 160])
+    assert summary.parts_steps == 1
+
+
+def test_steps_in_detail_that_are_as_long_as_chance_would_have_them_need_no_note() -> None:
+    run = Planted(steps=42, slow_steps={step: 1 + step % 4 / 5 for step in range(42)}).run()
+    for rank in (0, 1):
+        run = without_detail(run, rank, *(step for step in range(42) if step % 3))
+    summary = summarize(run)
+    assert abs(summary.parts_step_ms - summary.step_ms["mean"]) > 0.01
+    assert not [note for note in summary.notes if note.startswith("steps looked at")]
 
 
 def test_steps_that_were_only_timed_have_no_zeros() -> None:

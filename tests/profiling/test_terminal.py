@@ -34,9 +34,10 @@ def test_a_planted_run() -> None:
     assert printed(summary).startswith(f"{summary.headline}\n")
     found = rows(summary)
     assert set(PARTS) <= found.keys()
-    assert found["step"] == (
-        "150 ms mean of 2 ranks; median 150 ms, p95 150 ms, of 4 steps, without the first 2"
+    assert found["all"] == (
+        "4 steps 150 ms mean of 2 ranks; median 150 ms, p95 150 ms, without the first 2"
     )
+    assert found["step"] == "in detail 150 ms mean of 2 ranks; of 4 steps; its parts:"
     assert found["transfer"] == "45.5 ms 30 %, exposed"
     assert found["optimizer"] == "5 ms 3 %"
     assert found["hidden"] == "29 ms 34 % of exchanges"
@@ -52,6 +53,9 @@ def test_what_is_not_known_is_no_zero() -> None:
     run = Planted(world_size=3).run()
     missing = summarize(Run({rank: run.ranks[rank] for rank in (0, 2)}))
     assert rows(missing)["wait"].startswith("n/a exchanges without a record of rank 1")
+    assert rows(summarize(Planted(codec="ddp", encode=0, decode=0).run()))["codec"].startswith(
+        "n/a"
+    )
     assert rows(missing)["link"] == "n/a no link was measured"
     assert rows(missing)["0"] == "host-a 100 ms 33 ms n/a n/a"
     alone = rows(summarize(Planted(world_size=1, buckets=0).run()))
@@ -68,6 +72,7 @@ def test_what_is_not_known_is_no_zero() -> None:
     }
     found = rows(summarize(Run(bare)))
     assert found["forward"] == "20 ms 20 %"
+    assert found["step"] == "100 ms mean of 3 ranks; of 4 steps; its parts:"
     assert found["transfer"] == "n/a no step is recorded in detail on all ranks"
     assert found["0"] == "host-a 100 ms n/a n/a n/a"
 

@@ -37,7 +37,8 @@ def write_csv(folder: str | Path, run: Run, summary: Summary) -> None:
 
     ``steps.csv`` has a row for every step and rank, also for those that the summary leaves out
     (``in_summary`` 0). ``begin_ms`` counts from the first of them, ``exchange_ms`` is how long any
-    exchange was under way. What was not recorded is empty. ``buckets.csv`` has the means of the
+    exchange was under way. What was not recorded is empty, and so is a zero of what the summary
+    does not know. ``buckets.csv`` has the means of the
     summary.
 
     Raises:
@@ -77,13 +78,16 @@ def _steps(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
                     int(step in counted),
                     (begins[step, rank] - first) / _MS,
                     each.head(step).duration / _MS,
-                    *_parts(parts.get(rank)),
+                    *_parts(parts.get(rank), summary),
                 )
 
 
-def _parts(parts: StepParts | None) -> Iterator[float | None]:
+def _parts(parts: StepParts | None, summary: Summary) -> Iterator[float | None]:
     if parts is None:
         yield from [None] * (len(PARTS) + 3)
         return
-    yield from (parts.parts[name] / _MS for name in PARTS)
-    yield from (parts.exposed / _MS, parts.hidden / _MS, parts.union / _MS)
+    known = {**summary.parts_ms, "exposed": summary.exposed_ms, "hidden": summary.hidden_ms}
+    found = {**parts.parts, "exposed": parts.exposed, "hidden": parts.hidden}
+    for name, value in found.items():
+        yield None if not value and known.get(name) is None else value / _MS
+    yield None if not parts.union and summary.hidden_ms is None else parts.union / _MS

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from lightning_dist.profiling.parts import Summary
-from lightning_dist.profiling.report.text import finite, megabytes, ms, percent, rate, why
+from lightning_dist.profiling.report.text import MISSING, finite, megabytes, ms, percent, rate, why
 from lightning_dist.profiling.report.view import Fact
-
-_MISSING = "not measured"
 
 
 def facts(summary: Summary) -> list[Fact]:
@@ -34,14 +32,16 @@ def _step(summary: Summary) -> list[Fact]:
         for name, words in (("median", "median"), ("p95", "95 % of all below"))
         if name in summary.step_ms
     ]
-    return [_exposed(summary), Fact("Step", ms(mean), ", ".join(["mean", *rest]))]
+    label = f"All {summary.steps:,} steps" if summary.steps > 1 else "The one step"
+    return [_exposed(summary), Fact(label, ms(mean), ", ".join(["mean", *rest]))]
 
 
 def _exposed(summary: Summary) -> Fact:
     label = "Exposed communication"
     if summary.exposed is None or summary.exposed_ms is None:
         return _missing(label, why(summary, "exposed_ms"))
-    return Fact(label, percent(summary.exposed), f"{ms(summary.exposed_ms)} of a step")
+    detail = f"{ms(summary.exposed_ms)} of the {ms(summary.parts_step_ms)} of a step in detail"
+    return Fact(label, percent(summary.exposed), detail)
 
 
 def _overlap(summary: Summary) -> Fact:
@@ -70,7 +70,7 @@ def _traffic(summary: Summary) -> list[Fact]:
     used = traffic.link_utilization
     if used is None:
         because = why(summary, "traffic.peak_gbps")
-        detail = f"peak not measured: {because}"
+        detail = f"peak {MISSING}: {because}"
     else:
         detail = f"{percent(used)} of the measured peak, {rate(traffic.peak_gbps)}"
     if traffic.effective_gbps is not None:
@@ -100,7 +100,11 @@ def _straggler(summary: Summary) -> Fact:
 def _steps(summary: Summary) -> Fact:
     if not summary.steps:
         return Fact("Steps", "0", why(summary, "step_ms"))
-    detail = "that all ranks have recorded"
+    here, all_ = len(summary.ranks), summary.run.get("world_size", 0)
+    who = "all ranks" if summary.is_of_all else f"the ranks with lines, {here} of {all_},"
+    detail = f"that {who} have recorded"
+    if "parts_ms" not in summary.reasons:
+        detail += f", {summary.parts_steps:,} of them looked at in detail"
     if summary.skipped:
         detail += f", without the first {summary.skipped}"
     return Fact("Steps", f"{summary.steps:,}", detail)
@@ -113,4 +117,4 @@ def _overhead(summary: Summary) -> Fact:
 
 
 def _missing(label: str, because: str) -> Fact:
-    return Fact(label, _MISSING, because, missing=True)
+    return Fact(label, MISSING, because, missing=True)

@@ -22,7 +22,11 @@ HEAT = [[0, "--heat-0"], [0.25, "--heat-1"], [0.6, "--heat-2"], [1, "--heat-3"]]
 
 
 def figure(data: Sequence[dict[str, Any]], *, height: int, **layout: Any) -> Figure:
-    """A picture in the style of the page."""
+    """A picture in the style of the page.
+
+    Its tools stand in the right margin, over nothing; where a scale of colours is, above that.
+    """
+    upright = not any("colorbar" in trace for trace in data)
     return {
         "data": list(data),
         "layout": {
@@ -31,7 +35,8 @@ def figure(data: Sequence[dict[str, Any]], *, height: int, **layout: Any) -> Fig
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": FONT, "size": 13, "color": "--ink"},
-            "margin": {"l": 60, "r": 16, "t": 16, "b": 48},
+            "margin": {"l": 60, "r": 44 if upright else 16, "t": 16, "b": 48},
+            "modebar": {"orientation": "v" if upright else "h", "bgcolor": "rgba(0,0,0,0)"},
             "hoverlabel": {"bgcolor": "--raised", "bordercolor": "--line", "align": "left"},
             "hoverdistance": 30,
             "uirevision": "keep",

@@ -28,7 +28,7 @@ def errors_over_time(summary: Summary) -> Picture:
     title, short = "Compression error", "Errors"
     found = [row for row in _ROWS if _by_step(summary.errors, row[0])]
     if not found:
-        return Picture("errors", title, short, missing=f"Not measured: {why(summary, 'errors')}.")
+        return Picture("errors", title, short, missing=f"n/a: {why(summary, 'errors')}.")
     caption = (
         "A curve is the median over the buckets and ranks that were looked at, the band around it "
         "goes from the smallest to the largest. None of these has a unit."

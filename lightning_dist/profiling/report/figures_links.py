@@ -23,9 +23,9 @@ def links_between_hosts(summary: Summary) -> Picture:
     pairs = [link for link in summary.links if link.get("peer") is not None]
     rates = _rates(pairs, hosts)
     if not rates:
-        missing = f"Not measured: {why(summary, 'links')}."
+        missing = f"n/a: {why(summary, 'links')}."
         if summary.links:
-            missing = "Not measured between two hosts: only whole groups of ranks were."
+            missing = "n/a between two hosts: only whole groups of ranks were."
         return Picture("links", title, short, missing=missing)
     names = sorted({name for pair in rates for name in pair})
     caption = (

@@ -19,7 +19,7 @@ def steps_over_time(summary: Summary) -> Picture:
     runs = bins(len(series.steps))
     data = [trace for name in PARTS if (trace := _trace(name, series, runs)) is not None]
     if not data:
-        missing = f"Not measured: {why(summary, 'parts_ms', 'step_ms')}."
+        missing = f"n/a: {why(summary, 'parts_ms', 'step_ms')}."
         return Picture("steps", title, "Steps", missing=missing)
     longest = max(run.stop - run.start for run in runs)
     caption = "Mean over ranks, milliseconds; the four exposed parts are the cost of communication."

@@ -43,7 +43,7 @@ class _Band:
 def timelines_of(summary: Summary, timelines: Sequence[Timeline]) -> list[Picture]:
     """A picture of each."""
     if not timelines:
-        missing = f"Not measured: {why(summary, 'step_ms')}."
+        missing = f"n/a: {why(summary, 'step_ms')}."
         return [Picture("timeline-0", "Time line of a step", "Time line", missing=missing)]
     return [_picture(summary, each, number) for number, each in enumerate(timelines)]
 
@@ -77,8 +77,8 @@ def shown(summary: Summary, ranks: Sequence[int], *, most: int = MOST_RANKS) -> 
     """All ranks; of too many, half that others waited for most, and half that waited most."""
     if len(ranks) <= most:
         return list(ranks)
-    caused = {each.rank: each.caused_ms for each in summary.ranks}
-    waited = {each.rank: each.wait_ms for each in summary.ranks}
+    caused = {each.rank: each.caused_ms or 0.0 for each in summary.ranks}
+    waited = {each.rank: each.wait_ms or 0.0 for each in summary.ranks}
     chosen = sorted(ranks, key=lambda rank: (-caused.get(rank, 0), rank))[: most // 2]
     rest = sorted(set(ranks) - set(chosen), key=lambda rank: (-waited.get(rank, 0), rank))
     return sorted([*chosen, *rest[: most - len(chosen)]])

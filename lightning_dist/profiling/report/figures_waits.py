@@ -47,7 +47,7 @@ def waits_over_time(summary: Summary) -> Picture:
 def _missing(summary: Summary) -> str:
     series = summary.series
     if not series.steps or not series.wait_ms:
-        return f"Not measured: {why(summary, 'wait', 'step_ms')}."
+        return f"n/a: {why(summary, 'wait', 'step_ms')}."
     if len(series.wait_ms) == 1:
         return "There is one rank, and nobody it could wait for."
     if not any(finite(value) for values in series.wait_ms.values() for value in values):

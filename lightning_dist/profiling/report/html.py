@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from lightning_dist.profiling.parts import Summary, Timeline
@@ -52,6 +54,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["coded"] = _coded
     views = _views(summary, timelines)
     figures = {each.id: each.figure for each in views if isinstance(each, Picture) and each.figure}
     return environment.get_template("page.html").render(
@@ -80,8 +83,13 @@ def _views(summary: Summary, timelines: Sequence[Timeline]) -> list[View]:
         buckets_table(summary),
         run_table(summary),
         Listing("notes", "Notes", "Notes", summary.notes, "Nothing is missing or odd."),
-        Listing("reasons", "Not measured, and why", "Not measured", reasons, "Nothing."),
+        Listing("reasons", "N/a, and why", "N/a", reasons, "Nothing."),
     ]
+
+
+def _coded(text: str) -> Markup:
+    """What is between backticks as code; all else of it is only text."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _inside_a_script(content: object) -> str:

@@ -3,6 +3,7 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const config = {
     displaylogo: false,
+    displayModeBar: "hover",
     responsive: true,
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };

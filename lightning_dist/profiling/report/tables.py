@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from lightning_dist.profiling.headline import count
 from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary
-from lightning_dist.profiling.report.text import DASH, finite, number, percent, why
+from lightning_dist.profiling.report.text import MISSING, finite, ms, number, percent, why
 from lightning_dist.profiling.report.view import Column, Table
 from lightning_dist.profiling.report.words import PART_WORDS
 
@@ -22,21 +23,34 @@ def parts_table(summary: Summary) -> Table:
         Column("of the step"),
         Column("what it is", is_number=False),
     )
-    mean = finite(summary.step_ms.get("mean"))
+    total = summary.parts_step_ms
     known = [name for name in PARTS if finite(summary.parts_ms.get(name)) is not None]
     if not summary.steps or not known:
-        missing = f"Not measured: {why(summary, 'parts_ms', 'step_ms')}."
+        missing = f"n/a: {why(summary, 'parts_ms', 'step_ms')}."
         return Table("parts", title, short, columns, (), missing=missing)
     rows = []
-    for name in known:
-        value, words = summary.parts_ms[name], PART_WORDS[name]
-        share = percent(value / mean) if mean else percent(None)
-        rows.append((words.name, number(value), share, words.meaning))
+    for name in (each for each in PARTS if each in summary.parts_ms):
+        value, words = finite(summary.parts_ms[name]), PART_WORDS[name]
+        share = percent(value / total) if total and value is not None else percent(None)
+        meaning = words.meaning if name in known else f"{MISSING}: {why(summary, name)}"
+        rows.append((words.name, number(value), share, meaning))
+    how = "with its phases" if "parts_ms" in summary.reasons else "in detail"
+    of_steps = f"of {count(summary.parts_steps, 'step')}"
+    rows.append((f"a step {how}", number(total), percent(1.0 if total else None), of_steps))
     if any(name in EXPOSED for name in known):
-        exposed = sum(summary.parts_ms[name] for name in known if name in EXPOSED)
-        caption = f"The exposed parts are {number(exposed)} ms together."
+        exposed = number(summary.exposed_ms)
+        caption = f"The exposed parts are {exposed} ms together."
     else:
-        caption = f"What of it is exposed was not measured: {why(summary, 'parts_ms')}."
+        caption = f"What of it is exposed is {MISSING}: {why(summary, 'parts_ms')}."
+    of_all = " and ".join(
+        f"{name} {ms(summary.step_ms[name])}"
+        for name in ("mean", "median")
+        if name in summary.step_ms
+    )
+    caption += (
+        f" Shares are of the mean step {how}, which is the sum of its parts; all "
+        f"{count(summary.steps, 'step')}: {of_all}."
+    )
     return Table("parts", title, short, columns, rows, caption)
 
 
@@ -54,25 +68,20 @@ def ranks_table(summary: Summary) -> Table:
         Column("to other hosts", "Gbit/s"),
     )
     if not summary.ranks:
-        missing = f"Not measured: {why(summary, 'step_ms')}."
+        missing = f"n/a: {why(summary, 'step_ms')}."
         return Table("ranks", "Ranks", "Ranks", columns, (), missing=missing)
-    caption = "Per step. Waiting is hidden or not; that of others is added up over them."
+    caption = "Per step in detail. Waiting is hidden or not; that of others is added up over them."
     if summary.straggler is not None:
         caption += f" Most of the waiting is for rank {summary.straggler}."
-    rows = [_rank(each, summary.reasons) for each in summary.ranks]
+    rows = [_rank(each) for each in summary.ranks]
     return Table("ranks", "Ranks", "Ranks", columns, rows, caption)
 
 
-def _rank(each: RankSummary, reasons: Mapping[str, str]) -> Sequence[str]:
-    def waiting(value: float) -> str:
-        return DASH if not value and "wait" in reasons else number(value)
-
+def _rank(each: RankSummary) -> Sequence[str]:
     return (
         str(each.rank),
         each.host,
-        number(each.step_ms),
-        DASH if "exposed_ms" in reasons else number(each.exposed_ms),
-        *map(waiting, (each.wait_ms, each.caused_ms)),
+        *map(number, (each.step_ms, each.exposed_ms, each.wait_ms, each.caused_ms)),
         "reference" if each.rank == 0 else number(each.clock_uncertainty_ms),
         *map(number, (each.intra_gbps, each.inter_gbps)),
     )
@@ -93,7 +102,7 @@ def buckets_table(summary: Summary) -> Table:
         Column("end after last gradient", "ms"),
     ]
     if not summary.buckets:
-        missing = f"Not measured: {why(summary, 'buckets')}."
+        missing = f"n/a: {why(summary, 'buckets')}."
         return Table("buckets", "Buckets", "Buckets", columns, (), missing=missing)
     errors = _error_of_bucket(summary.errors)
     if errors:
@@ -123,7 +132,7 @@ def run_table(summary: Summary) -> Table:
     """What ran, and with which versions."""
     columns = Column("setting", is_number=False), Column("value", is_number=False)
     rows = list(_settings("", summary.run))
-    missing = "" if rows else f"Not recorded: {why(summary, 'step_ms')}."
+    missing = "" if rows else f"n/a: {why(summary, 'step_ms')}."
     title = "Configuration and versions"
     return Table("run", title, "Configuration", columns, rows, missing=missing)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_dist.profiling.parts import Summary
 
-DASH = "-"
+MISSING = "n/a"
 """In a cell of a table: not measured."""
 
 _LONGEST_LABEL = 24
@@ -25,7 +25,7 @@ def number(value: float | None) -> str:
     """Three digits that mean something."""
     value = finite(value)
     if value is None:
-        return DASH
+        return MISSING
     size = abs(value)
     if size >= 100:
         return f"{value:,.0f}"
@@ -47,7 +47,7 @@ def percent(share: float | None) -> str:
     """A share of 0 to 1."""
     share = finite(share)
     if share is None:
-        return DASH
+        return MISSING
     value = 100 * share
     return f"{value:.0f} %" if abs(value) >= 10 else f"{float(f'{value:.2g}'):g} %"
 
@@ -56,7 +56,7 @@ def megabytes(nbytes: float | None) -> str:
     """Bytes, in the unit that fits."""
     nbytes = finite(nbytes)
     if nbytes is None:
-        return DASH
+        return MISSING
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return _with_unit(nbytes / size, unit)
@@ -71,7 +71,7 @@ def rate(gbps: float | None) -> str:
 
 
 def _with_unit(value: float | None, unit: str) -> str:
-    return DASH if finite(value) is None else f"{number(value)} {unit}"
+    return MISSING if finite(value) is None else f"{number(value)} {unit}"
 
 
 def plain(text: Any) -> str:

@@ -40,7 +40,9 @@ PART_WORDS: Mapping[str, Words] = {
 DEFINITIONS: Mapping[str, str] = {
     "step": (
         "From the end of one optimizer step to the end of the next. Milliseconds are means over "
-        "steps and ranks unless a label says otherwise. Bytes are per step and rank; 1 MB is a "
+        "steps and ranks unless a label says otherwise. All parts, and every percentage of them, "
+        "are of the steps that were looked at in detail; only what is said of all steps is of all. "
+        "Bytes are per step and rank; 1 MB is a "
         "million bytes, 1 Gbit/s a billion bits per second."
     ),
     "exposed": (
@@ -82,5 +84,5 @@ DEFINITIONS: Mapping[str, str] = {
         "is left out, and where hosts reduce among themselves first, it is of the way between them."
     ),
     "profiler overhead": "Time that the profiler itself took, as it has clocked it.",
-    "-": "Not measured.",
+    "n/a": "Not measured; the reasons are listed above.",
 }
