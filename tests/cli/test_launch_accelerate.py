@@ -201,6 +201,7 @@ def test_files_that_are_missing(tmp_path: Path, script: Path, words: list[str]) 
     assert line.startswith(("lightning-dist: there is no ", "lightning-dist: no script: "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU"])
 def test_two_processes_are_one_training(tmp_path: Path, script: Path, kind: str) -> None:
     file = configure(tmp_path / "two.yaml", distributed_type=kind)

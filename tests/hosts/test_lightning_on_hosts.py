@@ -11,6 +11,7 @@ from processes import torchrun
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("train_demo.py")
 LIMIT = 110.0
 GROUPS = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]

@@ -9,28 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_jobs import Fault, Job, run_jobs, selected
+from elastic_jobs import Fault, Job, run_jobs
 from elastic_runs import SIZE, Step, committed
 
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.records import EndRecord
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for all jobs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # the first test waits for all jobs
 
 EXACT = {"codec": "none", "module": {"noisy": False}, "dataset": {"noisy": False}}
 """Nothing draws at random and no codec rounds: other world sizes give the same sums."""
-
-SLOW = (
-    "rank 0 killed at its start",
-    "rank 0 killed before the optimizer",
-    "both killed after a step",
-    "rank 0 killed at the end",
-    "rank 0 aborts",
-    "rank 1 exits",
-    "told while accumulating",
-    "2, then 4, then 1 ranks",
-)
-"""Of tests that run with the slow ones, in ``make test-slow``; the others cover every mechanism."""
 
 ACCUMULATED = {"fit": {"accumulate_grad_batches": 3}}
 VALIDATED = {"fit": {"val_check_interval": 2}}
@@ -67,7 +55,6 @@ def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
 
 @pytest.fixture(scope="module")
 def outcomes(
-    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     quick_python: list[str],
 ) -> dict[str, tuple[Job, dict[str, Any]]]:
@@ -123,16 +110,8 @@ def outcomes(
         ),
         "stock ddp without a fault": job("stock reference", folder, codec=None),
     }
-    left_out = {*SLOW, *AGENT_RESTARTS} - selected(request)
-    jobs = {name: each for name, each in jobs.items() if name not in left_out}
     results = run_jobs(list(jobs.values()), folder, python=quick_python)
     return {name: (each, results[each.name]) for name, each in jobs.items()}
-
-
-def named(*names: str) -> list[Any]:
-    """As parameters."""
-    marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(name, marks=marks[name in SLOW]) for name in names]
 
 
 def account(outcome: tuple[Job, dict[str, Any]]) -> dict[int, Step]:
@@ -170,7 +149,7 @@ def test_an_epoch_has_every_sample_once(outcomes: Any) -> None:
     assert all(one != other for one, other in pairwise(orders))
 
 
-@pytest.mark.parametrize("name", named(*AGENT_RESTARTS))
+@pytest.mark.parametrize("name", AGENT_RESTARTS)
 def test_the_agent_starts_the_ranks_again(name: str, outcomes: Any) -> None:
     require_exact(outcomes[name], outcomes["reference"])
     assert hashes(outcomes[name]) == hashes(outcomes["reference"])
@@ -182,7 +161,7 @@ def test_the_agent_starts_the_ranks_again(name: str, outcomes: Any) -> None:
         ("a rank stops", "reference"),
         ("all told to end", "reference"),
         ("killed while accumulating", "accumulated"),
-        pytest.param("told while accumulating", "accumulated", marks=pytest.mark.slow),
+        ("told while accumulating", "accumulated"),
         ("killed in a validation within an epoch", "validated"),
         ("stock ddp", "stock ddp without a fault"),
     ],
@@ -194,7 +173,7 @@ def test_the_weights_are_those_of_a_run_without_fault(
     assert hashes(outcomes[name]) == hashes(outcomes[reference])
 
 
-@pytest.mark.parametrize("name", named("2, then 4, then 1 ranks", "2, then 3, then 2 ranks"))
+@pytest.mark.parametrize("name", ["2, then 4, then 1 ranks", "2, then 3, then 2 ranks"])
 def test_another_number_of_ranks_takes_the_same_global_batches(name: str, outcomes: Any) -> None:
     require_exact(outcomes[name], outcomes["exact"])
     worlds = [step.world for step in account(outcomes[name]).values()]

@@ -8,6 +8,7 @@ import pytest
 from processes import port, run, run_together
 from results import Facts, Results, require_compressed, require_replicas
 
+pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).with_name("scenarios")
 
 
