@@ -7,8 +7,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 3# half of what a test does is waiting
-SLOW_WORKERS ?= 2# those with several processes each
+WORKERS ?= 2
 SITE ?= site
 
 .PHONY: install test test-slow demo lint types docs bench tables clean
@@ -25,7 +24,7 @@ test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: install
-	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 demo: install
 	$(BIN)/python examples/demo.py

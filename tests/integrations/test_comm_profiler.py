@@ -77,11 +77,12 @@ def profile(folder: Path, run: int = 0) -> tuple[Run, dict[str, Any]]:
 def test_planted_skew_is_waiting_for_that_rank(codec: str, folders: dict[str, Path]) -> None:
     known = [each["launched"] for each in truth(folders[f"skew {codec}"])]
     profiled, _ = profile(folders[f"skew {codec}"])
-    for step, planted in PLANTED.items():
-        late = (known[1][step] - known[0][step]) / MS
-        assert late > planted / 2  # whatever else the machine does
+    lates = {step: (known[1][step] - known[0][step]) / MS for step in PLANTED}
+    # A machine with something else to do may hold up rank 0 as well, in some of the steps.
+    assert any(lates[step] > planted / 2 for step, planted in PLANTED.items()), lates
+    for step, late in lates.items():
         first, second = parts_of(profiled, step)
-        assert first.waited_for[1] / MS == pytest.approx(late, abs=2)
+        assert first.waited_for.get(1, 0) / MS == pytest.approx(max(0.0, late), abs=2)
         assert sum(second.waited_for.values()) / MS < 2 + max(0.0, -late)
 
 
