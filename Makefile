@@ -1,5 +1,5 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
-# make test      the tests, in under 10 minutes      make test-slow   whole jobs under torchrun
+# make test      the tests            make test-slow   whole jobs, several processes each
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder

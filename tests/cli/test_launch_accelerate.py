@@ -188,7 +188,7 @@ def test_without_settings_other_kinds_of_training_are_accelerates_matter(
     tmp_path: Path, script: Path
 ) -> None:
     fields = {"distributed_type": "FSDP", "use_cpu": False, "sidecar": None}
-    file = configure(tmp_path / "two.yaml", **fields)  # type: ignore[arg-type]
+    file = configure(tmp_path / "two.yaml", **fields)
     assert planned("--config_file", file, script)[1] == "accelerate.commands.launch"
 
 

@@ -37,7 +37,7 @@ def test_the_plugin_is_frozen_and_equal_by_value() -> None:
     plugin = CompressedDDPPlugin("int4", start_step=3)
     assert plugin == CompressedDDPPlugin(codec="int4", start_step=3)
     with pytest.raises(FrozenInstanceError):
-        plugin.codec = "int8"  # type: ignore[misc]
+        plugin.codec = "int8"
 
 
 def test_the_code_takes_every_option() -> None:
