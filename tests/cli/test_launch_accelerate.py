@@ -162,6 +162,14 @@ def test_a_variable_of_the_user_stays(
     assert f"is {tmp_path}/mine.yaml already: {tmp_path}/x/lightning_dist.yaml is" in result.stderr
 
 
+def test_settings_that_are_not_beside_the_file_are_told(
+    home: Path, tmp_path: Path, script: Path
+) -> None:
+    (home / "lightning_dist.yaml").write_text("codec: sign\n")
+    result = invoke("--config_file", configure(tmp_path / "x/two.yaml", sidecar=None), script)
+    assert f"in force: codec='sign' ({home}/lightning_dist.yaml)" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("fields", "words", "said"),
     [
@@ -170,6 +178,9 @@ def test_a_variable_of_the_user_stays(
         ({}, ["--use_fsdp"], "is FSDP"),
         ({"sidecar": "codek: int8"}, [], "unknown setting 'codek'"),
         ({"distributed_type": "NO", "use_cpu": False}, [], "would start one process"),
+        ({"distributed_type": False, "use_cpu": False}, [], "two.yaml --set accelerate.num_pro"),
+        ({"sidecar": "codec: int5"}, [], "lightning_dist.yaml"),
+        ({"distributed_type": "FSDP"}, [], "take away the settings of "),
         ({"lightning_dist": {}}, [], "had unknown keys"),
         ({}, ["--torchrun"], "--torchrun asks for the other; leave out one"),
         ({}, ["--nnodes", "2"], "unrecognized arguments: --nnodes"),
