@@ -23,9 +23,10 @@ criterion = torch.nn.functional.mse_loss
 data = torch.utils.data.TensorDataset(torch.randn(48, 4), torch.randn(48, 2))
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 """
-AFTER = """
+AFTER = r"""
 accelerator.wait_for_everyone()
-print("ended at step", loop.steps, "rate", optimizer.param_groups[0]["lr"])
+rate = optimizer.param_groups[0]["lr"]
+sys.stdout.write(f"ended at step {loop.steps} rate {rate}\n")  # whole: the other rank writes too
 """
 
 
