@@ -18,7 +18,7 @@ class Pending(Protocol):
 class Watch(Protocol):
     """Hears of every collective of a channel. Must be quick, and must not wait for anything."""
 
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None] | None:
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
         """One begins. What is returned is given it once it is under way; None: nobody asks for it.
 
         Args:

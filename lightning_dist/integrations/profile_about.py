@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,3 +38,19 @@ def about(
         budget=budget,
         versions=versions(),
     )
+
+
+def why_not_in_detail(device: torch.device, group: dist.ProcessGroup) -> str:
+    """Why what happens within a step cannot be timed; empty if it can.
+
+    Args:
+        device, group: of the model.
+    """
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda":
+        return f"the times of work on {device.type} are not taken yet"
+    backends = dist.get_backend_config(group)
+    if "cuda:nccl" not in backends.split(","):
+        return f"work on a GPU is timed where NCCL exchanges the gradients, here it is {backends}"
+    return ""

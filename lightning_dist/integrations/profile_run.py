@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
-from lightning_dist.integrations.profile_about import about
+from lightning_dist.integrations.profile_about import about, why_not_in_detail
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
@@ -41,6 +41,7 @@ from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_co
 from lightning_dist.profiling.whatif.measure import measure_costs
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.zoom import Zoom
+from lightning_dist.reducer.moments import moments_on
 from lightning_dist.topology import this_host
 
 _EVERY = 100
@@ -55,7 +56,8 @@ class ProfileRun:
     Args:
         parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
         first: number of the step that comes next.
-        on_step: called with every step of this rank that nothing disturbs.
+        on_step: called with every step of this rank that nothing disturbs, when its times are
+            known.
         calibrate: measure the links first.
         zoom: steps, or a signal after which steps, are looked at with torch's profiler.
         on_error: called with every compression error that this rank has looked at.
@@ -82,7 +84,6 @@ class ProfileRun:
         self.reasons: list[str] = []
         """What is not measured, and why."""
         self._reducer = reducer_of(model.module)
-        self._tell = on_step
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._groups = [self._group]
         rank = dist.get_rank()
@@ -90,11 +91,11 @@ class ProfileRun:
         facts = self._facts({"host": this_host(), "folder": str(folder)})
         self.folder = Path(facts[0]["folder"])
         self._messenger = self._new_messenger()
-        in_detail = settings.in_detail and model.device.type == "cpu"
-        if settings.in_detail and not in_detail:
+        why_not = why_not_in_detail(model.device, model.process_group)
+        in_detail = settings.in_detail and not why_not
+        if settings.in_detail and why_not:
             self.reasons.append(
-                "phases, buckets and compression errors: n/a, the times of work on "
-                f"{model.device.type} are not taken yet; step times are"
+                f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         own_host = facts[rank]["host"]
         self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
@@ -103,7 +104,9 @@ class ProfileRun:
             about=self.about,
             settings=replace(settings, in_detail=in_detail),
             first=first,
-            on_step=self._on_step,
+            moments=moments_on(model.device) if in_detail else None,
+            on_over=self._on_over,
+            on_step=on_step,
             on_error=on_error,
             on_problem=on_problem,
         )
@@ -117,7 +120,11 @@ class ProfileRun:
         self._session.note(read_offset(self._group))
         if calibrate and in_detail:
             name = "inter" if "inter" in self.about.groups else "flat"
-            self._session.note(*measure_links(self._group, hosts=hosts, name=name))
+            # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
+            group = model.process_group if model.device.type == "cuda" else self._group
+            if group.size() == len(hosts):
+                links = measure_links(group, hosts=hosts, name=name, device=model.device)
+                self._session.note(*links)
         self._zoom: Zoom | None = None
         if zoom is not None:
             self._zoom = Zoom(
@@ -178,12 +185,10 @@ class ProfileRun:
     def _disturb(self, is_on: bool) -> None:
         self._session.is_disturbed = is_on
 
-    def _on_step(self, record: StepRecord) -> None:
-        if not self._session.is_disturbed:
-            self._tell(record)
+    def _on_over(self, step: int) -> None:
         if self._zoom is not None:
-            self._zoom.begin_step(record.step + 1)
-        if self._messenger is not None and record.step % _EVERY == 0:
+            self._zoom.begin_step(step + 1)
+        if self._messenger is not None and step % _EVERY == 0:
             self._messenger.send()
 
     @property
@@ -209,7 +214,7 @@ class ProfileRun:
         self._watching = None
         self._has_finished = together
         zoom, self._zoom = self._zoom, None
-        self._session.set_apart()  # the last step, while the zoom is still said to be on
+        self._session.stop()  # the last step, while the zoom is still said to be on
         if zoom is not None:
             zoom.close()
         if self._reducer is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.profiling.peer import receive, send
+from lightning_dist.profiling.peer import finish, meet, receive, send
 
 DTYPE = torch.float32
 WARMUP = 2
@@ -127,10 +127,10 @@ def measure(
         use()
     seconds = []
     for _ in range(iterations):
-        _meet(group, device)
+        meet(group, device)
         begin = time.perf_counter()
         use()
-        _finish(device)
+        finish(device)
         seconds.append(time.perf_counter() - begin)
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
@@ -164,7 +164,7 @@ def pairs(
                 continue
             seconds = []
             for use in range(1 + iterations):
-                _meet(group, device)  # the ranks of the next pair wait until this one is done
+                meet(group, device)  # the ranks of the next pair wait until this one is done
                 if rank == source:
                     taken = _answered(content, target, group=group, device=device)
                     seconds += [taken] if use else []
@@ -214,15 +214,5 @@ def _answered(
     begin = time.perf_counter()
     send(content, to=target, group=group)
     receive(answer, source=target, group=group)
-    _finish(device)
+    finish(device)
     return time.perf_counter() - begin
-
-
-def _meet(group: dist.ProcessGroup, device: torch.device | str) -> None:
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _finish(device)
-
-
-def _finish(device: torch.device | str) -> None:
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(torch.device(device))

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from lightning_dist.profiling.peer import finish, meet
 from lightning_dist.profiling.records import BurstRecord
 
 _BYTES = 4096
@@ -15,7 +16,9 @@ _WARMUP = 2
 _USES = 5
 
 
-def measure_burst(group: dist.ProcessGroup, *, name: str, count: int) -> BurstRecord:
+def measure_burst(
+    group: dist.ProcessGroup, *, name: str, count: int, device: torch.device | str = "cpu"
+) -> BurstRecord:
     """Gather a few bytes of every rank ``count`` times at once. Collective.
 
     Medians; the time is equal on all ranks.
@@ -24,20 +27,21 @@ def measure_burst(group: dist.ProcessGroup, *, name: str, count: int) -> BurstRe
         group: of two ranks or more.
         name: of the group in the record.
     """
-    own = torch.zeros(_BYTES, dtype=torch.uint8)
-    outputs = [torch.zeros(group.size() * _BYTES, dtype=torch.uint8) for _ in range(count)]
+    own = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    outputs = [own.new_zeros(group.size() * _BYTES) for _ in range(count)]
     seconds, cpus = [], []
     for _ in range(_WARMUP + _USES):
-        dist.barrier(group)
+        meet(group, device)
         begin, cpu = time.perf_counter(), time.process_time()
         works = [
             dist.all_gather_single(output, own, group=group, async_op=True) for output in outputs
         ]
         for work in works:
             work.wait()
+        finish(device)
         seconds.append(time.perf_counter() - begin)
         cpus.append(time.process_time() - cpu)
-    slowest = torch.tensor(seconds[_WARMUP:], dtype=torch.float64)
+    slowest = torch.tensor(seconds[_WARMUP:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     sent = (group.size() - 1) * _BYTES
     return BurstRecord(

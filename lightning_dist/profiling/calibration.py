@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from lightning_dist.profiling.bandwidth import measure, pairs
@@ -14,6 +15,8 @@ from lightning_dist.profiling.records import BurstRecord, LinkRecord
 _PROBE_BYTES = 2**18
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**22
 """Of the collective: much more than what a shaper or a switch lets through at once."""
+_MOST_BYTES_OF_GPUS = 2**26
+"""Whose links need more to be fast."""
 _SECONDS = 0.1
 """Of a collective: what a fast link does in it."""
 _PAIR_BYTES = 2**20
@@ -24,7 +27,11 @@ _BURST = 16
 
 
 def measure_links(
-    group: dist.ProcessGroup, *, hosts: Sequence[str], name: str
+    group: dist.ProcessGroup,
+    *,
+    hosts: Sequence[str],
+    name: str,
+    device: torch.device | str = "cpu",
 ) -> list[LinkRecord | BurstRecord]:
     """A collective of all ranks, small ones, and each pair of hosts in turn. Collective.
 
@@ -34,21 +41,27 @@ def measure_links(
         group: of all ranks, used for nothing else meanwhile.
         hosts: of every rank.
         name: of the group in the records.
+        device: of the tensors. On an accelerator pairs are left out: each would open connections
+            of its own.
     """
     if group.size() < 2:
         return []
-    probe = measure(group, "all_reduce", _PROBE_BYTES, 1)
+    probe = measure(group, "all_reduce", _PROBE_BYTES, 1, device)
     rate = probe.sent / probe.median
-    nbytes = round(min(max(rate * _SECONDS, _LEAST_BYTES), _MOST_BYTES))
-    whole = measure(group, "all_reduce", nbytes, 3)
+    is_cpu = torch.device(device).type == "cpu"
+    most = _MOST_BYTES if is_cpu else _MOST_BYTES_OF_GPUS
+    nbytes = round(min(max(rate * _SECONDS, _LEAST_BYTES), most))
+    whole = measure(group, "all_reduce", nbytes, 3, device)
     found: list[LinkRecord | BurstRecord] = [
         LinkRecord(name, sent=whole.sent, seconds=whole.median),
-        *(measure_burst(group, name=name, count=count) for count in (1, _BURST)),
+        *(measure_burst(group, name=name, count=count, device=device) for count in (1, _BURST)),
     ]
     first_of = list({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
     leaders = sorted(first_of)
     uses = 2 * len(leaders) * (len(leaders) - 1)
     takes = uses * _PAIR_BYTES * whole.median / whole.sent
+    if not is_cpu:
+        return found
     if not 2 <= len(leaders) <= _MOST_HOSTS or takes > _PAIRS_SECONDS:
         return found
     of_leaders = dist.new_group(leaders, backend="gloo")

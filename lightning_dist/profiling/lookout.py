@@ -1,8 +1,4 @@
-"""Sees collectives end, in a thread of its own.
-
-A callback would run in the thread of gloo that has done the work: waiting there for the interpreter
-holds up every collective behind it.
-"""
+"""Sees collectives end."""
 
 from __future__ import annotations
 
@@ -10,30 +6,73 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from lightning_dist.exchange.channel import Pending
+import torch.distributed as dist
 
-Ended = Callable[[int], None]
+from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
+
+Ended = Callable[[Moment], None]
 
 
-class Lookout:
-    """Waits for collectives, one after the other in the order in which they are given.
+class Lookout(Protocol):
+    """Is given collectives that are under way."""
 
-    Args:
-        clock: in nanoseconds.
+    spent: int
+    """Nanoseconds of a core of its own that it has taken so far."""
+
+    def see(self, work: dist.Work, ended: Ended) -> None:
+        """Call ``ended`` with the time when ``work`` has ended; not at all if it fails."""
+
+    def catch_up(self, seconds: float) -> bool:
+        """Wait until all that was given has been seen, at most so long; whether it has."""
+
+    def close(self) -> None:
+        """See nothing more."""
+
+
+def lookout_for(moments: Moments) -> Lookout:
+    """Where the work is."""
+    if isinstance(moments, StreamMoments):
+        return StreamLookout(moments)
+    return ThreadLookout(moments.now)
+
+
+class StreamLookout:
+    """Sets a mark behind a collective, in a stream that waits for it, when that is launched."""
+
+    spent = 0
+
+    def __init__(self, moments: StreamMoments) -> None:
+        self._moments = moments
+
+    def see(self, work: dist.Work, ended: Ended) -> None:
+        # Not `wait`, after which torch may give away memory that the owner has not waited for.
+        work.get_future().then(lambda _: ended(self._moments.now()))
+
+    def catch_up(self, seconds: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadLookout:
+    """Waits for collectives in a thread, one after the other in the order in which they are given.
+
+    A callback would run in the thread of gloo that has done the work: waiting there for the
+    interpreter holds up every collective behind it.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
-        self._clock = clock
-        self._queue: queue.SimpleQueue[tuple[Pending, Ended] | threading.Event | None]
+    def __init__(self, now: Callable[[], Moment]) -> None:
+        self._now = now
+        self._queue: queue.SimpleQueue[tuple[dist.Work, Ended] | threading.Event | None]
         self._queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._given = self._seen = 0
         self.spent = 0
-        """Nanoseconds of a core that the thread has taken so far."""
 
-    def see(self, work: Pending, ended: Ended) -> None:
-        """Call ``ended`` with the time when ``work`` has ended; not at all if it fails."""
+    def see(self, work: dist.Work, ended: Ended) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="comm-lookout", daemon=True)
             self._thread.start()
@@ -41,7 +80,6 @@ class Lookout:
         self._queue.put((work, ended))
 
     def catch_up(self, seconds: float) -> bool:
-        """Wait until all that was given has been seen, at most so long; whether it has."""
         if self._seen == self._given:
             return True
         mark = threading.Event()
@@ -49,7 +87,7 @@ class Lookout:
         return mark.wait(seconds)
 
     def close(self) -> None:
-        """End the thread. Of a collective that never ends it waits on, and holds up nobody."""
+        # Of a collective that never ends the thread waits on, and holds up nobody.
         self._queue.put(None)
         self._thread = None
 
@@ -64,7 +102,7 @@ class Lookout:
             except Exception:  # whoever needs it is told, and it is no time of a transfer
                 pass
             else:
-                ended(self._clock())
+                ended(self._now())
             self.spent = time.thread_time_ns()
             self._seen += 1  # last: whoever has caught up reads the rest
             del work, ended, given  # or what was sent lives on until the next one

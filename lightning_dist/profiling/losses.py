@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Losses:
         self._clock = clock
         self._step: int | None = None
         self._turn = 0
-        self._found: ErrorRecord | None = None
+        self._found: Loss | None = None
         self._cost = 0
 
     def ask(self, step: int | None) -> None:
@@ -48,30 +49,59 @@ class Losses:
         # All ranks draw the same elements.
         sampler = Sampler(step, share=MOST / max(sight.numel, 1))
         glimpses = list(sight.glimpses(sampler))
+        if not glimpses:
+            return _nothing
         squares = _squares(glimpses)
         residuals = [each.residual for each in glimpses if each.residual is not None]
         del glimpses
-        scale = float(sight.scale)
+        scale = sight.scale.double()
         self._cost += self._clock() - begin
 
         def settled() -> None:
             begin = self._clock()
-            owed = None
-            if residuals:
-                owed = _square([residual() for residual in residuals]) * scale**2
-            self._found = _record(step, sight.bucket, squares, owed)
+            owed = [_square([residual() for residual in residuals]) * scale**2] if residuals else []
+            values = torch.stack([*squares, *owed]).to("cpu", non_blocking=True)
+            self._found = Loss(step, sight.bucket, values)
             self._cost += self._clock() - begin
 
         return settled
 
-    def take(self) -> tuple[Sequence[ErrorRecord], int]:
+    def take(self) -> tuple[Loss | None, int]:
         """What was found since the last call, and the nanoseconds that it took."""
         found, cost = self._found, self._cost
         self._found, self._cost = None, 0
-        return [] if found is None else [found], cost
+        return found, cost
 
 
-def _squares(glimpses: Sequence[Glimpse]) -> tuple[float, ...]:
+@dataclass(frozen=True)
+class Loss:
+    """Squared norms of a bucket's sample: gradient, what is pending, sent, lost, and owed.
+
+    Args:
+        squares: ``(4,)``, or ``(5,)`` where something is owed; float64, on its way from an
+            accelerator until the step is past there.
+    """
+
+    step: int
+    bucket: int
+    squares: Tensor
+
+    def record(self) -> ErrorRecord | None:
+        """None where there is nothing to compare: no elements, zeros, or an overflow."""
+        gradient, pending, sent, lost, *owed = self.squares.tolist()
+        if not pending or not math.isfinite(sum((gradient, pending, sent, lost, *owed))):
+            return None
+        cosine = ratio = None
+        if sent:
+            product = (pending + sent - lost) / 2
+            # The products of tiny norms are zero before these are.
+            cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
+        if owed and gradient:
+            ratio = math.sqrt(owed[0]) / math.sqrt(gradient)
+        return ErrorRecord(self.step, self.bucket, math.sqrt(lost / pending), cosine, ratio)
+
+
+def _squares(glimpses: Sequence[Glimpse]) -> tuple[Tensor, ...]:
     """Of the gradient, what is pending, what is sent, and what is lost."""
     return (
         _square([each.gradient for each in glimpses]),
@@ -81,26 +111,9 @@ def _squares(glimpses: Sequence[Glimpse]) -> tuple[float, ...]:
     )
 
 
-def _square(tensors: Sequence[Tensor]) -> float:
+def _square(tensors: Sequence[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
-
-
-def _record(
-    step: int, bucket: int, squares: tuple[float, ...], owed: float | None
-) -> ErrorRecord | None:
-    """None where there is nothing to compare: no elements, zeros, or a gradient that overflowed."""
-    gradient, pending, sent, lost = squares
-    if not pending or not math.isfinite(sum(squares)) or not math.isfinite(owed or 0.0):
-        return None
-    cosine = ratio = None
-    if sent:
-        product = (pending + sent - lost) / 2
-        # The products of tiny norms are zero before these are.
-        cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
-    if owed is not None and gradient:
-        ratio = math.sqrt(owed) / math.sqrt(gradient)
-    return ErrorRecord(step, bucket, math.sqrt(lost / pending), cosine, ratio)
+    return torch.stack(norms).square().sum()
 
 
 def _nothing() -> None:

@@ -1,9 +1,10 @@
-"""Groups of a profile's own: a tensor from one rank to another in them, and their end."""
+"""What members of a group do that a profile measures: send, receive, meet, and end it."""
 
 from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +27,18 @@ def receive(tensor: Tensor, *, source: int, group: dist.ProcessGroup) -> None:
         RuntimeError: of gloo: the rank is gone, or did not send within the group's timeout.
     """
     group.recv([tensor], source, 0).wait()
+
+
+def meet(group: dist.ProcessGroup, device: torch.device | str) -> None:
+    """Return when all members have come, and ``device`` has done all it was given. Collective."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    finish(device)
+
+
+def finish(device: torch.device | str) -> None:
+    """Return when ``device`` has done all it was given."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(torch.device(device))
 
 
 def end_group(group: dist.ProcessGroup) -> None:

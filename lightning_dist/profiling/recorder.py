@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from operator import itemgetter
-from typing import TypeAlias
 
+import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_dist.exchange.channel import Pending
-from lightning_dist.profiling.lookout import Lookout
+from lightning_dist.profiling.lookout import lookout_for
 from lightning_dist.profiling.losses import Losses
-from lightning_dist.profiling.records import BucketTimes, Span
+from lightning_dist.profiling.records import BucketTimes
+from lightning_dist.profiling.taken import Row, Taken
 from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.moments import HostMoments, Moment, Moments
 from lightning_dist.reducer.observer import Observer, Phase, Sight
 
 _CALIBRATION = 500
@@ -25,9 +24,6 @@ cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/p
 _PATIENCE = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
 
-_Row: TypeAlias = tuple[str, int, int, int, str, str, int, int]
-"""Of a span, in the order of its fields: making a frozen dataclass takes several times longer."""
-
 
 class Recorder(Observer):
     """Buckets and spans of the step that is under way.
@@ -36,20 +32,25 @@ class Recorder(Observer):
     nothing is computed before :meth:`take`.
 
     Args:
-        clock: in nanoseconds.
+        clock: of the host, in nanoseconds.
+        moments: of the work; None: of the host, by ``clock``.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], int] = time.monotonic_ns, *, moments: Moments | None = None
+    ) -> None:
+        self.moments: Moments = HostMoments(clock) if moments is None else moments
+        self._now = self.moments.now
         self.is_on = True
         """Whether anything is recorded, besides losses that were asked for."""
         self.losses = Losses(clock)
-        self._lookout = Lookout(clock)
-        self._ready: list[tuple[int, int]] = []
-        self._buckets: list[BucketTimes] = []
-        self._spans: list[_Row] = []
+        self._lookout = lookout_for(self.moments)
+        self._ready: list[tuple[int, Moment]] = []
+        self._buckets: list[tuple[Moment, BucketTimes]] = []
+        self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
-        self._bucket, self._phase, self._since = -1, "", 0
+        self._bucket, self._phase = -1, ""
+        self._since: Moment = 0
         self.spent = 0
         """Nanoseconds of this step that went into what only a profile needs, on or off."""
         self._looked = 0  # of the thread, before this step
@@ -57,26 +58,22 @@ class Recorder(Observer):
     @override
     def ready(self, bucket: int) -> None:
         if self.is_on:
-            self._ready.append((bucket, self._clock()))
+            self._ready.append((bucket, self._now()))
 
     @override
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
         self._bucket = bucket
         if not self.is_on:
             return _nothing
-        self._phase, self._since = phase, self._clock()
+        self._phase, self._since = phase, self._now()
         return self._work_ends
-
-    def now(self) -> int:
-        """Of the clock."""
-        return self._clock()
 
     def is_for(self, bucket: int) -> None:
         """What is launched from now on is for this bucket."""
         self._bucket = bucket
 
     def _work_ends(self) -> None:
-        row = (self._phase, self._bucket, self._since, self._clock(), "", "", 0, -1)
+        row = (self._phase, self._bucket, self._since, self._now(), "", "", 0, -1)
         self._spans.append(row)
         self._phase = ""
 
@@ -88,20 +85,20 @@ class Recorder(Observer):
         self._work_ends()  # waiting is not work
 
         def over() -> None:
-            self._phase, self._since = phase, self._clock()
+            self._phase, self._since = phase, self._now()
 
         return over
 
     @override
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None] | None:
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
         order = self._orders[group]
         self._orders[group] = order + 1
         if not self.is_on:
             return None
-        bucket, begin = self._bucket, self._clock()
+        bucket, begin = self._bucket, self._now()
         spans = self._spans  # of this step, also where it is over before this has ended
 
-        def ended(end: int) -> None:
+        def ended(end: Moment) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
 
         return lambda work: self._lookout.see(work, ended)
@@ -114,22 +111,22 @@ class Recorder(Observer):
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
         if not self.is_on:
             return
-        done = self._clock()
+        done = self._now()
         for index, lanes in buckets:
             raw = sum(lane.raw_bytes for lane in lanes)
             sents = [lane.sent for lane in lanes]
             intra, inter = sum(s.intra for s in sents), sum(s.inter for s in sents)
             codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
-            self.note(BucketTimes(index, 0, done, raw, intra, inter, codec))
+            self.note(done, BucketTimes(index, 0, 0, raw, intra, inter, codec))
 
-    def note(self, bucket: BucketTimes) -> None:
+    def note(self, done: Moment, bucket: BucketTimes) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
-        self._buckets.append(bucket)
+        self._buckets.append((done, bucket))
 
-    def note_when_ended(self, work: Pending, bucket: BucketTimes) -> None:
+    def note_when_ended(self, work: dist.Work, bucket: BucketTimes) -> None:
         """The mean of a bucket is there when ``work`` has ended."""
         buckets = self._buckets
-        self._lookout.see(work, lambda end: buckets.append(replace(bucket, done=end)))
+        self._lookout.see(work, lambda end: buckets.append((end, bucket)))
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""
@@ -142,31 +139,12 @@ class Recorder(Observer):
         """Whether any gradients have travelled in this step, on or off."""
         return bool(self._orders or self._buckets)
 
-    def take(self, begin: int) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
-        """What was recorded since the last call; times count from ``begin``."""
+    def take(self) -> Taken:
+        """What was recorded since the last call."""
         self._lookout.catch_up(_PATIENCE)
-        ready = dict(self._ready)  # of a pass that failed and was tried again the last counts
-        done = {bucket.index: bucket for bucket in self._buckets if bucket.index in ready}
-        buckets = [
-            BucketTimes(
-                index,
-                ready[index] - begin,
-                each.done - begin,
-                each.raw,
-                each.intra,
-                each.inter,
-                each.codec,
-            )
-            for index, each in sorted(done.items(), key=lambda item: ready[item[0]])
-        ]
-        spans = [
-            Span(phase, bucket, since - begin, end - begin, op, group, sent, order)
-            for phase, bucket, since, end, op, group, sent, order in sorted(
-                self._spans, key=itemgetter(2)
-            )
-        ]
+        taken = Taken(self._ready, self._buckets, self._spans)
         self.drop()
-        return tuple(buckets), tuple(spans)
+        return taken
 
     def drop(self) -> None:
         """Forget what was recorded since the last call."""
@@ -180,9 +158,9 @@ class Recorder(Observer):
         self._lookout.close()
 
 
-def cost_of_an_event() -> float:
+def cost_of_an_event(moments: Moments | None = None) -> float:
     """Nanoseconds that one call of a recorder takes on this machine."""
-    recorder = Recorder()
+    recorder = Recorder(moments=moments)
     begin = time.perf_counter_ns()
     for _ in range(_CALIBRATION):
         recorder.works(0, "encode")()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from lightning_dist.profiling.folder import RankFile
 from lightning_dist.profiling.governor import Governor
 from lightning_dist.profiling.lines import to_line
+from lightning_dist.profiling.pending import PendingStep
 from lightning_dist.profiling.recorder import Recorder, cost_of_an_event
 from lightning_dist.profiling.records import (
     EndRecord,
@@ -20,11 +22,14 @@ from lightning_dist.profiling.records import (
     StepRecord,
 )
 from lightning_dist.profiling.timer import Cut, StepTimer
+from lightning_dist.reducer.moments import HostMoments, Moments
 
 _FOR_LOSSES = 0.25
 """Share of the budget."""
 _AT = 2
 """The first two steps have other buckets: DDP builds them anew."""
+_PATIENCE = 2.0
+"""Seconds for an accelerator to come to the end of the last steps."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,19 @@ class SessionSettings:
 class Session:
     """Is told what happens, in the thread of the training, and writes steps down.
 
+    What happens on an accelerator is known later: a step is written down when the next ones are
+    over on the host. Nothing waits for it before the end.
+
     Args:
         folder: of the run; None: nothing is kept.
         about: of this rank.
         first: number of the step that comes next.
-        on_step: called with every step, those too that are disturbed.
+        moments: of the work; None: of the host, by ``clock``.
+        on_over: called with the number of every step when it is over on the host.
+        on_step: called with every step that nothing disturbed, when its times are known.
         on_error: called with every compression error that was.
         on_problem: called with what goes wrong on this rank, and what that costs.
-        clock: in nanoseconds.
+        clock: of the host, in nanoseconds.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -79,34 +89,39 @@ class Session:
         *,
         settings: SessionSettings,
         first: int = 0,
+        moments: Moments | None = None,
+        on_over: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
         on_problem: Callable[[str], None] = lambda problem: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._on_step, self._on_error, self._on_problem = on_step, on_error, on_problem
+        self._moments: Moments = HostMoments(clock) if moments is None else moments
+        self._on_over, self._on_step = on_over, on_step
+        self._on_error, self._on_problem = on_error, on_problem
         self._step = first
         self._file = None if folder is None else RankFile(folder, rank=about.rank)
         self._unwritten: list[str] = []
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_LOSSES) * settings.budget)
         self._losses_governor = Governor(_FOR_LOSSES * settings.budget)
-        self._cost = cost_of_an_event()
+        self._cost = cost_of_an_event(self._moments)
         self._writing = 0
         self.is_disturbed = False
         """Whether something else makes steps longer than they are; they are not written down."""
-        self.recorder = Recorder(clock)
+        self._over: deque[PendingStep] = deque()
+        self._has_stopped = False
+        self.recorder = Recorder(clock, moments=self._moments)
         self._begin_step()
-        self._timer = StepTimer(clock())
+        self._timer = StepTimer(self._moments.now())
         self.note(about)
         self._flush()  # a rank that is killed at once has said at least who it was
 
     def forward(self) -> None:
         """A forward pass of training begins."""
-        now = self._clock()
-        if (cut := self._timer.forward(now)) is not None:
-            self._close(cut, now)
+        if (cut := self._timer.forward(self._moments.now())) is not None:
+            self._close(cut)
         elif self.recorder.has_exchanged:
             self.recorder.drop()  # of a step that is not over only the last exchanges count
 
@@ -116,29 +131,27 @@ class Session:
 
     def backward(self) -> None:
         """A backward pass begins."""
-        self._timer.backward(self._clock())
+        self._timer.backward(self._moments.now())
 
     def backward_ended(self, *, synchronised: bool) -> None:
         """It has ended; ``synchronised``: with the mean over all ranks."""
-        self._timer.backward_ended(self._clock(), synchronised=synchronised)
+        self._timer.backward_ended(self._moments.now(), synchronised=synchronised)
 
     def stepping(self) -> None:
         """An optimizer begins its step."""
         if self.recorder.has_exchanged:
-            self._timer.stepping(self._clock())
+            self._timer.stepping(self._moments.now())
 
     def stepped(self, *, within_forward: bool = False) -> None:
         """It has made it; ``within_forward``: a forward pass of training is still under way."""
-        now = self._clock()
-        self._timer.stepped(now)
+        self._timer.stepped(self._moments.now())
         if within_forward and (cut := self._timer.stepped_within()) is not None:
-            self._close(cut, now)
+            self._close(cut)
 
     def set_apart(self) -> None:
         """What was since the last step belongs to none: a validation, a checkpoint."""
-        now = self._clock()
-        if (cut := self._timer.restart(now)) is not None:
-            self._close(cut, now)
+        if (cut := self._timer.restart(self._moments.now())) is not None:
+            self._close(cut)
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
@@ -146,9 +159,28 @@ class Session:
         if self._file is not None:
             self._unwritten += map(to_line, records)
 
+    def stop(self) -> None:
+        """No step comes any more. An accelerator is waited for, which may hang or have failed."""
+        if self._has_stopped:
+            return
+        self._has_stopped = True
+        until = self._clock() + _PATIENCE * 1e9
+        because = ""
+        try:
+            self.set_apart()
+            while self._over and self._clock() < until:
+                time.sleep(0.001)
+                self._write_what_is_past()
+        except RuntimeError as error:  # of whatever is asked of one that has failed
+            because = str(error).split("\n")[0]
+        if self._over or because:
+            first = self._over[0].step if self._over else self._step
+            because = because or f"the device did not come to their end within {_PATIENCE:g} s"
+            self._on_problem(f"steps from {first} on are not in the profile: {because}")
+
     def end(self, reason: str) -> None:
         """The training is over: all of it is in the file. More may be noted before it is closed."""
-        self.set_apart()
+        self.stop()
         self.recorder.close()
         self.note(EndRecord(reason))
         self._flush()
@@ -163,42 +195,60 @@ class Session:
             except OSError as error:
                 self._on_problem(f"{file.path} may not be whole: {error.strerror}")
 
-    def _close(self, cut: Cut, now: int) -> None:
-        is_detailed, recorder = self.recorder.is_on, self.recorder
+    def _close(self, cut: Cut) -> None:
+        now, recorder = self._clock(), self.recorder
         was_disturbed = self.is_disturbed
         # Writing down the step before was in the time of this one.
-        errors, looking = recorder.losses.take()
+        loss, looking = recorder.losses.take()
         of_hooks, recording = recorder.spent, recorder.cost(self._cost)
-        overhead = recording + self._writing + looking + of_hooks
-        buckets, spans = recorder.take(cut.begin) if is_detailed else ((), ())
-        record = StepRecord(
-            self._step,
-            cut.begin,
-            cut.end - cut.begin,
-            cut.phases if self._settings.in_detail else (),
-            buckets,
-            spans,
-            detailed=is_detailed,
-            overhead=overhead,
+        self._over.append(
+            PendingStep(
+                self._step,
+                cut,
+                recorder.take() if recorder.is_on else None,
+                loss,
+                recording,
+                looking,
+                recording + self._writing + looking + of_hooks,
+                was_disturbed,
+            )
         )
-        if not was_disturbed:
-            self.note(record)
-        self.note(*errors)
-        for error in errors:
-            self._on_error(error)
-        self._step += 1
-        self._on_step(record)
         recorder.drop()
+        self._on_over(self._step)
+        self._step += 1
+        written = self._write_what_is_past()
         self._begin_step()
+        self._moments.compare()
         self._flush_if_due(now)
         self._writing = self._clock() - now
-        if was_disturbed or self.is_disturbed:
+        if self.is_disturbed:
             return  # what disturbs it is in these times
-        if looking:
-            every = self._settings.error_every
-            self._losses_governor.spent(looking / every, of=record.duration)
-        if is_detailed:
-            self._governor.spent(recording + self._writing, of=record.duration)
+        for over, record in written:
+            if over.was_disturbed:
+                continue
+            if over.looking:
+                every = self._settings.error_every
+                self._losses_governor.spent(over.looking / every, of=record.duration)
+            if record.detailed:
+                self._governor.spent(over.recording + self._writing, of=record.duration)
+
+    def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
+        written = []
+        while self._over and self._over[0].is_past(self._moments):
+            over = self._over.popleft()
+            written.append((over, self._write(over)))
+        return written
+
+    def _write(self, over: PendingStep) -> StepRecord:
+        record = over.read(self._moments, in_detail=self._settings.in_detail)
+        if not over.was_disturbed:
+            self.note(record)
+            self._on_step(record)
+        error = None if over.loss is None else over.loss.record()
+        if error is not None:
+            self.note(error)
+            self._on_error(error)
+        return record
 
     def _begin_step(self) -> None:
         """Decide what to look at."""

@@ -8,18 +8,40 @@ a forward pass, as Lightning's manual optimization does, each of them ends a ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dist.profiling.records import Phase
+from lightning_dist.reducer.moments import Moment, Moments
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A step, cut out. Times are of the clock; phases count from ``begin``."""
+    """A step, cut out, at moments that may be to come.
 
-    begin: int
-    end: int
-    phases: tuple[Phase, ...]
+    Args:
+        phases: names, with begin and end; some of them may have taken no time.
+    """
+
+    begin: Moment
+    end: Moment
+    phases: Sequence[tuple[str, Moment, Moment]]
+
+    def read(self, moments: Moments) -> tuple[int, int, tuple[Phase, ...]]:
+        """When it began, how long it took, and its phases from its begin on, in nanoseconds.
+
+        Only when ``end`` is past.
+        """
+        names = [name for name, _, _ in self.phases]
+        begin, end = moments.read([self.begin, self.end], since=self.begin)
+        begins = moments.read([begin for _, begin, _ in self.phases], since=self.begin)
+        ends = moments.read([end for _, _, end in self.phases], since=self.begin)
+        phases = tuple(
+            Phase(name, at - begin, until - begin)
+            for name, at, until in zip(names, begins, ends, strict=True)
+            if at < until
+        )
+        return begin, end - begin, phases
 
 
 class StepTimer:
@@ -29,30 +51,30 @@ class StepTimer:
         begin: from when on time is counted.
     """
 
-    def __init__(self, begin: int) -> None:
+    def __init__(self, begin: Moment) -> None:
         self._begin = begin
-        self._spans: list[tuple[str, int, int]] = []
+        self._spans: list[tuple[str, Moment, Moment]] = []
         self._phase, self._since = "data", begin
-        self._synchronised: int | None = None
-        self._stepped: int | None = None
+        self._synchronised: Moment | None = None
+        self._stepped: Moment | None = None
 
-    def forward(self, now: int) -> Cut | None:
+    def forward(self, now: Moment) -> Cut | None:
         """A forward pass of training begins; the step that it follows, if that is over."""
         cut = self._cut() if self._synchronised is not None else None
         self._enter("forward", now)
         return cut
 
-    def backward(self, now: int) -> None:
+    def backward(self, now: Moment) -> None:
         """The backward pass begins."""
         self._enter("backward", now)
 
-    def backward_ended(self, now: int, *, synchronised: bool) -> None:
+    def backward_ended(self, now: Moment, *, synchronised: bool) -> None:
         """It has ended; ``synchronised``: with the mean over all ranks."""
         self._enter("optimizer" if synchronised else "data", now)
         if synchronised:
             self._synchronised, self._stepped = now, None
 
-    def stepping(self, now: int) -> None:
+    def stepping(self, now: Moment) -> None:
         """An optimizer begins its step, and gradients have travelled since the last one.
 
         A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
@@ -74,12 +96,12 @@ class StepTimer:
         if self._phase == "forward" and self._since == self._begin:
             self._phase = "data"
 
-    def stepped(self, now: int) -> None:
+    def stepped(self, now: Moment) -> None:
         """An optimizer has made its step."""
         if self._synchronised is not None:
             self._stepped = now
 
-    def restart(self, now: int) -> Cut | None:
+    def restart(self, now: Moment) -> Cut | None:
         """What was since the last step is not of the training; the step that is over, if any."""
         cut = self._cut() if self._synchronised is not None else None
         self._begin = self._since = now
@@ -87,17 +109,15 @@ class StepTimer:
         self._spans = []
         return cut
 
-    def _enter(self, phase: str, now: int) -> None:
-        if self._since < now:
-            self._spans.append((self._phase, self._since, now))
+    def _enter(self, phase: str, now: Moment) -> None:
+        self._spans.append((self._phase, self._since, now))
         self._phase, self._since = phase, now
 
     def _cut(self) -> Cut:
         assert self._synchronised is not None
         end = self._synchronised if self._stepped is None else self._stepped
         self._enter("data", end)
-        begin = self._begin
-        phases = tuple(Phase(name, b - begin, e - begin) for name, b, e in self._spans)
+        cut = Cut(self._begin, end, self._spans)
         self._begin, self._spans = end, []
         self._synchronised = self._stepped = None
-        return Cut(begin, end, phases)
+        return cut

@@ -6,13 +6,13 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.moments import Moment, moments_on
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
 
@@ -46,11 +46,11 @@ class ExposureWatch(Observer):
     """
 
     def __init__(self, network: Network, *, advice_to: bool) -> None:
-        self._device = network.device
+        self._moments = moments_on(network.device)
         self._link = measure_link(network)
         self._says = advice_to
-        self._marks: list[Any] = []
-        self._pending: tuple[list[Any], int, int] | None = None
+        self._marks: list[Moment] = []
+        self._pending: tuple[list[Moment], int, int] | None = None
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
@@ -71,12 +71,7 @@ class ExposureWatch(Observer):
 
     def mark(self) -> None:
         """Now, on the caller's stream: at a bucket's arrival and when a step is settled."""
-        if self._device.type == "cuda":
-            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+        self._marks.append(self._moments.now())
 
     def drop_step(self) -> None:
         """Forget the marks of a step that is not to be measured."""
@@ -89,10 +84,14 @@ class ExposureWatch(Observer):
         if previous is None:  # the first step warms up
             return
         marks, raw, last = previous
-        if self._device.type == "cuda" and not marks[-1].query():
+        if not self._moments.are_past(marks):
             return
-        backward = _seconds(marks[0], marks[-2])
-        self._ours.append(_seconds(marks[-2], marks[-1]))
+        first, last_ready, settled = (
+            nanoseconds / 1e9
+            for nanoseconds in self._moments.read([marks[0], *marks[-2:]], since=marks[0])
+        )
+        backward = last_ready - first
+        self._ours.append(settled - last_ready)
         self._ddps.append(max(raw / self._link - backward, last / self._link))
         self.done = len(self._ours) >= _STEPS
         if self.done:
@@ -112,7 +111,3 @@ class ExposureWatch(Observer):
             ddps * 1e3,
             self._link * 8 / 1e9,
         )
-
-
-def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3

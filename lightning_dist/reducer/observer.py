@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.exchange.channel import Pending, Watch
+from lightning_dist.exchange.channel import Watch
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.job import Job
@@ -65,7 +66,7 @@ class Observer(Watch):
         """The mean of all gradients of a step is there, and bytes are known."""
 
     @override
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None] | None:
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
         return None
 
     @override

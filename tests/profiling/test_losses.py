@@ -43,6 +43,13 @@ class Planted(Sight):
         yield Glimpse(self.gradient[at], self.pending[at], self.sent[at], self.owed)
 
 
+class Unseen(Planted):
+    """Its elements are few, and none of them was drawn."""
+
+    def glimpses(self, sampler: Sampler) -> Iterator[Glimpse]:
+        return iter(())
+
+
 def losses() -> Losses:
     ticks = count(0, 10)
     return Losses(lambda: next(ticks))
@@ -52,7 +59,7 @@ def looked(taking: Losses, sights: Sequence[Sight], step: int = 5) -> ErrorRecor
     taking.ask(step)
     taking.look(iter(sights))()
     found, _ = taking.take()
-    return found[0] if found else None
+    return found and found.record()
 
 
 def test_by_hand() -> None:
@@ -73,6 +80,7 @@ def test_what_cannot_be_said_is_none() -> None:
     nothing, zeros = torch.zeros(0), torch.zeros(2)
     assert looked(losses(), [Planted(gradient=zeros, pending=zeros, sent=zeros)]) is None
     assert looked(losses(), [Planted(gradient=nothing, pending=nothing, sent=nothing)]) is None
+    assert looked(losses(), [Unseen()]) is None
     inf = torch.tensor([1.0, math.inf])
     assert looked(losses(), [Planted(gradient=inf, pending=inf, sent=inf)]) is None
     assert looked(losses(), [Planted(sent=torch.tensor([math.nan, 0]))]) is None
@@ -96,17 +104,18 @@ def test_tiny_and_huge_gradients(size: float) -> None:
 def test_nobody_looks_unasked_and_once_where_asked() -> None:
     taking, sight = losses(), Planted()
     taking.look(iter([sight]))()
-    assert taking.take() == ([], 0)
+    assert taking.take() == (None, 0)
     taking.ask(7)
     taking.look(iter([sight]))()
     taking.look(iter([sight]))()
     found, cost = taking.take()
-    assert [each.step for each in found] == [7]
+    assert found is not None
+    assert found.step == 7
     assert len(sight.seeds) == 1
     assert cost == 20  # once before the step is settled, and once after
     taking.ask(8)
     taking.look(iter([]))()  # nothing is compressed
-    assert taking.take() == ([], 0)
+    assert taking.take() == (None, 0)
 
 
 def test_buckets_take_turns() -> None:

@@ -38,7 +38,7 @@ def record(recorder: Recorder) -> None:
         assert see is not None
         see(Ended())
         recorder.works(bucket, "decode")()
-        recorder.note(BucketTimes(bucket, 0, recorder.now(), 4, 0, 1, "int8"))
+        recorder.note(recorder.moments.now(), BucketTimes(bucket, 0, 0, 4, 0, 1, "int8"))
 
 
 def calls_of(call: Callable[[], Any]) -> int:
@@ -64,7 +64,7 @@ def test_a_detailed_step_costs_about_one_call_a_row() -> None:
     rows = 4 * BUCKETS
 
     def write_down() -> None:
-        buckets, spans = recorder.take(0)
+        buckets, spans = recorder.take().read(recorder.moments, since=0)
         assert len(buckets) + len(spans) == rows
         to_line(StepRecord(0, 0, 1, (), buckets, spans))
 
@@ -174,17 +174,23 @@ def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> No
     clock, told = Clock(), []
     about = Planted(steps=0).run().ranks[0].about
 
-    def on_step(record: StepRecord) -> None:
-        told.append(record)
-        session.is_disturbed = record.step in (2, 3)
-        clock.now += 5_000 * MS if record.step in (2, 3) else 0
+    def on_over(step: int) -> None:
+        session.is_disturbed = step in (2, 3)
+        clock.now += 5_000 * MS if step in (2, 3) else 0
 
-    session = Session(tmp_path, about, settings=SessionSettings(), on_step=on_step, clock=clock)
+    session = Session(
+        tmp_path,
+        about,
+        settings=SessionSettings(),
+        on_over=on_over,
+        on_step=told.append,
+        clock=clock,
+    )
     for _ in range(9):
         step(session, clock, 0.6)
     session.end("finished")
     session.close()
-    assert [each.detailed for each in told] == [True] * 9
+    assert [each.detailed for each in told] == [True] * 7
     records = map(from_line, (tmp_path / "rank0.jsonl").read_text().splitlines())
     kept = [each.step for each in records if isinstance(each, StepRecord)]
-    assert kept == [0, 1, 2, 5, 6, 7, 8]
+    assert kept == [each.step for each in told] == [0, 1, 2, 5, 6, 7, 8]

@@ -68,6 +68,12 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         raise ValueError(f"nothing can be predicted from this profile: {chosen.reason}")
     if run.world_size < 2:
         raise ValueError("nothing can be predicted from this profile: one rank exchanges nothing")
+    device = next(iter(run.ranks.values())).about.device
+    if device not in ("", "cpu"):
+        raise ValueError(
+            "nothing can be predicted from this profile: what codecs cost is known of CPUs only, "
+            f"and the run was on {device}"
+        )
     if missing := sorted(set(range(run.world_size)) - set(chosen.ranks)):
         raise ValueError(
             "nothing can be predicted from this profile: it has no step of rank "

@@ -1,0 +1,137 @@
+"""When things happen: on a CPU at once, on an accelerator when its stream comes to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, cast
+
+import torch
+
+_COMPARING = 50_000
+"""Nanoseconds that a comparison of clocks may take of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The host's monotonic clock was ``at`` nanoseconds when the accelerator came to ``event``."""
+
+    at: int
+    event: torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """In a stream. ``anchor`` was the newest one when it was set."""
+
+    event: torch.cuda.Event
+    anchor: Anchor
+
+
+Moment: TypeAlias = int | Mark
+"""Nanoseconds, or what will be some. Those of one source may be compared for being the same."""
+
+
+class Moments(Protocol):
+    """Of the thread or stream that does the work."""
+
+    def now(self) -> Moment:
+        """On an accelerator: when it has come to this place in the stream of the caller."""
+
+    def are_past(self, moments: Iterable[Moment]) -> bool:
+        """Whether all of them have been. Waits for none."""
+
+    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
+        """Nanoseconds of the host's monotonic clock, of moments that have been.
+
+        Args:
+            since: not after any of them. What is read since the same moment fits together.
+        """
+
+    def compare(self) -> None:
+        """Clocks drift: compare them again, where that takes next to no time."""
+
+
+class HostMoments:
+    """They are past when they are taken.
+
+    Args:
+        clock: in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.now = clock
+
+    def are_past(self, moments: Iterable[Moment]) -> bool:
+        return True
+
+    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
+        return cast(Sequence[int], moments)
+
+    def compare(self) -> None:
+        pass
+
+
+class StreamMoments:
+    """CUDA events. Nothing is synchronised for them, besides once here.
+
+    What an event costs a stream is about a microsecond. Events tell only how far they are from each
+    other; where they are on the host's clock comes from events in a stream of its own, which has
+    nothing else to do: they are over while the host looks.
+
+    Args:
+        device: of the streams.
+        clock: of the host, in nanoseconds.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._device, self._clock = device, clock
+        self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        self._anchor = self._anchored(wait=True)
+
+    def now(self) -> Moment:
+        return Mark(self._event(torch.cuda.current_stream(self._device)), self._anchor)
+
+    def are_past(self, moments: Iterable[Moment]) -> bool:
+        return all(_has_been(_mark(each).event) for each in moments)
+
+    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
+        anchor = _mark(since).anchor
+        return [
+            anchor.at + round(anchor.event.elapsed_time(_mark(each).event) * 1e6)
+            for each in moments
+        ]
+
+    def compare(self) -> None:
+        self._anchor = self._anchored(wait=False)
+
+    def _anchored(self, *, wait: bool) -> Anchor:
+        """Where the accelerator has no time for it at once, the old one stays."""
+        begin = self._clock()
+        event = self._event(self._idle)
+        while not _has_been(event):
+            if not wait and self._clock() - begin > _COMPARING:
+                return self._anchor
+        # It was somewhere in between; a comparison that took long is as wrong as it was long.
+        return Anchor((begin + self._clock()) // 2, event)
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def moments_on(device: torch.device) -> Moments:
+    """Of work on ``device``."""
+    return StreamMoments(device) if device.type == "cuda" else HostMoments()
+
+
+def _has_been(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _mark(moment: Moment) -> Mark:
+    assert isinstance(moment, Mark)
+    return moment

@@ -1,0 +1,167 @@
+"""A profile of work that the host only asks for: times are those of the GPU, and nothing waits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from planted import Planted
+from planted_gpu import MS, Collective, Gpu
+
+from lightning_dist.profiling.breakdown import exposed_in
+from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.intervals import length
+from lightning_dist.profiling.records import BucketTimes, StepRecord
+from lightning_dist.profiling.session import Session, SessionSettings
+from lightning_dist.reducer.moments import StreamMoments
+
+NEAR = 0.01 * MS
+FORWARD, BUCKETS, OF_BUCKET, EXCHANGE, OPTIMIZER = 20, 3, 10, 25, 5
+EXPOSED = EXCHANGE * BUCKETS - OF_BUCKET * (BUCKETS - 1)  # one after the other on the link
+STEP = FORWARD + BUCKETS * OF_BUCKET + EXPOSED + OPTIMIZER
+
+
+@dataclass
+class Training:
+    """The host asks for a step in next to no time; the GPU takes :data:`STEP` for it."""
+
+    patch: pytest.MonkeyPatch
+    folder: Path | None = None
+    gpu: Gpu = field(default_factory=Gpu)
+    over: list[int] = field(default_factory=list)
+    told: list[StepRecord] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gpu.install(self.patch)
+        self.patch.setattr(time, "sleep", lambda seconds: self.gpu.sleep(1e3 * seconds))
+        self.session = Session(
+            self.folder,
+            Planted(steps=0).run().ranks[0].about,
+            settings=SessionSettings(budget=1.0),
+            moments=StreamMoments(torch.device("cuda", 0), self.gpu.clock),
+            on_over=self.over.append,
+            on_step=self.told.append,
+            on_problem=self.problems.append,
+            clock=self.gpu.clock,
+        )
+
+    def step(self, *, held_up: float = 0) -> None:
+        session, gpu, recorder = self.session, self.gpu, self.session.recorder
+        session.forward()
+        gpu.work(FORWARD)
+        session.forward_ended()
+        session.backward()
+        link, works = gpu.main.until, []
+        for bucket in range(BUCKETS):
+            gpu.work(OF_BUCKET)
+            recorder.ready(bucket)
+            recorder.is_for(bucket)
+            see = recorder.launches("all_reduce", group="flat", sent=8)
+            until = max(link, gpu.main.until) + EXCHANGE * MS
+            work = cast(dist.Work, Collective(gpu, (until - gpu.main.until) / MS, held_up=held_up))
+            link = until
+            works.append(work)
+            if see is not None:
+                see(work)
+                recorder.note_when_ended(work, BucketTimes(bucket, 0, 0, 8, 0, 8, "ddp"))
+        for work in works:
+            work.wait()
+        session.backward_ended(synchronised=True)
+        session.stepping()
+        gpu.work(OPTIMIZER)
+        session.stepped()
+        gpu.sleep(0.1)
+
+
+def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    for _ in range(4):
+        training.step()
+    assert training.over == [0, 1, 2], "the fourth ends when the next begins"
+    assert training.told == [], "the GPU is in the first"
+    assert training.gpu.synchronised == 1, "before the training"
+    training.gpu.sleep(2.5 * STEP)
+    training.step()
+    assert [each.step for each in training.told] == [0, 1]
+    training.session.end("finished")
+    assert [each.step for each in training.told] == [0, 1, 2, 3, 4]
+    assert training.gpu.synchronised == 1
+    assert training.problems == []
+
+
+def test_its_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    training = Training(monkeypatch, folder=tmp_path)
+    for _ in range(4):
+        training.step()
+    training.session.end("finished")
+    training.session.close()
+    for record in training.told[1:]:  # in the first is what came before
+        assert record.duration == pytest.approx(STEP * MS, abs=NEAR)
+        lengths = {each.name: each.end - each.begin for each in record.phases}
+        of_backward = STEP - FORWARD - OPTIMIZER
+        expected = {"forward": FORWARD, "backward": of_backward, "optimizer": OPTIMIZER}
+        for name, milliseconds in expected.items():
+            assert lengths[name] == pytest.approx(milliseconds * MS, abs=NEAR)
+        assert length(exposed_in(record)) == pytest.approx(EXPOSED * MS, abs=NEAR)
+        for number, (bucket, span) in enumerate(zip(record.buckets, record.spans, strict=True)):
+            ready = FORWARD + (number + 1) * OF_BUCKET
+            done = FORWARD + OF_BUCKET + (number + 1) * EXCHANGE
+            assert bucket.ready == pytest.approx(ready * MS, abs=NEAR)
+            assert bucket.done == pytest.approx(done * MS, abs=NEAR)
+            assert (span.begin, span.end) == (bucket.ready, bucket.done)
+    ends = [each.begin + each.duration for each in training.told]
+    for end, following in zip(ends, training.told[1:], strict=False):
+        assert following.begin == pytest.approx(end, abs=NEAR)
+    assert read_run(tmp_path).ranks[0].steps[3] == training.told[3]
+
+
+def test_a_mark_that_comes_after_its_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set in one of torch's streams, and others use them too."""
+    training = Training(monkeypatch)
+    training.step(held_up=500)
+    training.gpu.sleep(2 * STEP)
+    training.step()
+    assert training.told == []
+    training.session.end("finished")
+    assert [each.step for each in training.told] == [0, 1]
+
+
+def test_a_gpu_that_fails_loses_the_last_steps_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training = Training(monkeypatch, folder=tmp_path)
+    for _ in range(3):
+        training.step()
+    training.gpu.sleep(1.5 * STEP)
+    training.step()
+    training.gpu.fails = True
+    training.session.stop()
+    training.session.end("RuntimeError: CUDA error")
+    training.session.close()
+    assert training.problems == [
+        "steps from 1 on are not in the profile: CUDA error: device-side assert triggered"
+    ]
+    of_rank = read_run(tmp_path).ranks[0]
+    assert list(of_rank.steps) == [0]
+    assert of_rank.end is not None
+
+
+def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    training.step()
+    training.step()
+    training.gpu.work(3_600_000)
+    training.step()
+    begin = training.gpu.host
+    training.session.end("KeyboardInterrupt: ")
+    assert training.gpu.host - begin < 2_100 * MS
+    assert [each.step for each in training.told] == [0, 1]
+    assert training.problems == [
+        "steps from 2 on are not in the profile: the device did not come to their end within 2 s"
+    ]

@@ -1,0 +1,73 @@
+"""Times of work on a GPU, without waiting for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from planted_gpu import MS, Gpu
+
+from lightning_dist.reducer.moments import HostMoments, StreamMoments, moments_on
+
+US = 1000
+CUDA = torch.device("cuda", 0)
+
+
+def test_on_a_cpu_they_are_past_at_once() -> None:
+    moments = moments_on(torch.device("cpu"))
+    assert isinstance(moments, HostMoments)
+    first, second = moments.now(), moments.now()
+    assert moments.are_past([first, second])
+    assert list(moments.read([first, second], since=first)) == [first, second]
+
+
+def test_they_are_when_the_stream_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu := Gpu()).install(monkeypatch)
+    moments = StreamMoments(CUDA, gpu.clock)
+    asked = gpu.host
+    gpu.work(3)
+    begin = moments.now()
+    gpu.work(40)
+    end = moments.now()
+    assert gpu.host - asked < 1 * MS
+    assert not moments.are_past([begin])
+    gpu.sleep(4)
+    assert moments.are_past([begin])
+    assert not moments.are_past([begin, end])
+    gpu.sleep(40)
+    times = moments.read([begin, end], since=begin)
+    assert times == [
+        pytest.approx(asked + 3 * MS, abs=5 * US),
+        pytest.approx(asked + 43 * MS, abs=5 * US),
+    ]
+    assert times[1] - times[0] == pytest.approx(40 * MS, abs=10)
+    assert gpu.synchronised == 1, "once, at the begin"
+
+
+def test_clocks_that_drift_are_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu := Gpu(rate=1 + 50e-6)).install(monkeypatch)
+    moments = StreamMoments(CUDA, gpu.clock)
+    marks = []
+    for _ in range(3600):
+        gpu.work(900)
+        marks.append((moments.now(), gpu.host + 900 * MS))
+        gpu.sleep(1000)
+        moments.compare()
+    for (before, _), (mark, at) in pairwise(marks):
+        (first, read) = moments.read([before, mark], since=before)
+        assert read == pytest.approx(at, abs=150 * US), "of a second before: 50 millionths, twice"
+        assert read - first == pytest.approx(1000 * MS, abs=100 * US)
+
+
+def test_where_the_device_has_no_time_the_last_comparison_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (gpu := Gpu()).install(monkeypatch)
+    moments = StreamMoments(CUDA, gpu.clock)
+    gpu.work(500, gpu.idle)  # its queue is shared with somebody's
+    before = gpu.host
+    moments.compare()
+    assert gpu.host - before < 0.1 * MS
+    mark = moments.now()
+    assert moments.read([mark], since=mark) == [pytest.approx(gpu.host, abs=5 * US)]
