@@ -4,13 +4,16 @@ from __future__ import annotations
 
 _MOST = 1024
 _WEIGHT = 0.1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
 
 
 class Governor:
     """Says which steps are recorded in detail.
 
-    Ranks decide for themselves: periods are powers of two, so that the steps of a rank that looks
-    at fewer are among those of the others.
+    Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
+    others. The distance between two steps varies, so that what happens every n-th step is seen as
+    often as it happens.
 
     Args:
         budget: most that the profiler may take of a step.
@@ -19,12 +22,12 @@ class Governor:
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self.period = 1
-        """Every so many steps are recorded in detail."""
+        """One of so many steps is recorded in detail, a power of two."""
         self._share = 0.0
 
     def wants(self, step: int) -> bool:
         """Whether ``step`` is to be recorded in detail."""
-        return step % self.period == 0
+        return step * _GOLDEN % 2**64 < 2**64 // self.period
 
     def spent(self, nanoseconds: float, *, of: int) -> None:
         """A step that took ``of`` nanoseconds was recorded in detail, which took so many of them.

@@ -53,6 +53,17 @@ def test_ranks_that_decide_for_themselves_have_steps_in_common() -> None:
     assert late <= seen[0]
 
 
+@pytest.mark.parametrize("every", [2, 3, 4, 10, 64, 89])
+@pytest.mark.parametrize("period", [2, 8, 64])
+def test_what_happens_every_so_many_steps_is_seen_as_often(period: int, every: int) -> None:
+    """An accumulation, a validation, a logger: always or never would be wrong by a factor."""
+    governor = Governor(0.01)
+    governor.period = period
+    steps = [step for step in range(100 * period * every) if governor.wants(step)]
+    assert len(steps) == pytest.approx(100 * every, rel=0.03)
+    assert sum(step % every == 0 for step in steps) == pytest.approx(100, abs=10)
+
+
 @pytest.mark.parametrize("budget", [0, -0.1, 1.5])
 def test_a_budget_out_of_range(budget: float) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 1; got {budget}"):
