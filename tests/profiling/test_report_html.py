@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import LIMIT_MS
 from summaries import a_summary, a_timeline, a_whatif
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline
 from lightning_dist.profiling.report.html import write_report
 from lightning_dist.profiling.summarize import summarize
-
-api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-
-LIMIT_MS = 60_000  # for a browser that hangs
 
 HOSTILE = (
     "<script>document.title = 'taken'</script>",
@@ -49,19 +45,6 @@ class Opened:
                 selector, "(element, name) => getComputedStyle(element)[name]", name
             )
         )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs chromium")
-    with api.sync_playwright() as play:
-        started = play.chromium.launch(
-            executable_path=program, args=["--no-sandbox"], timeout=LIMIT_MS
-        )
-        yield started
-        started.close()
 
 
 @contextmanager

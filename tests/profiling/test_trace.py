@@ -105,6 +105,7 @@ def test_every_span_is_there_with_its_times(drawn: Any) -> None:
         (1, "encode 0"): (70_000, 2_000),
         (0, "all_gather 0"): (42_000, 50_000),
         (0, "wait for rank 1"): (42_000, 30_000),
+        (0, "transfer"): (72_000, 20_000),
         (1, "all_gather 0"): (72_000, 20_000),
         **{(rank, "decode 0"): (92_000, 1_000) for rank in LATE},
     }

@@ -33,6 +33,9 @@ def problems(events: list[Event]) -> list[str]:
         for name in ("ts", "dur")
         if not isinstance(event.get(name, 0), int) or event.get(name, 0) < 0
     ]
+    found += [
+        f"a flow without a number: {e}" for e in events if not isinstance(e.get("id", 0), int)
+    ]
     named = {(e["pid"], e.get("tid")) for e in events if e["name"].endswith("_name")}
     used = {(e["pid"], e.get("tid")) for e in events if e["ph"] in ("X", "i", "s", "f")}
     used |= {(event["pid"], None) for event in events}

@@ -2,7 +2,7 @@
 
 Chrome's trace event format, of which viewers agree on this much: complete events (``X``) of one
 thread nest or do not overlap; a flow (``s`` to ``f``) ties the slices that are open where it begins
-and ends; of events at one time the first in the file came first.
+and ends, and its ``id`` is a number; of events at one time the first in the file came first.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[
     """Write ``trace.json.gz``: the steps one after the other, all ranks below each other.
 
     A rank has its phases, with the exposed exchange cut out of the backward pass, what the codec
-    did, its exchanges on as many lanes as there were at once, and the rate at which it sent. An
-    exchange begins with waiting for the rank that came last, from
-    whose exchange an arrow leads to those of the others.
+    did, its exchanges on as many lanes as there were at once, and the rate at which it sent. Where
+    an exchange waited for the rank that came last, waiting and transfer are in it, and an arrow
+    leads from that rank's exchange to the transfer.
 
     Args:
         about: host by rank.
@@ -70,7 +70,15 @@ def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Eve
         for event in (*_process(rank, about.get(rank)), *_threads(rank, of_rank))
     ]
     # A slice comes before those in it, which begin no earlier: sorting keeps that.
-    return sorted([*ranks, *counters], key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
+    events = sorted([*ranks, *counters], key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
+    return list(_numbered(events))
+
+
+def _numbered(events: Sequence[Event]) -> Iterator[Event]:
+    numbers: dict[str, int] = {}
+    for event in events:
+        flow = event.get("id")
+        yield event if flow is None else {**event, "id": numbers.setdefault(flow, len(numbers) + 1)}
 
 
 def _clocks(timelines: Sequence[Timeline]) -> Iterator[Clock]:

@@ -124,7 +124,11 @@ def _exchange(collective: Collective, clock: Clock, name: str) -> Iterator[Slice
         if begin < moves:
             waits = "wait" if last is None else f"wait for rank {last}"
             inside.append(complete(waits, "wait", begin=begin, end=moves))
+            if moves < end:
+                inside.append(complete("transfer", "transfer", begin=moves, end=end))
             if last is not None and moves < end and _is_open(collective.members[last], clock):
+                # Into a slice that begins there: Perfetto turns an arrow round whose head is in
+                # one that began before the one with its tail.
                 arrow = {"name": "arrival", "cat": "arrival", "id": f"{name}.{rank}", "ts": moves}
                 heads.append({**arrow, "ph": "s"})
                 inside.append({**arrow, "ph": "f", "bp": "e"})
