@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.integrations.profile_about import about, why_not_in_detail
+from lightning_dist.integrations.profile_meta import write_meta
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
@@ -99,6 +100,9 @@ class ProfileRun:
             )
         own_host = facts[rank]["host"]
         self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
+        hosts = [each["host"] for each in facts]
+        if rank == 0:
+            self._write_meta(model, hosts, settings, on_problem)
         new_session = partial(
             Session,
             about=self.about,
@@ -116,7 +120,6 @@ class ProfileRun:
             problem = f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
             on_problem(problem)
             self._session = new_session(None)
-        hosts = [each["host"] for each in facts]
         self._session.note(read_offset(self._group))
         if calibrate and in_detail:
             name = "inter" if "inter" in self.about.groups else "flat"
@@ -153,6 +156,25 @@ class ProfileRun:
                 f"buckets: n/a, the model has a communication hook already ({hook}), and DDP takes "
                 "only one; use strategy='compressed_ddp', or leave that hook out"
             )
+
+    def _write_meta(
+        self,
+        model: DistributedDataParallel,
+        hosts: Sequence[str],
+        settings: SessionSettings,
+        on_problem: Callable[[str], None],
+    ) -> None:
+        try:
+            write_meta(
+                self.folder,
+                model,
+                self._reducer,
+                about=self.about,
+                hosts=hosts,
+                settings=settings,
+            )
+        except OSError as error:  # lines and reports tell most of it too
+            on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
 
     def _facts(self, own: dict[str, Any]) -> Sequence[Facts]:
         return all_facts(own, group=self._group, device=torch.device("cpu"))

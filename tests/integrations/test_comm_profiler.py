@@ -348,7 +348,8 @@ def test_a_callback_of_lightning(strategy: str, folders: dict[str, Path]) -> Non
     assert "of the step is exposed communication" in output
     assert "of the step is exposed" not in (folder / "output-1.txt").read_text()
     files = {path.name for path in (folder / "comm_profile" / "run-0").iterdir()}
-    made = {"summary.json", "report.html", "trace.json.gz", "steps.csv", "buckets.csv"}
+    made = {"meta.json", "summary.json", "report.html", "trace.json.gz"}
+    made |= {"steps.csv", "buckets.csv"}
     assert files == {"rank0.jsonl", "rank1.jsonl", *made}
     with gzip.open(folder / "comm_profile" / "run-0" / "trace.json.gz") as trace:
         assert json.load(trace)["traceEvents"]
@@ -422,3 +423,20 @@ def test_bad_input() -> None:
 
     with pytest.raises(ValueError, match="DistributedDataParallel, got Linear"):
         CommProfiler(torch.nn.Linear(1, 1)).__enter__()
+
+
+@pytest.mark.parametrize(("case", "codec"), [("skew int8", "int8"), ("skew ddp", "ddp")])
+def test_meta_says_what_it_is_of(case: str, codec: str, folders: dict[str, Path]) -> None:
+    run, summary = profile(folders[case])
+    meta = json.loads((folders[case] / "run-0" / "meta.json").read_text())
+    assert (meta["schema"], meta["world_size"], meta["backend"]) == (1, 2, "gloo")
+    assert meta["hosts"] == summary["run"]["hosts"]
+    assert meta["codec"] == run.ranks[0].about.codec
+    assert codec in meta["codec"].lower()
+    assert (meta["compression"] is None) == (codec == "ddp")
+    parameters = meta["gradients"]["parameters"]
+    assert meta["gradients"]["bytes"] == 4 * parameters
+    raw = sum(bucket["raw_mb"] for bucket in summary["buckets"])
+    assert raw == pytest.approx(4 * parameters / 1e6, rel=1e-3), "2 ranks: each sends all of it"
+    assert meta["profiler"]["budget"] == run.ranks[0].about.budget
+    assert meta["versions"]["torch"] == run.ranks[0].about.versions["torch"]
