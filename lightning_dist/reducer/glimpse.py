@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dist.reducer.placing import placed
+
 _RUN = 4096
 """Elements that are drawn together: scattered ones cost more to read than to look at."""
 
@@ -54,4 +56,4 @@ class Sampler:
         wanted = runs if self._share >= 1 else int(self._share * runs + part)
         first = torch.randperm(runs, generator=self._generator)[:wanted].sort().values * run
         items = (first.unsqueeze(-1) + torch.arange(run)).flatten()
-        return items[items < count].to(device)
+        return placed(items[items < count], device)

@@ -126,8 +126,8 @@ class Reducer:
     def _settle(self, verdict: Verdict | None) -> None:
         """Decode every bucket of the step and, where all ranks were finite, keep the residuals."""
         jobs = self._in_flight
-        ok = torch.ones((), dtype=torch.bool) if verdict is None else verdict.ok()
-        ok = ok.to(self.network.device)
+        device = self.network.device
+        ok = torch.ones((), dtype=torch.bool, device=device) if verdict is None else verdict.ok()
         unused = set() if verdict is None else verdict.unused()
         looked = [observer.looks(sights(jobs, self._scale)) for observer in self._observers]
         for job in jobs:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane, settle_all
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.placing import placed
 from lightning_dist.reducer.state import ReducerState
 
 
@@ -30,7 +31,7 @@ class Verdict:
     ) -> None:
         self._names = list(used)
         answers = torch.tensor([False, *used.values()], dtype=torch.float32)
-        self._flags = answers.to(network.device)
+        self._flags = placed(answers, network.device)
         if finite:
             self._flags[0] = torch.stack(list(finite)).logical_not().any()
         self._work = network.control.all_reduce(self._flags, op=dist.ReduceOp.MAX)
