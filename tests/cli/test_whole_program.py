@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 import pytest
 import typer
 from cli_saves import damage, save_file
+from terminals import on_terminal
 from typer.testing import CliRunner
 
 from lightning_dist import CODECS
@@ -106,30 +106,13 @@ def test_completion(shell: str) -> None:
     assert "doctor" not in found.stdout
 
 
-def shown(words: list[str], **environ: str) -> str:
-    """Standard output and error of a command on a terminal."""
-    ours, theirs = pty.openpty()
-    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "TERM")}
-    environment = {**kept, "TERM": "xterm-256color", "COLUMNS": "200", **environ}
-    subprocess.run([*PROGRAM, *words], stdout=theirs, stderr=theirs, timeout=60, env=environment)
-    os.close(theirs)
-    said = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            said += part
-    except OSError:  # how the end of a terminal is read
-        pass
-    os.close(ours)
-    return said.decode()
-
-
 COLORS = ("\x1b[3", "\x1b[9")
 
 
 def test_no_color_is_respected(tmp_path: Path) -> None:
     save_file(tmp_path / "1.ckpt")
-    words = ["ckpt", "verify", str(tmp_path / "1.ckpt")]
-    colored, plain = shown(words), shown(words, NO_COLOR="1")
+    words = [*PROGRAM, "ckpt", "verify", tmp_path / "1.ckpt"]
+    colored, plain = on_terminal(words).terminal, on_terminal(words, NO_COLOR="1").terminal
     assert any(code in colored for code in COLORS)
     assert not any(code in plain for code in COLORS), plain
     assert "ok " in plain
