@@ -127,6 +127,22 @@ def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> No
         assert b"\r" not in done.stdout
 
 
+@pytest.mark.parametrize("words", [["--help"], ["ckpt", "prune", "--help"], ["bench", "--nope"]])
+def test_boxes_are_for_terminals(words: list[str]) -> None:
+    """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
+    command = [*PROGRAM, *words]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    plain = piped.stdout + piped.stderr
+    assert "Usage: lightning-dist" in plain
+    assert "╭" in on_terminal(command).terminal
+    for others in (
+        plain,
+        on_terminal(command, NO_COLOR="1").terminal,
+        on_terminal(command, piped=True).pipe,
+    ):
+        assert not set("╭│\x1b") & set(others), others
+
+
 def test_a_status_is_for_terminals(tmp_path: Path) -> None:
     """What doctor says while it works is not in the log of a job."""
     done = subprocess.run([*PROGRAM, "doctor", "--json"], capture_output=True, timeout=100)
