@@ -173,7 +173,7 @@ def test_several_processes_that_would_train_for_themselves(
         "try:\n"
         "    CompressedDDPPlugin().attach(accelerator)\n"
         "except ValueError as error:\n"
-        "    print('refused:', error)\n"
+        "    sys.stdout.write(f'refused: {error}\\n')  # in one piece, beside the other rank's\n"
     )
     done = torchrun(script, ranks=2, limit=60, python=quick_python).require_success()
     refused = [line for line in done.output.splitlines() if "refused:" in line]
