@@ -23,10 +23,10 @@ class CompressedDDPPlugin:
     Attach it to an ``accelerate.Accelerator``, or give it to
     :class:`lightning_dist.accelerate.Accelerator` in ``kwargs_handlers=[...]``.
 
-    What is left out comes from variables ``LIGHTNING_DIST_*``, the file that
-    ``LIGHTNING_DIST_CONFIG`` names, or ``lightning_dist.yaml`` beside Accelerate's configuration,
-    in this order; otherwise it is the default of ``compress_ddp``. The fields are what is in force,
-    ``lightning-dist config --show`` says why.
+    What is left out, ``LEFT_OUT`` in the signature, comes from variables ``LIGHTNING_DIST_*``, the
+    file that ``LIGHTNING_DIST_CONFIG`` names, or ``lightning_dist.yaml`` beside Accelerate's
+    configuration, in this order; otherwise it is the default of ``compress_ddp``. The fields are
+    what is in force, ``lightning-dist config --show`` says why.
 
     Args:
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
