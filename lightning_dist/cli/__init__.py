@@ -7,6 +7,8 @@ here imports torch until a command needs it.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -57,4 +59,6 @@ def _root(
 
 def main() -> None:
     """Run the program with the arguments of this process."""
+    if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
+        app.rich_markup_mode = None  # help and wrong usage are plain text, without boxes
     app(prog_name="lightning-dist")

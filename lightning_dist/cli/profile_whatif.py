@@ -87,7 +87,7 @@ def whatif_command(
       lightning-dist profile whatif comm_profile/run-0
       lightning-dist profile whatif comm_profile/run-0 --codec int4 --codec powersgd:rank=8
       lightning-dist profile whatif comm_profile/run-0 --bandwidth 10gbit --hosts 8
-      lightning-dist profile whatif comm_profile/run-0 --codec ddp --codec int4 \
+      lightning-dist profile whatif comm_profile/run-0 --codec ddp --codec int4 \\
         --bandwidth 10gbit --hosts 2,16,128,1024
     """
     # Codecs are measured, for which torch is loaded: not before it is needed.

@@ -19,10 +19,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
+        for index, (key, (spelled, _)) in enumerate(zip(keys, node.value, strict=True)):
+            if key in keys[:index]:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is there twice; keep one", node.start_mark
+                    None, None, f"{key!r} is there twice; keep one", spelled.start_mark
                 )
         content: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return content
@@ -32,14 +32,15 @@ def read(path: Path) -> dict[str, Any]:
     """The settings in a file; none if it is empty.
 
     Raises:
-        ValueError: no YAML, no mapping, an unknown key, or a value of the wrong type.
+        ValueError: no YAML (the line is named), no mapping, an unknown key, or a value of the
+            wrong type.
         OSError: it cannot be read.
     """
+    raw = path.read_bytes()
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} is no YAML of key: value lines: {said}") from None
+        content = yaml.load(raw.decode(), _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise ValueError(f"{path} is no YAML of key: value lines{_said(error, raw)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -49,6 +50,26 @@ def read(path: Path) -> dict[str, Any]:
         )
     check(content, where=str(path))
     return content
+
+
+def _said(error: Exception, raw: bytes) -> str:
+    """In which line and what; YAML itself would name the text as one from memory."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        line = error.problem_mark.line + 1
+        problem = error.problem
+        if error.context is not None:
+            begun = error.context_mark.line + 1 if error.context_mark is not None else line
+            since = f" from line {begun} on" if begun != line else ""
+            problem = f"{error.context}{since}, {problem}"
+    elif isinstance(error, yaml.reader.ReaderError):
+        line = raw.decode()[: error.position].count("\n") + 1
+        problem = f"{error.reason}, {error.character:#x}"
+    elif isinstance(error, UnicodeDecodeError):
+        line = raw[: error.start].count(b"\n") + 1
+        problem = f"{error.reason} of {error.encoding}, {raw[error.start]:#x}"
+    else:
+        return f": {error}"
+    return f", in line {line}: {problem}"
 
 
 def check(options: Mapping[str, Any], *, where: str) -> None:
@@ -69,7 +90,7 @@ def parse(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
         raise ValueError(f"{text!r} is no YAML value; quote it") from None
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.refusals import refuse_ddp_arguments, refuse_pytorch_lightning
+from lightning_dist.integrations.refusals import (
+    refuse_ddp_arguments,
+    refuse_pytorch_lightning,
+    refuse_unknown,
+)
 from lightning_dist.settings import Settings
 
 CHECKPOINT_KEY = "lightning_dist"
@@ -55,9 +59,10 @@ class CompressionArguments:
                 arguments.
 
         Raises:
-            ValueError: a setting that is out of range or cannot take effect.
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
         """
         refuse_ddp_arguments(kwargs)
+        refuse_unknown(kwargs, strategy=type(self))
         refuse_pytorch_lightning(**kwargs)
         self._settings = Settings.check(
             codec,

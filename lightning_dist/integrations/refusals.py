@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import Parameter, signature
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.configuration.options import unknown
 
 _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -26,6 +31,23 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
             "skip_all_reduce_unused_params=True makes DDP skip buckets, and the compressed step "
             "ends with the last one; leave it out"
         )
+
+
+def refuse_unknown(arguments: Mapping[str, Any], *, strategy: type) -> None:
+    """Raise ValueError for arguments that neither the strategy nor DDP has.
+
+    Strategies hand on what they do not know, and DDP would refuse it in all ranks at once, later.
+    """
+    constructors = [vars(cls)["__init__"] for cls in strategy.__mro__ if "__init__" in vars(cls)]
+    known = {
+        name
+        for function in (*constructors, DistributedDataParallel.__init__)
+        for name, parameter in signature(function).parameters.items()
+        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    } - {"self", "module"}
+    for name in arguments:
+        if name not in known:
+            raise ValueError(unknown(name, tuple(sorted(known)), where=strategy.__name__))
 
 
 def refuse_pytorch_lightning(**objects: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_saves import RECORDS, damage, save_file
 from processes import run
+from terminals import on_terminal
 from typer.testing import CliRunner
 
 import lightning_dist
@@ -83,25 +82,10 @@ def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
 def test_a_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
     large = {**RECORDS, "data/1": bytes(4 << 20)}
     path = save_file(tmp_path / "x.ckpt", records=large)
-    ours, theirs = pty.openpty()
-    done = subprocess.run(
-        [PROGRAM, "ckpt", "verify", path],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        timeout=60,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            shown += part
-    except OSError:  # how the end of a terminal is read
-        pass
-    os.close(ours)
+    done = on_terminal([PROGRAM, "ckpt", "verify", path], piped=True)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].startswith(b"ok ")
-    assert b"4.2/4.2 MB" in shown
+    assert done.pipe.splitlines()[-1].startswith("ok ")
+    assert "4.2/4.2 MB" in done.terminal
     piped = subprocess.run([PROGRAM, "ckpt", "verify", path], capture_output=True, timeout=60)
     assert (piped.returncode, piped.stderr) == (0, b"")
 

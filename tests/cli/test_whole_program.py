@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 import pytest
 import typer
 from cli_saves import damage, save_file
+from terminals import on_terminal
 from typer.testing import CliRunner
 
 from lightning_dist import CODECS
@@ -106,30 +106,13 @@ def test_completion(shell: str) -> None:
     assert "doctor" not in found.stdout
 
 
-def shown(words: list[str], **environ: str) -> str:
-    """Standard output and error of a command on a terminal."""
-    ours, theirs = pty.openpty()
-    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "TERM")}
-    environment = {**kept, "TERM": "xterm-256color", "COLUMNS": "200", **environ}
-    subprocess.run([*PROGRAM, *words], stdout=theirs, stderr=theirs, timeout=60, env=environment)
-    os.close(theirs)
-    said = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            said += part
-    except OSError:  # how the end of a terminal is read
-        pass
-    os.close(ours)
-    return said.decode()
-
-
 COLORS = ("\x1b[3", "\x1b[9")
 
 
 def test_no_color_is_respected(tmp_path: Path) -> None:
     save_file(tmp_path / "1.ckpt")
-    words = ["ckpt", "verify", str(tmp_path / "1.ckpt")]
-    colored, plain = shown(words), shown(words, NO_COLOR="1")
+    words = [*PROGRAM, "ckpt", "verify", tmp_path / "1.ckpt"]
+    colored, plain = on_terminal(words).terminal, on_terminal(words, NO_COLOR="1").terminal
     assert any(code in colored for code in COLORS)
     assert not any(code in plain for code in COLORS), plain
     assert "ok " in plain
@@ -142,6 +125,22 @@ def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> No
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"\x1b" not in done.stdout
         assert b"\r" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ckpt", "prune", "--help"], ["bench", "--nope"]])
+def test_boxes_are_for_terminals(words: list[str]) -> None:
+    """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
+    command = [*PROGRAM, *words]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    plain = piped.stdout + piped.stderr
+    assert "Usage: lightning-dist" in plain
+    assert "╭" in on_terminal(command).terminal
+    for others in (
+        plain,
+        on_terminal(command, NO_COLOR="1").terminal,
+        on_terminal(command, piped=True).pipe,
+    ):
+        assert not set("╭│\x1b") & set(others), others
 
 
 def test_a_status_is_for_terminals(tmp_path: Path) -> None:

@@ -129,6 +129,20 @@ def test_attaching_after_prepare_and_twice(accelerator: Any) -> None:
         CompressedDDPPlugin().attach(late)
 
 
+def test_residuals_for_which_there_is_no_compressed_model(
+    accelerator: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    CompressedDDPPlugin("int8").attach(accelerator)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path))
+    (tmp_path / "lightning_dist_reducer_0.bin").touch()
+    accelerator.load_state(str(tmp_path))
+    (warned,) = [message for message in caplog.messages if str(tmp_path) in message]
+    assert "holds residuals of a compressed model" in warned
+    assert "a CompressedDDPPlugin attached before prepare, which needs several processes" in warned
+    assert "or with compress_ddp after it" in warned
+
+
 def test_one_process_is_warned_of_once_and_trains(
     accelerator: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -159,7 +173,7 @@ def test_several_processes_that_would_train_for_themselves(
         "try:\n"
         "    CompressedDDPPlugin().attach(accelerator)\n"
         "except ValueError as error:\n"
-        "    print('refused:', error)\n"
+        "    sys.stdout.write(f'refused: {error}\\n')  # in one piece, beside the other rank's\n"
     )
     done = torchrun(script, ranks=2, limit=60, python=quick_python).require_success()
     refused = [line for line in done.output.splitlines() if "refused:" in line]

@@ -112,6 +112,11 @@ def test_errors_name_the_source(
     assert [part for part in (*parts, str(sidecar)) if part not in str(error.value)] == []
 
 
+def test_a_setting_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"'codek' in CompressedDDPPlugin: did you mean 'codec'\?"):
+        CompressedDDPPlugin(codek="int8")
+
+
 def test_the_strategies_take_nothing_from_outside(sidecar: Path) -> None:
     for strategy in (CompressedDDPStrategy(), FabricStrategy()):
         assert strategy._settings == Settings.check()

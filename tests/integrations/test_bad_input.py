@@ -29,6 +29,9 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
     ({"ddp_comm_wrapper": fp16_compress_hook}, "one communication hook .* ddp_comm_wrapper="),
     ({"model_averaging_period": 4}, "one communication hook .* model_averaging_period=4"),
     ({"mixed_precision": object()}, "mixed_precision= installs .* use precision='bf16-mixed'"),
+    ({"codek": "int8"}, "'codek' in CompressedDDPStrategy: did you mean 'codec'"),
+    ({"bucket_cap": 5}, "'bucket_cap' in CompressedDDPStrategy: did you mean 'bucket_cap_mb'"),
+    ({"module": None}, "'module' in CompressedDDPStrategy: there are accelerator, .*, timeout$"),
 ]
 
 
@@ -40,6 +43,18 @@ def test_a_strategy_refuses(
     with pytest.raises(ValueError, match=message):
         strategy(**arguments)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("strategy", [CompressedDDPStrategy, FabricStrategy])
+def test_a_strategy_takes_what_is_ddps_or_its_subclass(strategy: type) -> None:
+    class Mine(strategy):
+        def __init__(self, mine: int, **others: Any) -> None:
+            super().__init__(**others)
+
+    made = Mine(mine=3, codec="int4", bucket_cap_mb=5, start_method="fork", static_graph=True)
+    assert made._ddp_kwargs["bucket_cap_mb"] == 5
+    with pytest.raises(ValueError, match=r"'mime' in Mine: did you mean 'mine'\?"):
+        Mine(mine=3, mime=4)
 
 
 def of_pytorch_lightning(name: str, package: str = "pytorch_lightning") -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from accelerate import Accelerator
 
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
+from lightning_dist.configuration.options import require_known
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.settings import Settings
 
@@ -22,10 +23,10 @@ class CompressedDDPPlugin:
     Attach it to an ``accelerate.Accelerator``, or give it to
     :class:`lightning_dist.accelerate.Accelerator` in ``kwargs_handlers=[...]``.
 
-    What is left out comes from variables ``LIGHTNING_DIST_*``, the file that
-    ``LIGHTNING_DIST_CONFIG`` names, or ``lightning_dist.yaml`` beside Accelerate's configuration,
-    in this order; otherwise it is the default of ``compress_ddp``. The fields are what is in force,
-    ``lightning-dist config --show`` says why.
+    What is left out, ``LEFT_OUT`` in the signature, comes from variables ``LIGHTNING_DIST_*``, the
+    file that ``LIGHTNING_DIST_CONFIG`` names, or ``lightning_dist.yaml`` beside Accelerate's
+    configuration, in this order; otherwise it is the default of ``compress_ddp``. The fields are
+    what is in force, ``lightning-dist config --show`` says why.
 
     Args:
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
@@ -44,9 +45,9 @@ class CompressedDDPPlugin:
             or more where a compiler is there.
 
     Raises:
-        ValueError: a setting that is out of range or cannot take effect, a variable or a key of a
-            file that does not exist, or two sources that contradict each other; with where it is
-            from.
+        ValueError: a setting that does not exist, is out of range or cannot take effect, a variable
+            or a key of a file that does not exist, or two sources that contradict each other; with
+            where it is from.
     """
 
     codec: str | Codec | Mapping[str, str | Codec] = LEFT_OUT
@@ -59,6 +60,11 @@ class CompressedDDPPlugin:
     start_step: int = LEFT_OUT
     compile_kernels: bool | Literal["auto"] = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        for name in settings:
+            require_known(name, where=cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         resolved = resolve({name: getattr(self, name) for name in OPTIONS})

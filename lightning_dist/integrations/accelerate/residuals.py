@@ -80,8 +80,9 @@ def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
         reducer.load_state_dict(state)
     if says and os.path.exists(_file(folder, len(found))):
         log.warning(
-            "%s holds residuals of a compressed model, and there is none here; call compress_ddp "
-            "before load_state, or what they still owe is lost",
+            "%s holds residuals of a compressed model, and there is none here: what they still owe "
+            "is lost. Compress the model before load_state: with a CompressedDDPPlugin attached "
+            "before prepare, which needs several processes, or with compress_ddp after it",
             folder,
         )
 

@@ -1,0 +1,160 @@
+"""CommProfiler as a callback of Lightning, and under Fabric and Accelerate."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+from comm_profiles import (
+    MS,
+    profile,
+    profiles,
+    require_no_prediction,
+    require_report_of_failure,
+    truth,
+)
+from wandb_runs import history, records
+
+from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.whatif.costs_file import read_costs
+
+CASES = (
+    *(f"lightning {name}" for name in ("compressed_ddp", "ddp", "manual ddp", "manual int8")),
+    *(f"lightning {name}" for name in ("predicted", "failing", "told to end")),
+    *("fabric", "accelerate"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> dict[str, Path]:
+    return profiles(tmp_path_factory.mktemp("profiles"), CASES, python=quick_python)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lightning failing", "ArithmeticError: the loss is odd"),
+        ("lightning told to end", "SIGTERMException"),
+    ],
+)
+def test_a_run_that_failed_has_a_report(name: str, reason: str, folders: dict[str, Path]) -> None:
+    require_report_of_failure(folders[name] / "comm_profile", reason)
+
+
+def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -> None:
+    folder = folders["lightning predicted"]
+    _, summary = profile(folder / "comm_profile")
+    found = summary["whatif"]
+    assert "whatif" not in summary["reasons"]
+    assert found["label"] == "PREDICTION, not measured"
+    assert found["current"]["codec"] == "ddp"
+    assert abs(found["error"]) <= found["margin"]
+    told = {each["codec"] for each in found["others"] if each["step_ms"]}
+    assert {"none", "fp16", "int8", "int4", "sign", "topk", "powersgd"} <= told
+    kept = read_costs(folder / "comm_profile" / "run-0")
+    assert set(kept.by_name) >= told - {"ddp"}
+    assert "not compiled, on " in kept.by_name["int8"].source
+    assert "after this run" in kept.by_name["int8"].source
+    assert re.search(
+        r" (Predicted with .*: \d.*x|No other setting is predicted to be faster .* tell)\.$",
+        summary["headline"],
+    )
+    output = (folder / "output-0.txt").read_text()
+    assert summary["headline"] in output
+    assert output.count("PREDICTION, not measured") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lightning told to end/comm_profile", "the training did not end by itself"),
+        ("fabric", "whatif=False"),
+    ],
+)
+def test_what_would_help_is_not_measured_for(
+    name: str, reason: str, folders: dict[str, Path]
+) -> None:
+    case, _, inside = name.partition("/")
+    require_no_prediction(folders[case] / inside, reason)
+
+
+@pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])
+def test_a_callback_of_lightning(strategy: str, folders: dict[str, Path]) -> None:
+    folder = folders[f"lightning {strategy}"]
+    profiled, summary = profile(folder / "comm_profile")
+    assert profiled.common_steps == list(range(24))  # and no validation among them
+    assert summary["run"]["codec"] == ("ddp" if strategy == "ddp" else "Int8(block_size=256)")
+    output = (folder / "output-0.txt").read_text()
+    assert "of the step is exposed communication" in output
+    assert "of the step is exposed" not in (folder / "output-1.txt").read_text()
+    files = {path.name for path in (folder / "comm_profile" / "run-0").iterdir()}
+    made = {"meta.json", "summary.json", "report.html", "trace.json.gz"}
+    made |= {"steps.csv", "buckets.csv"}
+    assert files == {"rank0.jsonl", "rank1.jsonl", *made}
+    with gzip.open(folder / "comm_profile" / "run-0" / "trace.json.gz") as trace:
+        assert json.load(trace)["traceEvents"]
+
+
+@pytest.mark.parametrize("codec", ["ddp", "int8"])
+def test_every_optimizer_step_of_manual_optimization_is_a_step(
+    codec: str, folders: dict[str, Path]
+) -> None:
+    folder = folders[f"lightning manual {codec}"]
+    profiled, summary = profile(folder)
+    steps = truth(folder)[0]["steps"]
+    assert steps == 48
+    assert profiled.common_steps == list(range(steps))
+    for number, step in profiled.ranks[0].steps.items():
+        names = [phase.name for phase in step.phases]
+        assert names == [*(["data"] if number % 2 == 0 else []), "backward", "optimizer"]
+        if number % 2 == 0 and number not in (0, 24):  # what a pass does after its last step
+            assert step.phases[0].end / MS >= 10
+        if step.detailed:
+            orders = [span.order for span in step.spans if span.phase == "exchange"]
+            assert orders
+            assert len({bucket.index for bucket in step.buckets}) == len(step.buckets) > 0
+    for step in profiled.common_steps:
+        for each in parts_of(profiled, step):
+            assert sum(each.parts.values()) == each.duration
+    assert summary["exposed_ms"] > 0
+    assert summary["reasons"]["forward"] == "the passes ran within each other; both are in backward"
+
+
+@pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])
+def test_loggers_hear_of_it(strategy: str, folders: dict[str, Path]) -> None:
+    path = folders[f"lightning {strategy}"] / "csv" / "version_0" / "metrics.csv"
+    rows = list(csv.DictReader(path.open()))
+    live = [row for row in rows if row.get("comm/exposed_pct")]
+    assert len(live) >= 2
+    assert all(0 < float(row["comm/exposed_pct"]) < 100 for row in live)
+    lost = [float(row["comm/err_rel_l2"]) for row in rows if row.get("comm/err_rel_l2")]
+    assert (strategy == "ddp") == (lost == [])
+    assert all(0 < each < 0.02 for each in lost)
+    ratio = float(live[-1]["comm/ratio"])
+    assert ratio == 1.0 if strategy == "ddp" else 3.5 < ratio < 4
+    assert any(row.get("comm/codec_ms") for row in rows) == (strategy != "ddp")
+    assert float(live[-1]["comm/wait_ms"]) >= 0  # what only all ranks together know
+
+
+def test_wandb_gets_numbers_table_and_files(folders: dict[str, Path]) -> None:
+    (log,) = (folders["lightning compressed_ddp"]).glob("wandb/offline-run-*/run-profiled.wandb")
+    found = history(log)
+    metrics = {"/".join(key.split("/")[:2]) for key in found if key.startswith("comm/")}
+    assert {"comm/exposed_pct", "comm/wait_ms", "comm/buckets", "comm/report"} <= metrics
+    assert len(metrics) <= 32  # wandb slows down with many keys
+    assert all(0 < float(value) < 100 for value in found["comm/exposed_pct"])
+    assert "comm-profile-profiled" in {record.artifact.name for record in records(log)}
+    assert list(log.parent.glob("files/media/html/comm/report*.html"))
+    assert list(log.parent.glob("files/media/table/comm/buckets*.json"))
+
+
+@pytest.mark.parametrize("name", ["fabric", "accelerate"])
+def test_other_loops(name: str, folders: dict[str, Path]) -> None:
+    profiled, summary = profile(folders[name])
+    assert profiled.common_steps == list(range(12))
+    assert summary["run"]["codec"] == "Int8(block_size=256)"
+    assert summary["traffic"]["wire_bytes"] < summary["traffic"]["raw_bytes"] / 3

@@ -1,0 +1,140 @@
+"""CommProfiler where a rank is lost, late or alone, or has no folder; profiled twice, zoomed in."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from comm_profiles import (
+    profile,
+    profiles,
+    require_no_prediction,
+    truth,
+)
+
+from lightning_dist.profiling.folder import read_run
+
+ENDS = ("lost at the end", "late at the end")
+CASES = (
+    *ENDS,
+    *("hanging", "twice", "zoomed", "alone", "other hook"),
+    *("no folder", "no folder on one", "own folders"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> dict[str, Path]:
+    return profiles(tmp_path_factory.mktemp("profiles"), CASES, python=quick_python)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_rank_that_does_not_come_to_the_end_costs_no_report(
+    name: str, folders: dict[str, Path]
+) -> None:
+    profiled, summary = profile(folders[name])
+    assert list(profiled.ranks[0].steps) == list(range(12))
+    assert profiled.ranks[0].end is not None
+    assert profiled.ranks[0].end.reason == "finished"
+    assert summary["steps"] > 0
+    output = (folders[name] / "output-0.txt").read_text()
+    assert "at the end a rank was gone or late, so clocks were not compared" in output
+    assert "of the step is exposed communication" in output
+
+
+def test_a_late_rank_is_not_waited_for_without_end(folders: dict[str, Path]) -> None:
+    waited = json.loads((folders["late at the end"] / "truth-0.json").read_text())["seconds"]
+    assert waited < 20  # gloo's own patience, in this test: 60
+
+
+def test_what_would_help_is_not_measured_for_a_short_training(folders: dict[str, Path]) -> None:
+    require_no_prediction(folders["twice"], "the training was shorter than 30 s")
+
+
+def test_a_hang_leaves_the_flight_record_beside_the_report(folders: dict[str, Path]) -> None:
+    found = folders["hanging"] / "run-0"
+    assert len(read_run(found).common_steps) == 4
+    assert (found / "report.html").is_file()
+    for rank in range(2):
+        entries = json.loads((found / f"flight-rank{rank}.json").read_text())["entries"]
+        assert any("all_reduce" in entry["profiling_name"] for entry in entries)
+
+
+def test_a_model_can_be_profiled_again(folders: dict[str, Path]) -> None:
+    for number in range(2):
+        profiled, summary = profile(folders["twice"], number)
+        assert profiled.common_steps == list(range(12))
+        assert summary["traffic"]["wire_bytes"] > 0
+        assert {link["peer"] for link in summary["links"]} == {None, 0, 1}
+    for each in truth(folders["twice"]):
+        assert each["opened"] == [each["opened"][0]] * 3
+
+
+def test_zoom_writes_traces_of_steps_that_are_left_out(folders: dict[str, Path]) -> None:
+    for number, (first, steps) in enumerate([(3, {3, 4, 5}), (4, {4, 5, 6, 7})]):
+        profiled, _ = profile(folders["zoomed"], number)
+        assert set(range(12)) - set(profiled.common_steps) == steps
+        for rank in range(2):
+            name = f"zoom-rank{rank}-step{first}.json.gz"
+            with gzip.open(folders["zoomed"] / f"run-{number}" / name) as trace:
+                names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
+            assert any("AddmmBackward" in name for name in names)
+    assert all(each["usual"] for each in truth(folders["zoomed"]))
+
+
+def test_a_run_that_ends_within_a_zoom_leaves_its_steps_out(folders: dict[str, Path]) -> None:
+    for number, (kept, traces) in enumerate([([0, 1, 2], 2), ([0, 1, 2, 3], 0)]):
+        profiled, _ = profile(folders["zoomed"] / "short", number)
+        assert profiled.common_steps == kept
+        found = list((folders["zoomed"] / "short" / f"run-{number}").glob("zoom-*"))
+        assert len(found) == traces
+
+
+def test_one_rank_has_nothing_to_exchange(folders: dict[str, Path]) -> None:
+    _, summary = profile(folders["alone"] / "0")
+    assert summary["traffic"] is None
+    assert summary["reasons"]["traffic"] == "one rank sends nothing"
+    assert summary["step_ms"]["mean"] > 0
+
+
+def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:
+    output = (folders["other hook"] / "output-0.txt").read_text()
+    assert "buckets: n/a, the model has a communication hook already (fp16_compress_hook)" in output
+    _, summary = profile(folders["other hook"])
+    assert summary["traffic"] is None
+    assert summary["reasons"]["traffic"]
+    assert summary["step_ms"]["mean"] > 0
+
+
+def test_a_folder_that_cannot_be_made_is_another_one(folders: dict[str, Path]) -> None:
+    found = {each["found"] for each in truth(folders["no folder"])}
+    assert len(found) == 1
+    other = Path(found.pop())
+    assert read_run(other).common_steps
+    assert f"the profile is in {other}" in (folders["no folder"] / "output-0.txt").read_text()
+    for path in other.iterdir():
+        path.unlink()
+    other.rmdir()
+
+
+def test_a_rank_without_a_folder_keeps_nothing_and_says_so(folders: dict[str, Path]) -> None:
+    folder = folders["no folder on one"]
+    profiled = read_run(folder / "profiles" / "run-0")
+    assert list(profiled.ranks) == [0]
+    assert "nothing of rank 1" in profiled.notes
+    told = "[rank: 1] CommProfiler: profiles/run-0: Not a directory; the steps of this rank are not"
+    assert told in (folder / "output-1.txt").read_text()
+    assert [each["summary"] for each in truth(folder)] == [True, False]
+
+
+def test_lines_of_other_disks_reach_rank_0(folders: dict[str, Path]) -> None:
+    first, second = truth(folders["own folders"])
+    assert first["ranks"] == ["rank0.jsonl", "rank1.jsonl"]
+    assert second["ranks"] == ["rank1.jsonl"]
+    assert first["left"] == second["left"] == 0
+    disks = [folders["own folders"] / f"disk-{rank}" / "profiles" / "run-0" for rank in range(2)]
+    assert (disks[0] / "rank1.jsonl").read_bytes() == (disks[1] / "rank1.jsonl").read_bytes()
+    gathered = read_run(disks[0])
+    assert len(gathered.common_steps) == 230
+    assert gathered.notes == []
