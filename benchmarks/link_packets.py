@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ _HEADERS = 66
 """Bytes of Ethernet, IPv4 and TCP with timestamps; a packet that the kernel hands over unsplit has
 them once, and an acknowledgement is nothing else."""
 _ALL_SEEN = 0.999
+_PATIENCE_S = 10.0
 _ETH_P_ALL = 3
 _TIMESTAMPS, _BUFFER = 35, 33  # SO_TIMESTAMPNS and SO_RCVBUFFORCE, which the module socket lacks
 _TIMESPEC = struct.Struct("@2l")
@@ -71,19 +72,28 @@ def noted(testbed: Testbed, folder: Path) -> Iterator[None]:
     """Until the block is left the packets of all hosts are noted; ``packets_of`` reads them.
 
     Raises:
-        RankFailed: the counter of an interface has more bytes than its packets.
+        RankFailed: the counter of an interface has more bytes than the packets that were seen.
     """
-    before = [testbed.tx_bytes(host) for host in range(testbed.hosts)]
+    paths = [_path(folder, host) for host in range(testbed.hosts)]
     group = testbed.start([sys.executable, "-m", "benchmarks.link_packets", str(folder)])
+
+    def wait_until(is_so: Callable[[Path, int], bool], what: str) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        for host, path in enumerate(paths):
+            while not is_so(path, host):
+                if time.monotonic() > deadline:
+                    raise RankFailed(f"packets of host {host}: {what}\n{group.tail()}")
+                time.sleep(_PERIOD_S)
+
+    def all_seen(path: Path, host: int) -> bool:
+        sent = testbed.tx_bytes(host) - before[host]
+        return sum(nbytes for _, nbytes in _packets(path)) >= _ALL_SEEN * sent
+
     try:
+        wait_until(lambda path, _: path.exists(), "nothing looks at them")
+        before = [testbed.tx_bytes(host) for host in range(testbed.hosts)]
         yield
-        time.sleep(2 * _PERIOD_S)  # the last are read
-        for host, since in enumerate(before):
-            sent = testbed.tx_bytes(host) - since
-            seen = sum(nbytes for _, nbytes in _packets(_path(folder, host)))
-            if seen < _ALL_SEEN * sent:
-                missed = f"host {host} has sent {sent} bytes, and {seen} of them were seen"
-                raise RankFailed(f"{missed}\n{group.tail()}")
+        wait_until(all_seen, "they are fewer bytes than its interface has counted")
     finally:
         group.kill()
 
@@ -104,17 +114,15 @@ def _packets(path: Path) -> Iterator[tuple[int, int]]:
 
 def main() -> None:
     folder, host = Path(sys.argv[1]), int(os.environ["RANK"])
-    with (
-        socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL)) as link,
-        _path(folder, host).open("wb", buffering=0) as file,
-    ):
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL)) as link:
         link.setsockopt(socket.SOL_SOCKET, _BUFFER, _BUFFER_BYTES)
         link.setsockopt(socket.SOL_SOCKET, _TIMESTAMPS, 1)
         link.bind((INTERFACE, _ETH_P_ALL))
         link.setblocking(False)
-        while True:
-            file.write(b"".join(_sent(link)))
-            time.sleep(_PERIOD_S)
+        with _path(folder, host).open("wb", buffering=0) as file:  # from here on all are seen
+            while True:
+                file.write(b"".join(_sent(link)))
+                time.sleep(_PERIOD_S)
 
 
 def _sent(link: socket.socket) -> Iterator[bytes]:
