@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 _COMMAND_TIMEOUT_S = 30.0
 _BURST_S = 0.010
@@ -83,6 +84,23 @@ def shape(namespace: str, device: str, *, rate_mbit: float | None) -> None:
     limits = ["rate", f"{rate_bit}bit", "burst", f"{burst_bytes}b"]
     queue = ["latency", f"{_QUEUE_LATENCY_MS}ms"]
     run(*replace, "tbf", *limits, *queue)
+
+
+def set_congestion_control(
+    namespace: str, device: str, *, subnet: str, address: str, name: str
+) -> None:
+    """Let TCP connections through the device, whose own ``address`` is in ``subnet``, use it.
+
+    Connections that exist keep theirs. The kernel may forbid to set it for a namespace, not for a
+    route.
+    """
+    route = ["route", "change", subnet, "dev", device, "proto", "kernel", "scope", "link"]
+    run("ip", "-n", namespace, *route, "src", address, "congctl", name)
+
+
+def own_congestion_control() -> str:
+    """The one that TCP uses on this machine, in new namespaces too."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def tx_bytes(namespace: str, device: str) -> int:

@@ -6,10 +6,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.link_packets import noted, packets_of
 from benchmarks.profiling_rows import (
     clock_row,
     codec_row,
@@ -21,7 +23,6 @@ from benchmarks.testbed import Testbed
 
 Row = dict[str, Any]
 
-LINKS_MBIT = (50.0, 200.0, 1000.0)
 CODECS = ("ddp", "int8")
 _LATE_MS = (50.0, 100.0)
 _LATE_STEPS = 20
@@ -37,11 +38,13 @@ class Case:
 
     Args:
         rows: of the folder, what every rank knows, and the rate of the links.
+        packets: whether those of the links are noted meanwhile, in the folder above.
     """
 
     name: str
     arguments: dict[str, Any]
     rows: Callable[[Path, list[Any], float | None], list[Row]]
+    packets: bool = False
 
 
 def skew_cases() -> list[Case]:
@@ -75,7 +78,15 @@ def wire_cases() -> list[Case]:
         Case(
             "wire",
             {"codec": codec, "steps": steps},
-            lambda folder, _, link, codec=codec: [wire_row(folder, codec=codec, link_mbit=link)],
+            lambda folder, truth, link, codec=codec: [
+                wire_row(
+                    folder,
+                    packets_of(folder.parent, hosts=len(truth)),
+                    codec=codec,
+                    link_mbit=link,
+                )
+            ],
+            packets=True,
         )
         for codec, steps in zip(CODECS, (7, 12), strict=True)
     ]
@@ -116,7 +127,6 @@ def cost_cases(codec: str, *, rounds: int) -> list[Case]:
 TRUTHS: dict[str, Callable[[], list[Case]]] = {
     "skew": skew_cases,
     "codec": codec_cases,
-    "wire": wire_cases,
     "clocks": clock_cases,
 }
 
@@ -131,11 +141,13 @@ def run_cases(testbed: Testbed, cases: Sequence[Case]) -> list[Row]:
             {"case": case.name, "folder": str(folder), "arguments": case.arguments}
             for case, folder in zip(cases, folders, strict=True)
         ]
-        testbed.launch(
-            [sys.executable, "-m", "benchmarks.profiling_rank", json.dumps(listed)],
-            timeout_s=_LIMIT_S,
-            echo=True,
-        )
+        watched = any(case.packets for case in cases)
+        with noted(testbed, Path(parent)) if watched else nullcontext():
+            testbed.launch(
+                [sys.executable, "-m", "benchmarks.profiling_rank", json.dumps(listed)],
+                timeout_s=_LIMIT_S,
+                echo=True,
+            )
         rows: list[Row] = []
         for case, folder in zip(cases, folders, strict=True):
             truth = [

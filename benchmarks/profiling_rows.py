@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.link_packets import LinkPackets
 from benchmarks.profiling_rank_planted import FIRST
 from benchmarks.report import quantile
-from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.breakdown import analyse, parts_of
 from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.summarize import summarize
 
@@ -17,6 +18,7 @@ Row = dict[str, Any]
 MS = 1e6
 PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
+_SPREAD = ("link_gbps", "wire_gbps", "peak_gbps", "of_link", "link_of_payload")
 
 
 def skew_rows(
@@ -57,24 +59,72 @@ def deviations(misses: Sequence[float]) -> Row:
     }
 
 
-def wire_row(folder: Path, *, codec: str, link_mbit: float | None) -> Row:
-    """The rate that the summary says beside that of the link."""
+def wire_row(
+    folder: Path, packets: Sequence[LinkPackets], *, codec: str, link_mbit: float | None
+) -> Row:
+    """The rate that the summary says, beside what the links have carried in just that time.
+
+    packets: of the host of every rank.
+    """
     assert link_mbit is not None
-    summary = summarize(read_run(folder / "run-0"))
-    assert summary.traffic is not None
-    wire = summary.traffic.wire_gbps
+    run = read_run(folder / "run-0")
+    summary = summarize(run)
+    traffic = summary.traffic
+    assert traffic is not None
+    assert traffic.wire_gbps
+    assert traffic.peak_gbps
+    carried = lasted = 0
+    for step in summary.series.steps:
+        for each in analyse(run, step):
+            begin = each.record.begin
+            for since, until in each.moving:
+                carried += packets[each.parts.rank].between(begin + since, begin + until)
+                lasted += until - since
     return {
         "kind": "wire",
         "codec": codec,
         "link_mbit": link_mbit,
         "payload_gbps": link_mbit / 1000 * PAYLOAD,
-        "wire_gbps": wire,
-        "of_payload": None if wire is None else wire / (link_mbit / 1000 * PAYLOAD),
-        "step_gbps": summary.traffic.wire_bytes * 8 / (summary.step_ms["mean"] * MS),
+        "link_gbps": carried * 8 / lasted,
+        "wire_gbps": traffic.wire_gbps,
+        "peak_gbps": traffic.peak_gbps,
+        "step_gbps": traffic.wire_bytes * 8 / (summary.step_ms["mean"] * MS),
         "step_ms": summary.step_ms["median"],
         "transfer_ms": summary.parts_ms["transfer"],
         "steps": summary.steps,
     }
+
+
+def wire_rows(runs: Sequence[Row]) -> list[Row]:
+    """One row of all runs with the same setting, in the order of the first: medians of each figure,
+    with the lowest and the highest of rates and of what they are compared with."""
+    settings: dict[tuple[Any, ...], list[Row]] = {}
+    for each in runs:
+        setting = each["link_mbit"], each["congestion_control"], each["codec"]
+        settings.setdefault(setting, []).append(_compared(each))
+    return [_median_of(of_setting) for of_setting in settings.values()]
+
+
+def _compared(row: Row) -> Row:
+    planted = row["payload_gbps"]
+    return {
+        **row,
+        "of_link": row["wire_gbps"] / row["link_gbps"],
+        "of_payload": row["wire_gbps"] / planted,
+        "link_of_payload": row["link_gbps"] / planted,
+        "peak_of_payload": row["peak_gbps"] / planted,
+    }
+
+
+def _median_of(rows: Sequence[Row]) -> Row:
+    merged = {
+        name: statistics.median(row[name] for row in rows) if isinstance(value, float) else value
+        for name, value in rows[0].items()
+    }
+    for name in _SPREAD:
+        values = [row[name] for row in rows]
+        merged[f"{name}_low"], merged[f"{name}_high"] = min(values), max(values)
+    return {**merged, "runs": len(rows)}
 
 
 def clock_row(

@@ -38,11 +38,14 @@ _KINDS: Mapping[str, tuple[str, Columns]] = {
         "planted rates of links",
         {
             "link": lambda row: link_name(row["link_mbit"]),
+            "TCP": lambda row: row["congestion_control"],
             "codec": lambda row: row["codec"],
-            "wire, Gbit/s": lambda row: f"{row['wire_gbps']:.4f}",
-            "over the step": lambda row: f"{row['step_gbps']:.4f}",
-            "of the payload rate": lambda row: f"{row['of_payload']:.1%}",
-            "step, ms": lambda row: row["step_ms"],
+            "planted, Gbit/s": lambda row: f"{row['payload_gbps']:.4f}",
+            "interface": lambda row: _range(row, "link_gbps", ".4f"),
+            "of planted": lambda row: _range(row, "link_of_payload", ".1%"),
+            "profile": lambda row: _range(row, "wire_gbps", ".4f"),
+            "of interface": lambda row: _range(row, "of_link", ".1%"),
+            "peak": lambda row: _range(row, "peak_gbps", ".4f"),
         },
     ),
     "clocks": (
@@ -94,6 +97,11 @@ def show(rows: Sequence[Row]) -> None:
         of_kind = [row for row in rows if row["kind"] == kind]
         cells = [[cell(row) for cell in columns.values()] for row in of_kind]
         print_table(title, columns=list(columns), rows=cells)
+
+
+def _range(row: Row, name: str, form: str) -> str:
+    median, low, high = (format(row[f"{name}{part}"], form) for part in ("", "_low", "_high"))
+    return f"{median} ({low}-{high})"
 
 
 def _spread(row: Row, name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.readme_markdown import Result, Row, caption, link_of, number, table
 
@@ -29,33 +30,49 @@ def truth(result: Result) -> str | None:
         "Every step in detail, against what the ranks themselves timed at the same places. The two "
         "are not read at the same instant: a rank that loses its core between them misses by that."
     )
-    return "\n\n".join([table(heads, lines), caption(text, result)])
+    return "\n\n".join([table(heads, lines), _caption(text, result, "skew")])
 
 
 def wire(result: Result) -> str | None:
-    """Rates of links, planted and found."""
+    """Rates of links: planted, by the packets of the links, and as the profile has them."""
     rows = _of(result, "wire")
     if not rows:
         return None
-    heads = ["link", "gradients", "payload rate", "`wire_gbps`", "of it", "bytes over step", "step"]
+    heads = [
+        "link",
+        "gradients",
+        "planted",
+        "interface",
+        "of planted",
+        "`wire_gbps`",
+        "of interface",
+        "`peak_gbps`",
+        "of planted",
+    ]
+    own = rows[0]["congestion_control"]
     lines = [
         [
-            link_of(row["link_mbit"]),
+            link_of(row["link_mbit"])
+            + (f", {row['congestion_control']}" if row["congestion_control"] != own else ""),
             _NAMES[row["codec"]],
-            f"{row['payload_gbps']:.3f} Gbit/s",
-            "n/a" if row["wire_gbps"] is None else f"{row['wire_gbps']:.3f} Gbit/s",
-            "n/a" if row["of_payload"] is None else f"{100 * row['of_payload']:.0f} %",
-            f"{row['step_gbps']:.3f} Gbit/s",
-            f"{number(row['step_ms'], 0)} ms",
+            _mbit(row["payload_gbps"]),
+            _mbit(row["link_gbps"]),
+            _percent(row["link_of_payload"], _ends(row, "link_of_payload")),
+            _mbit(row["wire_gbps"]),
+            _percent(row["of_link"], _ends(row, "of_link")),
+            _mbit(row["peak_gbps"]),
+            _percent(row["peak_of_payload"]),
         ]
         for row in rows
     ]
     text = (
-        "2 hosts, 17 MB of gradients of one sample; payload: 1448 of the 1514 bytes of a frame. "
-        "What an exchange does beside sending, such as adding up or waiting for a busy core, is in "
-        "the time of its transfer. Bytes over the whole step: the least that the rate can be."
+        "2 hosts, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
+        "bytes of a frame. Interface: what those of both hosts have sent in just the time over "
+        "which the profile takes its rate, from the packets with the kernel's time. "
+        f"Medians of {rows[0]['runs']} runs, with the lowest and the highest. "
+        f"TCP's congestion control is {own} where no other is named."
     )
-    return "\n\n".join([table(heads, lines), caption(text, result)])
+    return "\n\n".join([table(heads, lines), _caption(text, result, "wire")])
 
 
 def clocks(result: Result) -> str | None:
@@ -78,7 +95,7 @@ def clocks(result: Result) -> str | None:
         f"2 hosts that share a clock and compare it as if they did not, {rows[0]['link_mbit']:g} "
         "Mbit/s; within: readings that are off by no more than they say."
     )
-    return "\n\n".join([table(heads, lines), caption(text, result)])
+    return "\n\n".join([table(heads, lines), _caption(text, result, "clocks")])
 
 
 def cost(result: Result) -> str | None:
@@ -107,9 +124,9 @@ def cost(result: Result) -> str | None:
         "Counted: what the profiler says it took; in detail: steps in which it looked at buckets. "
         "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which scales the "
         "gradients in a pass of its own; the switch to Python is not counted. The load of the "
-        f"machine was {result['meta']['machine']['load_before']:g} at the begin."
+        f"machine was {_meta(result, 'cost')['machine']['load_before']:g} at the begin."
     )
-    return "\n\n".join([table(heads, lines), caption(text, result)])
+    return "\n\n".join([table(heads, lines), _caption(text, result, "cost")])
 
 
 def outputs(result: Result) -> str | None:
@@ -132,7 +149,31 @@ def outputs(result: Result) -> str | None:
         for row in rows
     ]
     text = "8 buckets of 3 spans, every step in detail; on one core."
-    return "\n\n".join([table(heads, lines), caption(text, result)])
+    return "\n\n".join([table(heads, lines), _caption(text, result, "outputs")])
+
+
+def _meta(result: Result, kind: str) -> Mapping[str, Any]:
+    """Of the run that measured these rows."""
+    renewed: Mapping[str, Any] = result["meta"].get("renewed", {})
+    return renewed.get(kind, result["meta"])
+
+
+def _caption(text: str, result: Result, kind: str) -> str:
+    return caption(text, {"meta": _meta(result, kind)})
+
+
+def _mbit(gbps: float) -> str:
+    return f"{1000 * gbps:,.1f}"
+
+
+def _ends(row: Row, name: str) -> tuple[float, float]:
+    return row[f"{name}_low"], row[f"{name}_high"]
+
+
+def _percent(share: float, ends: tuple[float, float] | None = None) -> str:
+    if ends is None:
+        return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f} % ({100 * ends[0]:.0f} to {100 * ends[1]:.0f})"
 
 
 def _of(result: Result, kind: str) -> Sequence[Row]:

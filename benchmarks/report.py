@@ -49,6 +49,20 @@ def write_json(path: Path, *, meta: Mapping[str, Any], rows: Iterable[Mapping[st
     temporary.replace(path)
 
 
+def renewed(kept: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """``kept`` with the rows of ``result`` in the place of those that are of the same kinds.
+
+    The ``meta`` of these is under ``renewed`` in ``meta``, by kind.
+    """
+    fresh = _by_kind(result["rows"])
+    metas = {**kept["meta"].get("renewed", {}), **dict.fromkeys(fresh, result["meta"])}
+    kinds = {**_by_kind(kept["rows"]), **fresh}
+    return {
+        "meta": {**kept["meta"], "renewed": metas},
+        "rows": [row for rows in kinds.values() for row in rows],
+    }
+
+
 def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """One table on stdout: the first column names the row, the others are right-aligned.
 
@@ -70,6 +84,13 @@ def quantile(values: Sequence[float], q: float) -> float:
     position = q * (len(ordered) - 1)
     low, high = math.floor(position), math.ceil(position)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], []).append(row)
+    return kinds
 
 
 def _cell(value: Any) -> str:

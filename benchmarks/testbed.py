@@ -27,6 +27,7 @@ from benchmarks.signals import exit_on_signals
 INTERFACE = "eth0"
 _PREFIX = "ldist"
 _FIRST_PORT = 29500
+_SUBNET = "10.77.0.0/24"
 
 
 class TestbedUnavailable(RuntimeError):
@@ -39,6 +40,7 @@ class Testbed:
     """A context manager: `hosts` network namespaces joined by a switch.
 
     link_mbit: rate of each host's link in each direction, in Mbit/s (10^6 bit/s); None: not shaped.
+    congestion_control: of TCP between hosts, such as "cubic"; None: the machine's own.
 
     Raises `TestbedUnavailable` on entry where root, `ip`, `tc` or the kernel's support is missing.
     On exit, also by an exception, SIGINT, SIGTERM or SIGHUP, every process in the namespaces is
@@ -47,12 +49,19 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, hosts: int = 2, *, link_mbit: float | None = 200.0) -> None:
+    def __init__(
+        self,
+        hosts: int = 2,
+        *,
+        link_mbit: float | None = 200.0,
+        congestion_control: str | None = None,
+    ) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"hosts must be between 1 and 200, got {hosts}")
         _check_link(link_mbit)
         self.hosts = hosts
         self.link_mbit = link_mbit
+        self.congestion_control = congestion_control
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
         self._switch = f"{self._name}-sw"
         self._stack = contextlib.ExitStack()
@@ -170,6 +179,14 @@ class Testbed:
             network.run("ip", "-n", name, "addr", "add", address, "dev", INTERFACE)
             network.set_up(switch, port)
             network.set_up(name, INTERFACE)
+            if self.congestion_control is not None:
+                network.set_congestion_control(
+                    name,
+                    INTERFACE,
+                    subnet=_SUBNET,
+                    address=self.address(host),
+                    name=self.congestion_control,
+                )
         self.set_link(self.link_mbit)
 
     def _kill_ranks(self) -> None:

@@ -27,13 +27,15 @@ class Analysed:
     """One step on one rank, with what its parts were made of.
 
     Args:
-        transfer: while any exchange moved, since the begin of the step.
+        transfer: while any exchange of this rank moved, since the begin of the step.
+        moving: the same until the other members are done too.
     """
 
     record: StepRecord
     parts: StepParts
     exchanges: Sequence[Exchange]
     transfer: Intervals
+    moving: Intervals
 
 
 def parts_of(run: Run, step: int) -> list[StepParts]:
@@ -154,6 +156,7 @@ def _analyse(
         ),
         exchanges,
         transfer,
+        union(each.moving for each in exchanges),
     )
 
 

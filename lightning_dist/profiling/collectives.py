@@ -25,6 +25,7 @@ class Exchange:
         missing: members of which there is no record of it.
         meeting: its number among the collectives of the step, equal on all members; None: the rank
             does not say which one it is.
+        over: when the last member was done; None: not known.
     """
 
     span: Span
@@ -33,6 +34,7 @@ class Exchange:
     shortest: int | None = None
     missing: Members = ()
     meeting: int | None = None
+    over: int | None = None
 
     @property
     def wait(self) -> Interval:
@@ -45,6 +47,16 @@ class Exchange:
         """They all were: it moved, or queued behind others. Where that is not known, all of it."""
         since = self.span.begin if self.arrival is None else self.arrival
         return min(since, self.span.end), self.span.end
+
+    @property
+    def moving(self) -> Interval:
+        """The transfer, and on until the last member is done.
+
+        A rank is done when it has what the others have sent. What it has sent itself may still be
+        on its way to them, in buffers of the kernel.
+        """
+        begin, end = self.transfer
+        return begin, end if self.over is None else max(end, self.over)
 
 
 def begin_of(run: Run, rank: int, step: int) -> int:
@@ -131,13 +143,17 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """A collective of all its members; ``arrival`` on rank 0's clock, None: clocks do not say."""
+    """A collective of all its members.
+
+    ``arrival`` and ``over`` are on rank 0's clock; None: clocks do not say.
+    """
 
     number: int
     missing: Members
     arrival: int | None = None
     last: int | None = None
     shortest: int | None = None
+    over: int | None = None
 
     @classmethod
     def of(
@@ -159,7 +175,8 @@ class _Meeting:
         launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
         arrival = max(launches.values())
         last = min(rank for rank, launch in launches.items() if launch == arrival)
-        return cls(number, (), arrival, last, shortest)
+        over = max(begins[rank] + span.end for rank, span in spans.items())
+        return cls(number, (), arrival, last, shortest, over)
 
     def seen_by(self, span: Span, begin: int) -> Exchange:
         if self.missing:
@@ -167,4 +184,5 @@ class _Meeting:
         assert self.shortest is not None
         # Without clocks: all leave a collective together, so who took longer has waited.
         arrival = span.end - self.shortest if self.arrival is None else self.arrival - begin
-        return Exchange(span, arrival, self.last, self.shortest, meeting=self.number)
+        over = None if self.over is None else self.over - begin
+        return Exchange(span, arrival, self.last, self.shortest, meeting=self.number, over=over)

@@ -147,6 +147,8 @@ class BucketSummary:
 class Traffic:
     """Bytes per step and rank, and rates in Gbit/s over the union of exchanges without waiting.
 
+    An exchange lasts until its last member is done: until then bytes may be on their way to it.
+
     Args:
         wire_gbps: what all ranks of a host sent to other hosts, the mean over hosts: comparable
             with the link. On a single host what a rank sent.

@@ -24,7 +24,7 @@ class RankTotals:
     """One rank over all steps that were looked at; nanoseconds and bytes.
 
     Args:
-        moving: while any exchange moved.
+        moving: while any exchange moved, on this rank or to another.
         intra_moving: while one moved that had another member on this host.
         inter_moving: while one moved that had a member on another host.
     """
@@ -58,7 +58,7 @@ class RankTotals:
         self.hidden += parts.hidden
         self.parts.update(parts.parts)
         self.waited_for.update(parts.waited_for)
-        self.moving += length(step.transfer)
+        self.moving += length(step.moving)
         self.intra_moving += self._moving(step, reach.intra)
         self.inter_moving += self._moving(step, reach.inter)
         for bucket in step.record.buckets:
@@ -70,8 +70,8 @@ class RankTotals:
     def _moving(step: Analysed, groups: frozenset[str]) -> int:
         chosen = [each for each in step.exchanges if each.span.group in groups]
         if len(chosen) == len(step.exchanges):
-            return length(step.transfer)
-        return length(union(each.transfer for each in chosen))
+            return length(step.moving)
+        return length(union(each.moving for each in chosen))
 
 
 @dataclass(frozen=True)

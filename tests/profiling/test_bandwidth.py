@@ -14,6 +14,7 @@ from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.bandwidth import OPS, Measurement, Pairs, measure, pairs
 
 SCRIPT = Path(__file__).with_name("measure_links.py")
+CALIBRATES = Path(__file__).with_name("calibrate_links.py")
 FAST, SLOW = 200.0, 50.0
 """Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
 PAYLOAD = 1448 / 1514
@@ -63,6 +64,20 @@ def test_the_slow_link_is_found(links: list[dict[str, Any]]) -> None:
             else:
                 planted = SLOW if 2 in (i, j) else FAST
                 assert rate == pytest.approx(planted * PAYLOAD, rel=NEAR), (i, j)
+
+
+@pytest.mark.root
+def test_a_burst_is_not_the_rate_of_a_link(quick_python: list[str]) -> None:
+    """At 1 Gbit/s a shaped link saves up 1.25 MB, which pass at once after any pause."""
+    try:
+        with Testbed(hosts=2, link_mbit=1000.0) as testbed:
+            printed = testbed.launch([*quick_python, str(CALIBRATES)], timeout_s=60)
+    except TestbedUnavailable as reason:
+        pytest.skip(str(reason))
+    rates = [rate for text in printed for rate in json.loads(text.strip().splitlines()[-1])]
+    assert len(rates) == 2
+    # A busy machine that stops a rank for some milliseconds gives one of them such a pause.
+    assert min(rates) < (1 + NEAR) * 1000 * PAYLOAD
 
 
 def test_every_rank_has_the_same_result() -> None:

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import MS, Planted
+from planted import MS, Planted, replaced
 
 from benchmarks import readme_profiling as tables
+from benchmarks.link_packets import LinkPackets, noted, packets_of
 from benchmarks.profiling_outputs import outputs, write_run
 from benchmarks.profiling_rank_planted import FIRST
-from benchmarks.profiling_rows import clock_row, codec_row, cost_row, skew_rows
+from benchmarks.profiling_rows import (
+    clock_row,
+    codec_row,
+    cost_row,
+    skew_rows,
+    wire_row,
+    wire_rows,
+)
 from benchmarks.profiling_tables import show
+from benchmarks.report import renewed
+from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.folder import RankFile, Run, read_run
+from lightning_dist.profiling.records import LinkRecord
 from lightning_dist.profiling.summarize import summarize
 
+SENDS = Path(__file__).with_name("send_bytes.py")
 META = {
     "date": "2026-11-22T03:00:00+00:00",
     "versions": {"torch": "2.13.0"},
@@ -27,7 +42,7 @@ META = {
 def write(folder: Path, run: Run) -> None:
     for rank, each in run.ranks.items():
         file = RankFile(folder / "run-0", rank=rank)
-        file.write([each.about, *each.clocks, *each.steps.values()])
+        file.write([each.about, *each.clocks, *each.links, *each.steps.values()])
         file.close()
 
 
@@ -47,6 +62,77 @@ def test_codec_time_is_that_of_the_encodings(tmp_path: Path) -> None:
     write(tmp_path, Planted(steps=3, encode=2, decode=7, buckets=4).run())
     row = codec_row(tmp_path, [[8.0, 8.0, 8.0], [8.0, 8.0, 5.0]], 2.0)
     assert (row["median_ms"], row["worst_ms"], row["count"]) == (0, 3, 6)
+
+
+def a_wire_row(tmp_path: Path, *, link_mbit: float) -> dict[str, Any]:
+    """4 MB in 60 ms, from 33 ms on in each step of 100: so says the profile."""
+    run = Planted(steps=4).run()
+    links = [LinkRecord("flat", sent=100_000_000, seconds=1.0)]
+    write(tmp_path, replaced(run, 1, links=links))
+    # The link of rank 0 has carried a quarter less, and that of rank 1 an eighth; the rest before.
+    packets = []
+    for rank, inside in ((0, 3_000_000), (1, 3_500_000)):
+        times = [
+            record.begin + at * MS for record in run.ranks[rank].steps.values() for at in (20, 50)
+        ]
+        sizes = [4_000_000 - inside, inside] * len(run.ranks[rank].steps)
+        packets.append(LinkPackets(times, list(accumulate(sizes))))
+    row = wire_row(tmp_path, packets, codec="int8", link_mbit=link_mbit)
+    return {"congestion_control": "bbr", **row}
+
+
+def test_a_rate_is_compared_with_the_packets_of_just_that_time(tmp_path: Path) -> None:
+    row = a_wire_row(tmp_path, link_mbit=1000.0)
+    assert row["wire_gbps"] == pytest.approx(4e6 * 8 / 60e6)
+    assert row["link_gbps"] == pytest.approx(3.25e6 * 8 / 60e6)
+    assert row["peak_gbps"] == pytest.approx(0.8)
+    runs = [{**row, "link_gbps": link_gbps} for link_gbps in (0.5, 0.4, 0.6)]
+    other = {**row, "congestion_control": "cubic"}
+    (of_bbr, of_cubic) = wire_rows([runs[0], other, *runs[1:]])
+    assert of_bbr["link_gbps"] == pytest.approx(0.5)
+    assert (of_bbr["link_gbps_low"], of_bbr["link_gbps_high"]) == (0.4, 0.6)
+    assert of_bbr["of_link"] == pytest.approx(row["wire_gbps"] / 0.5)
+    assert of_bbr["link_of_payload"] == pytest.approx(0.5 / row["payload_gbps"])
+    assert (of_bbr["runs"], of_cubic["runs"]) == (3, 1)
+
+
+def test_packets_count_without_their_headers(tmp_path: Path) -> None:
+    # An acknowledgement, and of the last one only a part is written.
+    packets = [(30, 1066), (10, 66), (20, 566)]
+    content = b"".join(struct.pack("<2q", *each) for each in packets)
+    (tmp_path / "host0.packets").write_bytes(content + b"\0" * 9)
+    (link,) = packets_of(tmp_path, hosts=1)
+    assert [link.between(0, end) for end in (5, 19, 20, 29, 30, 99)] == [0, 0, 500, 500, 1500, 1500]
+    assert link.between(20, 30) == 1000
+
+
+@pytest.mark.root
+def test_every_packet_is_noted_when_it_leaves(tmp_path: Path, quick_python: list[str]) -> None:
+    try:
+        with Testbed(hosts=2, link_mbit=100.0) as testbed, noted(testbed, tmp_path):
+            printed = testbed.launch([*quick_python, str(SENDS)], timeout_s=60)
+    except TestbedUnavailable as reason:
+        pytest.skip(str(reason))
+    begin, end, sent = json.loads(printed[0])
+    first, second = packets_of(tmp_path, hosts=2)
+    assert sent <= first.between(begin, end) <= 1.01 * sent
+    # No more than the shaper lets through: 128 KiB at once, and 0.625 MB in 50 ms.
+    assert first.between(begin, begin + 50 * MS) < 0.4 * sent
+    assert second.between(begin, end) < 0.01 * sent
+
+
+def test_rows_of_one_kind_are_renewed() -> None:
+    kept = {"meta": {"date": "1"}, "rows": [{"kind": k, "at": 1} for k in ("skew", "wire", "cost")]}
+    result = renewed(kept, {"meta": {"date": "2"}, "rows": [{"kind": "wire", "at": 2}] * 2})
+    assert [(row["kind"], row["at"]) for row in result["rows"]] == [
+        ("skew", 1),
+        ("wire", 2),
+        ("wire", 2),
+        ("cost", 1),
+    ]
+    assert result["meta"] == {"date": "1", "renewed": {"wire": {"date": "2"}}}
+    again = renewed(result, {"meta": {"date": "3"}, "rows": [{"kind": "skew", "at": 3}]})
+    assert again["meta"]["renewed"] == {"wire": {"date": "2"}, "skew": {"date": "3"}}
 
 
 def test_a_clock_that_is_further_off_than_it_says_is_counted() -> None:
@@ -89,16 +175,7 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
     rows = [
         {"kind": "skew", "codec": "int8", **miss},
         {"kind": "codec", "known_ms": 8.0, **miss},
-        {
-            "kind": "wire",
-            "codec": "ddp",
-            "link_mbit": 50.0,
-            "payload_gbps": 0.048,
-            "wire_gbps": 0.047,
-            "of_payload": 0.98,
-            "step_gbps": 0.046,
-            "step_ms": 3000.0,
-        },
+        *wire_rows([a_wire_row(tmp_path / "wire", link_mbit=1000.0)]),
         of_clocks,
         {
             "kind": "cost",
@@ -118,11 +195,16 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
 
 def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = a_result(tmp_path)
+    result["meta"] = {**META, "renewed": {"wire": {**META, "git_commit": "0123456789"}}}
     made = [tables.truth, tables.wire, tables.clocks, tables.cost, tables.outputs]
     texts = [make(result) for make in made]
-    assert all("2026-11-22, commit unknown" in str(text) for text in texts)
+    commits = ["unknown", "0123456", *["unknown"] * 3]
+    for text, commit in zip(texts, commits, strict=True):
+        assert f"2026-11-22, commit {commit}, " in str(text)
     assert "0.25 ms" in str(texts[0])
-    assert "98 %" in str(texts[1])
+    assert "| 433.3 | 45 % (45 to 45) | 533.3 | 123 % (123 to 123) | 800.0 | 84 % |" in str(
+        texts[1]
+    )
     assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
     assert "| 0.4 % | 50 % |" in str(texts[3])
     assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5

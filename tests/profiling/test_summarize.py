@@ -119,6 +119,29 @@ def test_rates_are_over_the_time_in_which_something_moved() -> None:
         assert each.intra_gbps is None
 
 
+@pytest.mark.parametrize("hosts", [("host-a", "host-b"), ("host-a",)])
+def test_a_rank_that_is_done_first_still_sends(hosts: tuple[str, ...]) -> None:
+    """Rank 1 has what rank 0 sent it 10 ms before its own bytes are there."""
+    run = Planted(hosts=hosts, shift={1: 7}).run()
+    steps = {
+        step: replace(
+            record,
+            spans=[
+                replace(span, end=span.end - 10 * MS) if span.phase == "exchange" else span
+                for span in record.spans
+            ],
+        )
+        for step, record in run.ranks[1].steps.items()
+    }
+    summary = summarize(replaced(run, 1, steps=steps))
+    # From 33 to 93 ms on both links, as if they had ended together.
+    assert summary.traffic.wire_gbps == pytest.approx(4e6 * 8 / 60e6)
+    assert summary.traffic.effective_gbps == pytest.approx(16e6 * 8 / 60e6)
+    rates = [each.inter_gbps or each.intra_gbps for each in summary.ranks]
+    assert rates == pytest.approx([4e6 * 8 / 60e6] * 2)
+    assert summary.parts_ms["transfer"] == pytest.approx((31 + 21) / 2), "of each what it saw"
+
+
 def test_the_peak_is_of_links_between_hosts_if_there_are_any() -> None:
     run = Planted(world_size=4).run()
     within = LinkRecord("flat", sent=1_000_000_000, seconds=1.0, peer=2)

@@ -69,11 +69,11 @@ DEFINITIONS: Mapping[str, str] = {
         "ratio is raw over wire."
     ),
     "wire and effective bandwidth": (
-        "Bits sent over the time in which exchanges were under way, without waiting. The wire "
-        "bandwidth is of a host, with all its ranks, to other hosts (on a single host, of a rank), "
-        "and comparable with the link; the effective one is what uncompressed DDP would have "
-        "needed for the same time. The peak is the best that was measured on the idle link, not "
-        "what the hardware promises."
+        "Bits sent over the time in which exchanges were under way, without waiting, each until "
+        "its last member was done. The wire bandwidth is of a host, with all its ranks, to other "
+        "hosts (on a single host, of a rank), and comparable with the link; the effective one is "
+        "what uncompressed DDP would have needed for the same time. The peak is the best that was "
+        "measured on the idle link, not what the hardware promises."
     ),
     "compression error": (
         "Of p, what a rank has encoded (its gradient, and the residual: what it still owed), and "
