@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import Planted, replaced
+from report_pages import body_of, figures_of
 from summaries import a_summary, a_timeline
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.lanes import lanes
-from lightning_dist.profiling.parts import EXPOSED, PARTS, Placed, Summary, Timeline, Traffic
+from lightning_dist.profiling.parts import PARTS, Placed, Timeline, Traffic
 from lightning_dist.profiling.report.bins import bins, mean, most_frequent
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_timeline import shown
-from lightning_dist.profiling.report.html import page, write_report
-from lightning_dist.profiling.report.tables import buckets_table, parts_table, ranks_table
+from lightning_dist.profiling.report.html import write_report
 from lightning_dist.profiling.report.text import megabytes, ms, number, percent, rate
 from lightning_dist.profiling.report.words import PART_WORDS
-from lightning_dist.profiling.summarize import pick_steps, summarize
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import Costs
-
-
-def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
-    (content,) = re.findall(r'id="figures">(.*?)</script>', page(summary, timelines))
-    assert "<" not in content, "a tag could end the script"
-    figures = json.loads(content)
-    assert isinstance(figures, dict)
-    return figures
-
-
-def body_of(summary: Summary, *timelines: Timeline) -> str:
-    return page(summary, timelines).partition("<script")[0]
+from lightning_dist.profiling.summarize import summarize
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300, 301, 1000])
@@ -228,92 +211,6 @@ def test_half_a_character_is_no_reason_to_have_no_report(tmp_path: Path) -> None
     path = tmp_path / "report.html"
     write_report(path, a_summary(hosts=["host-\ud83d", "b"]), [a_timeline()])
     assert "host-?" in path.read_bytes().decode()
-
-
-def bare(run: Run, **changes: object) -> Run:
-    for rank, of_rank in run.ranks.items():
-        steps = {step: replace(each, **changes) for step, each in of_rank.steps.items()}
-        run = replaced(run, rank, steps=steps)
-    return run
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run({}),
-        Planted(steps=0).run(),
-        bare(Planted().run(), buckets=(), spans=(), detailed=False),
-        bare(Planted().run(), buckets=(), spans=(), phases=(), detailed=False),
-        Planted(world_size=1, buckets=0).run(),
-        Planted(buckets=0, codec="ddp").run(),
-        bare(Planted().run(), spans=()),
-    ],
-    ids=["no rank", "no step", "no detail", "no phases", "one rank", "blind", "no exchange"],
-)
-def test_of_what_summarize_makes_everything_missing_has_its_reason(run: Run) -> None:
-    summary = with_whatif(summarize(run), run, lambda observed: Costs(reason="not asked"))
-    text = re.sub(r"<[^>]+>", " ", body_of(summary, *pick_steps(run, summary)))
-    assert "no reason was recorded" not in text
-    tables = parts_table(summary), ranks_table(summary)
-    cells = [cell for table in tables for row in table.rows for cell in row]
-    if "parts_ms" in summary.reasons:
-        assert not {PART_WORDS[name].name for name in EXPOSED} & set(cells)
-        assert "exposed parts are 0" not in text
-        assert all(row[3:6] == ("n/a", "n/a", "n/a") for row in tables[1].rows)
-        assert not any(each.value == "none" for each in facts(summary))
-
-
-def mixed() -> Run:
-    """Every second of 36 steps is looked at in detail, and all of those are slower."""
-    run = Planted(steps=38, slow_steps=dict.fromkeys(range(0, 38, 2), 2)).run()
-    for rank, of_rank in run.ranks.items():
-        steps = {
-            step: replace(each, buckets=(), spans=(), detailed=False) if step % 2 else each
-            for step, each in of_rank.steps.items()
-        }
-        run = replaced(run, rank, steps=steps)
-    return run
-
-
-def test_shares_of_the_parts_are_of_their_sum() -> None:
-    summary = summarize(mixed())
-    assert (summary.step_ms["mean"], summary.parts_step_ms) == pytest.approx((130, 160))
-    table = parts_table(summary)
-    *parts, total = table.rows
-    times = [float(row[1]) for row in parts]
-    shares = [float(row[2].removesuffix(" %")) for row in parts]
-    assert sum(times) == pytest.approx(160)
-    assert sum(shares) == pytest.approx(100, abs=1)
-    assert total == ("a step in detail", "160", "100 %", "of 18 steps")
-    assert table.caption.endswith("all 36 steps: mean 130 ms and median 130 ms.")
-    exposed, of_all = facts(summary)[:2]
-    assert (exposed.value, exposed.detail) == ("58 %", "93.0 ms of the 160 ms of a step in detail")
-    assert (of_all.label, of_all.value) == ("All 36 steps", "130 ms")
-    assert all(row[2:4] == ("160", "93.0") for row in ranks_table(summary).rows)
-
-
-def test_waiting_for_a_rank_without_lines_is_no_zero_on_the_page() -> None:
-    run = Planted(late={1: 50}).run()
-    run = Run({0: run.ranks[0]})
-    summary = summarize(run)
-    rows = {row[0]: row for row in parts_table(summary).rows}
-    assert rows["exposed: waiting"][1:3] == ("n/a", "n/a")
-    assert rows["exposed: waiting"][3].startswith("n/a: exchanges without a record of rank 1")
-    assert [row[6] for row in buckets_table(summary).rows] == ["n/a"] * 4
-    assert not summary.series.wait_ms
-    drawn = figures_of(summary, *pick_steps(run, summary))
-    assert "waits" not in drawn
-    assert "exposed: waiting" not in {trace["name"] for trace in drawn["steps"]["data"]}
-    (steps,) = [each for each in facts(summary) if each.label == "Steps"]
-    assert steps.detail.startswith("that the ranks with lines, 1 of 2, have recorded, 4 of them")
-
-
-def test_ddp_has_no_times_of_a_codec_on_the_page() -> None:
-    summary = summarize(Planted(codec="ddp", encode=0, decode=0).run())
-    rows = {row[0]: row for row in parts_table(summary).rows}
-    assert rows["exposed: codec"][1:3] == ("n/a", "n/a")
-    assert rows["exposed: waiting"][1:3] == ("0", "0 %")  # this was measured
-    assert {(row[5], row[8]) for row in buckets_table(summary).rows} == {("n/a", "n/a")}
 
 
 def test_commands_in_texts_are_code_and_nothing_else_is() -> None:
