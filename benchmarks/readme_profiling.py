@@ -59,9 +59,15 @@ def wire(result: Result) -> str | None:
             _mbit(row["link_gbps"]),
             _percent(row["link_of_payload"], _ends(row, "link_of_payload")),
             _mbit(row["wire_gbps"]),
-            _percent(row["of_link"], _ends(row, "of_link")),
+            _percent(row["of_link"], _ends(row, "of_link"), digits=1),
             _mbit(row["peak_gbps"]),
-            _percent(row["peak_of_payload"]),
+            _percent(
+                row["peak_of_payload"],
+                (
+                    row["peak_gbps_low"] / row["payload_gbps"],
+                    row["peak_gbps_high"] / row["payload_gbps"],
+                ),
+            ),
         ]
         for row in rows
     ]
@@ -170,10 +176,9 @@ def _ends(row: Row, name: str) -> tuple[float, float]:
     return row[f"{name}_low"], row[f"{name}_high"]
 
 
-def _percent(share: float, ends: tuple[float, float] | None = None) -> str:
-    if ends is None:
-        return f"{100 * share:.0f} %"
-    return f"{100 * share:.0f} % ({100 * ends[0]:.0f} to {100 * ends[1]:.0f})"
+def _percent(share: float, ends: tuple[float, float], *, digits: int = 0) -> str:
+    median, low, high = (f"{100 * each:.{digits}f}" for each in (share, *ends))
+    return f"{median} % ({low} to {high})"
 
 
 def _of(result: Result, kind: str) -> Sequence[Row]:

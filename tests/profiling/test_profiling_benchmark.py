@@ -202,9 +202,7 @@ def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for text, commit in zip(texts, commits, strict=True):
         assert f"2026-11-22, commit {commit}, " in str(text)
     assert "0.25 ms" in str(texts[0])
-    assert "| 433.3 | 45 % (45 to 45) | 533.3 | 123 % (123 to 123) | 800.0 | 84 % |" in str(
-        texts[1]
-    )
+    assert "| 433.3 | 45 % (45 to 45) | 533.3 | 123.1 % (123.1 to 123.1) | 800.0 |" in str(texts[1])
     assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
     assert "| 0.4 % | 50 % |" in str(texts[3])
     assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5
