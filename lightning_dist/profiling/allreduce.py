@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
 # themselves and refuses strings.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.profiling.promises import Promises
 from lightning_dist.profiling.recorder import Recorder
 from lightning_dist.profiling.records import BucketTimes
 
@@ -28,6 +29,7 @@ class WatchedAllReduce:
     recorder: Recorder
     group: dist.ProcessGroup
     crosses: bool
+    _promises: Promises = field(default_factory=Promises, init=False)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin the mean of ``bucket`` over all ranks."""
@@ -40,14 +42,18 @@ class WatchedAllReduce:
         gradients.mul_(1.0 / world)
         recorder.is_for(index)
         see = recorder.launches("all_reduce", group="flat", sent=sent)
-        recorder.spent += recorder.now() - entered
+        launched = recorder.now()
         work = dist.all_reduce(gradients, group=self.group, async_op=True)
+        returned = recorder.now()
+        mean = self._promises.make(
+            gradients, work.get_future(), is_first=index == 0, is_last=bucket.is_last()
+        )
+        recorder.spent += launched - entered + recorder.now() - returned
         if see is not None:
             see(work)
             intra, inter = (0, sent) if self.crosses else (sent, 0)
             recorder.note_when_ended(work, BucketTimes(index, 0, 0, sent, intra, inter, "ddp"))
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        return averaged
+        return mean
 
 
 def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> bool:
@@ -71,7 +77,3 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
         return False
     model.register_comm_hook(watched, watched_allreduce_hook)
     return True
-
-
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
