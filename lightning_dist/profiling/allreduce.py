@@ -41,7 +41,7 @@ class WatchedAllReduce:
         entered = recorder.now()
         recorder.ready(index)
         gradients = bucket.buffer()
-        sent = 2 * (world - 1) * gradients.nbytes // world
+        sent = _sent(gradients, world)
         # DDP multiplies as it fills the bucket; here that is a pass of its own.
         gradients.mul_(1.0 / world)
         recorder.is_for(index)
@@ -82,3 +82,10 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
         return False
     model.register_comm_hook(watched, watched_allreduce_hook)
     return True
+
+
+def _sent(gradients: Tensor, world: int) -> int:
+    """Bytes that a rank sends: around a ring, twice; sparse ones are gathered."""
+    if gradients.is_sparse:
+        return (world - 1) * (gradients._indices().nbytes + gradients._values().nbytes)
+    return 2 * (world - 1) * gradients.nbytes // world

@@ -77,3 +77,21 @@ def test_every_bucket_has_its_collective() -> None:
             assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
 
     run_threads(work, 2)
+
+
+def test_sparse_gradients() -> None:
+    def work(rank: Rank, recorder: Recorder | None) -> tuple[Tensor, list[int]]:
+        group = rank.group("payload")
+        module = nn.Embedding(16, 4, sparse=True)
+        nn.init.ones_(module.weight)
+        model = DistributedDataParallel(module, process_group=group)
+        if recorder is not None:
+            assert watch_allreduce(model, WatchedAllReduce(recorder, group, crosses=False))
+        model(torch.tensor([1, 3, 5 + rank.rank])).square().sum().backward()
+        spans = recorder.take(0)[1] if recorder is not None else ()
+        return module.weight.grad.to_dense(), [each.sent for each in spans]
+
+    watched = run_threads(lambda rank: work(rank, Recorder()), 2)
+    for ours, theirs in zip(watched, run_threads(lambda rank: work(rank, None), 2), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert ours[1] == [3 * (8 + 4 * 4)]  # rows: an index, and four floats
