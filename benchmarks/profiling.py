@@ -2,8 +2,7 @@
 
 Two ranks on two hosts of benchmarks/testbed.py. Planted are skew, time of a codec and rates of
 links, and the clocks of the hosts are compared, which are one; then the same step with and without
-the profiler, and with hooks in the place of DDP's own allreduce, block by block, and how long its
-files take to be made.
+the profiler, block by block, and how long its files take to be made.
 
     python -m benchmarks.profiling --json FILE [--only KIND] [--rounds N]
 """
@@ -17,14 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.profiling_cases import (
-    CODECS,
-    LINKS_MBIT,
-    TRUTHS,
-    cost_cases,
-    hook_cases,
-    run_cases,
-)
+from benchmarks.profiling_cases import CODECS, LINKS_MBIT, TRUTHS, cost_cases, run_cases
 from benchmarks.profiling_outputs import outputs
 from benchmarks.profiling_tables import show
 from benchmarks.ranks import RankFailed
@@ -32,7 +24,7 @@ from benchmarks.report import collect_meta, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
 Row = dict[str, Any]
-KINDS = ("skew", "codec", "wire", "clocks", "outputs", "cost", "hooks")
+KINDS = ("skew", "codec", "wire", "clocks", "outputs", "cost")
 _SIZES = ((2, 100), (2, 5000), (8, 100), (8, 5000))
 """Ranks and steps of profiles whose files are made."""
 
@@ -71,10 +63,6 @@ def _measured(kinds: list[str], rounds: int) -> Iterator[list[Row]]:
             for codec in CODECS:
                 with Testbed(hosts=2, link_mbit=None) as testbed:
                     yield run_cases(testbed, cost_cases(codec, rounds=rounds))
-        elif kind == "hooks":
-            for link in (None, 1000.0):
-                with Testbed(hosts=2, link_mbit=link) as testbed:
-                    yield run_cases(testbed, hook_cases(link_mbit=link))
         else:
             of_kind: list[Row] = []
             for link in links.get(kind, (None,)):

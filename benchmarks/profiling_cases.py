@@ -14,7 +14,6 @@ from benchmarks.profiling_rows import (
     clock_row,
     codec_row,
     cost_row,
-    hook_rows,
     skew_rows,
     wire_row,
 )
@@ -29,10 +28,6 @@ _LATE_STEPS = 20
 _STEPS_MS = {"ddp": (20.0, 50.0, 200.0), "int8": (50.0, 200.0)}
 _BUCKETS = (1, 8, 40)
 _BLOCK_S = 1.0
-_HOOK_BLOCK_S = 0.2
-"""Short blocks, many of them: what a machine does besides changes within seconds."""
-_HOOK_ROUNDS = 60
-_LINK_ROUNDS = 12
 _LIMIT_S = 400.0
 
 
@@ -115,24 +110,6 @@ def cost_cases(codec: str, *, rounds: int) -> list[Case]:
         )
         for buckets in _BUCKETS
         for step_ms in _STEPS_MS[codec]
-    ]
-
-
-def hook_cases(*, link_mbit: float | None) -> list[Case]:
-    """Small buckets where nothing limits them; large ones, as DDP makes them, on a link."""
-    small = [{"buckets": n, "layers": 40, "width": 128, "step_ms": 30.0} for n in _BUCKETS]
-    large = [{"buckets": 4, "layers": 4, "width": 2560, "step_ms": 1000.0}]
-    return [
-        Case(
-            "hooks",
-            {
-                **each,
-                "rounds": _HOOK_ROUNDS if link_mbit is None else _LINK_ROUNDS,
-                "block_s": _HOOK_BLOCK_S,
-            },
-            lambda folder, truth, link: hook_rows(truth, link_mbit=link),
-        )
-        for each in (small if link_mbit is None else large)
     ]
 
 

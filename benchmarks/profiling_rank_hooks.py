@@ -49,7 +49,8 @@ def hooks(
         for name in order.sample([*KINDS], len(KINDS)):
             dist.barrier()
             found[name].append(trainings[name][number % _TWINS].block(steps, batch))
-    return {"blocks": found, "batch": batch, "steps": steps, "buckets": buckets}
+    bucket_mb = 4 * (width + 1) * width * layers / buckets / 1e6
+    return {"blocks": found, "batch": batch, "buckets": buckets, "bucket_mb": bucket_mb}
 
 
 def _of_torch(model: DistributedDataParallel) -> None:

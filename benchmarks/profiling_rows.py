@@ -115,7 +115,8 @@ def cost_row(folder: Path, truth: Sequence[dict[str, Any]], *, codec: str) -> Ro
 def hook_rows(truth: Sequence[dict[str, Any]], *, link_mbit: float | None) -> list[Row]:
     """Steps with each hook beside those with DDP's own allreduce."""
     blocks = [of_rank["blocks"] for of_rank in truth]
-    about = {"kind": "hooks", "link_mbit": link_mbit, "buckets": truth[0]["buckets"]}
+    about = {"kind": "hooks", "link_mbit": link_mbit}
+    about |= {name: truth[0][name] for name in ("buckets", "bucket_mb")}
     return [
         {**about, "hook": name, **_compared(_blocks(blocks, "none"), _blocks(blocks, name))}
         for name in blocks[0]
