@@ -16,7 +16,7 @@ from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.recorder import Recorder
 
 _LEAST_STEPS = 2
-_SETTLE = 8
+_SETTLE = 4
 _TWINS = 3
 """Models with the same hook. Where a model lies in memory makes a difference of its own."""
 
