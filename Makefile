@@ -58,6 +58,7 @@ bench: install
 	$(BIN)/python -m benchmarks.restart_rendezvous --trials 17 --stock 6 --json benchmarks/results/restart_rendezvous.json
 	$(BIN)/python -m benchmarks.elastic_overhead --json benchmarks/results/elastic_overhead.json
 	$(BIN)/python -m benchmarks.profiling --json benchmarks/results/profiling.json
+	$(BIN)/python -m benchmarks.profiling_hooks --json benchmarks/results/profiling_hooks.json
 
 tables: install
 	$(BIN)/python -m benchmarks.readme

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.profiling_rank_cost import cost
+from benchmarks.profiling_rank_hooks import hooks
 from benchmarks.profiling_rank_links import clocks, wire
 from benchmarks.profiling_rank_planted import codec_time, skew
 
@@ -26,6 +27,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "wire": wire,
     "clocks": clocks,
     "cost": cost,
+    "hooks": hooks,
 }
 """Each is called with the folder and the arguments, and returns what this rank knows."""
 _TIMEOUT = timedelta(seconds=120)

@@ -17,7 +17,6 @@ from lightning_dist.profiling.session import SessionSettings
 
 _WIDTH = 128
 _LAYERS = 40
-_LAYER_MB = (_WIDTH + 1) * _WIDTH * 4 / 2**20
 _LEAST_STEPS = 3
 _SETTLE = 48
 """Steps in which the profiler finds out how many it may look at. They do not count."""
@@ -34,8 +33,8 @@ def cost(
     budget: float,
 ) -> dict[str, Any]:
     """Wall and CPU milliseconds of a step, a pair for every block, by whether it was profiled."""
-    bare, profiled = (_Training(codec, buckets) for _ in range(2))
-    batch, estimate_ms = _batch_of(bare, step_ms)
+    bare, profiled = (Training(codec, buckets=buckets) for _ in range(2))
+    batch, estimate_ms = batch_of(bare, step_ms)
     run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(budget=budget))
     for training in (bare, profiled):
         training.block(_SETTLE, batch)
@@ -52,20 +51,23 @@ def cost(
     return {**found, "batch": batch, "steps": steps, "first": _SETTLE}
 
 
-class _Training:
-    """40 layers, whose gradients are ``buckets`` buckets."""
+class Training:
+    """Layers whose gradients are ``buckets`` buckets, as many in each."""
 
-    def __init__(self, codec: str, buckets: int) -> None:
+    def __init__(
+        self, codec: str, *, buckets: int, layers: int = _LAYERS, width: int = _WIDTH
+    ) -> None:
         torch.manual_seed(0)
-        module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+        self._width = width
+        module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         # A bucket is closed by the parameter that reaches the cap: weights do, biases are small.
-        cap = _LAYER_MB * _LAYERS / buckets * 0.98
+        cap = (width + 1) * width * 4 / 2**20 * layers / buckets * 0.98
         self.model = compressed(DistributedDataParallel(module, bucket_cap_mb=cap), codec)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def block(self, steps: int, batch: int) -> tuple[float, float]:
         """Wall and CPU milliseconds of a step."""
-        inputs = torch.ones(batch, _WIDTH)
+        inputs = torch.ones(batch, self._width)
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.model(inputs).square().mean().backward()
@@ -75,7 +77,7 @@ class _Training:
         return 1000 * wall / steps, 1000 * cpu / steps
 
 
-def _batch_of(training: _Training, step_ms: float) -> tuple[int, float]:
+def batch_of(training: Training, step_ms: float) -> tuple[int, float]:
     """With which a step takes about that long, or the least; and how long. Of rank 0, for all."""
     small, large = 16, 272
     training.block(_LEAST_STEPS, small)

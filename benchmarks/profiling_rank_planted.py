@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
@@ -53,7 +53,7 @@ def skew(folder: Path, *, codec: str, late_ms: Sequence[float]) -> list[int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     launched: list[int] = []
     # Noted within the profile: it measures the links first, with the same functions.
-    with every_step(model, folder), _noted(("all_reduce", "all_gather_single"), launched):
+    with every_step(model, folder), _noted(launched):
         for late in (*[0.0] * FIRST, *late_ms):
             loss = model(torch.randn(8, _WIDTH)).square().mean()
             if dist.get_rank() == 1:
@@ -82,23 +82,31 @@ def codec_time(folder: Path, *, planted_ms: float, steps: int) -> list[float]:
 
 
 @contextmanager
-def _noted(names: Sequence[str], launched: list[int]) -> Iterator[None]:
-    """Note when these functions of torch.distributed are called for gradients."""
+def _noted(launched: list[int]) -> Iterator[None]:
+    """Note when collectives of gradients are launched: an allreduce of the group, or a gather."""
 
-    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(call: Callable[..., Any], *, launches: Callable[..., bool]) -> Callable[..., Any]:
         def noted(*given: Any, **named: Any) -> Any:
-            if given[0].numel() > 1000 and named.get("async_op"):
+            if launches(*given, **named):
                 launched.append(time.monotonic_ns())
             return call(*given, **named)
 
         return noted
 
-    originals = {name: getattr(dist, name) for name in names}
-    for name, call in originals.items():
-        setattr(dist, name, noting(call))
+    def allreduce(group: Any, tensors: Sequence[Tensor], options: Any) -> bool:
+        return bool(options.asyncOp) and tensors[0].numel() > 1000
+
+    def gather(gathered: Tensor, *given: Any, async_op: bool = False, **named: Any) -> bool:
+        return async_op and gathered.numel() > 1000
+
+    watched = ((dist.ProcessGroup, "allreduce", allreduce), (dist, "all_gather_single", gather))
+    # getattr would bind the method of the extension class.
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in watched]
+    for owner, name, launches in watched:
+        setattr(owner, name, noting(vars(owner)[name], launches=launches))
     yield
-    for name, call in originals.items():
-        setattr(dist, name, call)
+    for owner, name, call in originals:
+        setattr(owner, name, call)
 
 
 @contextmanager

@@ -101,11 +101,11 @@ def wire_rows(runs: Sequence[Row]) -> list[Row]:
     settings: dict[tuple[Any, ...], list[Row]] = {}
     for each in runs:
         setting = each["link_mbit"], each["congestion_control"], each["codec"]
-        settings.setdefault(setting, []).append(_compared(each))
+        settings.setdefault(setting, []).append(_with_shares(each))
     return [_median_of(of_setting) for of_setting in settings.values()]
 
 
-def _compared(row: Row) -> Row:
+def _with_shares(row: Row) -> Row:
     planted = row["payload_gbps"]
     return {
         **row,
@@ -149,17 +149,8 @@ def clock_row(
 def cost_row(folder: Path, truth: Sequence[dict[str, Any]], *, codec: str) -> Row:
     """Steps with and without; what the profiler itself counts; how many steps it looked at."""
     run = read_run(folder / "run-0")
-    row: Row = {"kind": "cost", "codec": codec, "buckets": _buckets(run), "rounds": 0}
-    for place, name in enumerate(("step", "cpu")):
-        without = [_mean(pair, place) for pair in _blocks(truth, "without")]
-        profiled = [_mean(pair, place) for pair in _blocks(truth, "with")]
-        more = [b - a for a, b in zip(without, profiled, strict=True)]
-        row["rounds"] = len(more)
-        row[f"{name}_ms"] = statistics.median(without)
-        row[f"{name}_with_ms"] = statistics.median(profiled)
-        row[f"{name}_more_ms"] = statistics.median(more)
-        row[f"{name}_more_low_ms"] = quantile(more, 0.25)
-        row[f"{name}_more_high_ms"] = quantile(more, 0.75)
+    row: Row = {"kind": "cost", "codec": codec, "buckets": _buckets(run)}
+    row |= _compared(_blocks(truth, "without"), _blocks(truth, "with"))
     records = [
         step
         for each in run.ranks.values()
@@ -168,6 +159,33 @@ def cost_row(folder: Path, truth: Sequence[dict[str, Any]], *, codec: str) -> Ro
     ]
     row["overhead"] = sum(e.overhead for e in records) / sum(e.duration for e in records)
     row["detailed"] = sum(each.detailed for each in records) / len(records)
+    return row
+
+
+def hook_rows(truth: Sequence[dict[str, Any]], *, link_mbit: float | None) -> list[Row]:
+    """Steps with each hook beside those with DDP's own allreduce."""
+    blocks = [of_rank["blocks"] for of_rank in truth]
+    about = {"kind": "hooks", "link_mbit": link_mbit}
+    about |= {name: truth[0][name] for name in ("buckets", "bucket_mb")}
+    return [
+        {**about, "hook": name, **_compared(_blocks(blocks, "none"), _blocks(blocks, name))}
+        for name in blocks[0]
+        if name != "none"
+    ]
+
+
+def _compared(without: list[tuple[list[float], ...]], others: list[tuple[list[float], ...]]) -> Row:
+    """Medians over blocks, and of the differences of neighbours with quartiles."""
+    row: Row = {"rounds": len(without)}
+    for place, name in enumerate(("step", "cpu")):
+        before = [_mean(block, place) for block in without]
+        after = [_mean(block, place) for block in others]
+        more = [b - a for a, b in zip(before, after, strict=True)]
+        row[f"{name}_ms"] = statistics.median(before)
+        row[f"{name}_with_ms"] = statistics.median(after)
+        row[f"{name}_more_ms"] = statistics.median(more)
+        row[f"{name}_more_low_ms"] = quantile(more, 0.25)
+        row[f"{name}_more_high_ms"] = quantile(more, 0.75)
     return row
 
 

@@ -72,6 +72,18 @@ _KINDS: Mapping[str, tuple[str, Columns]] = {
             "in detail": lambda row: f"{row['detailed']:.0%}",
         },
     ),
+    "hooks": (
+        "a step with hooks in the place of DDP's own allreduce",
+        {
+            "hook": lambda row: row["hook"],
+            "link": lambda row: link_name(row["link_mbit"]),
+            "buckets": lambda row: row["buckets"],
+            "step, ms": lambda row: row["step_ms"],
+            "more, ms": lambda row: _spread(row, "step"),
+            "CPU, ms": lambda row: row["cpu_ms"],
+            "more CPU, ms": lambda row: _spread(row, "cpu"),
+        },
+    ),
     "outputs": (
         "files of a profile",
         {

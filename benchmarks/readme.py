@@ -67,6 +67,7 @@ SECTIONS: dict[str, Section] = {
     "profile-wire": ("profiling", profiling.wire),
     "profile-clocks": ("profiling", profiling.clocks),
     "profile-cost": ("profiling", profiling.cost),
+    "profile-hooks": ("profiling_hooks", profiling.hooks),
     "profile-outputs": ("profiling", profiling.outputs),
     "whatif-errors": ("whatif", whatif.errors),
     "whatif-scaling": ("whatif", whatif.scaling),

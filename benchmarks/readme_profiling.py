@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.readme_markdown import Result, Row, caption, link_of, number, table
 
 _NAMES = {"ddp": "`ddp`", "int8": "`int8`"}
+_HOOKS = {"torch": "torch's", "off": "ours, not in detail", "on": "ours, in detail"}
 _LOADS = {"idle": "nothing", "both ways": "allreduces", "one way": "messages one way"}
 
 
@@ -133,6 +134,34 @@ def cost(result: Result) -> str | None:
         f"machine was {_meta(result, 'cost')['machine']['load_before']:g} at the begin."
     )
     return "\n\n".join([table(heads, lines), _caption(text, result, "cost")])
+
+
+def hooks(result: Result) -> str | None:
+    """A step with hooks in the place of DDP's own allreduce."""
+    rows = _of(result, "hooks")
+    if not rows:
+        return None
+    heads = ["hook", "link", "buckets", "step", "more", "CPU", "more CPU"]
+    lines = [
+        [
+            _HOOKS[row["hook"]],
+            link_of(row["link_mbit"]),
+            f"{row['buckets']} of {row['bucket_mb']:.2g} MB",
+            f"{row['step_ms']:.1f} ms",
+            _spread(row, "step"),
+            f"{row['cpu_ms']:.1f} ms",
+            _spread(row, "cpu"),
+        ]
+        for row in rows
+    ]
+    text = (
+        "2 ranks with plain DDP, and the same with a hook, in turn, "
+        f"{' or '.join(str(n) for n in dict.fromkeys(row['rounds'] for row in rows))} blocks of "
+        "each on 3 models of each kind; medians over blocks, of the differences with quartiles; "
+        "CPU of all threads of a rank. torch's: `default_hooks.allreduce_hook`. The load of the "
+        f"machine was {result['meta']['machine']['load_before']:g} at the begin."
+    )
+    return "\n\n".join([table(heads, lines), caption(text, result)])
 
 
 def outputs(result: Result) -> str | None:

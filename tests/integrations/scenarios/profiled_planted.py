@@ -20,10 +20,15 @@ from lightning_dist.reducer.block_chunk import BlockChunk
 
 
 def noted(call: Callable[..., Any], launched: list[int]) -> Callable[..., Any]:
-    """``call``, which notes when it is called for gradients."""
+    """``call``, which notes when it is called for gradients; of a group or torch.distributed."""
 
     def noting(*given: Any, **named: Any) -> Any:
-        if given[0].numel() > 1000 and named.get("async_op"):
+        if isinstance(given[0], dist.ProcessGroup):
+            _, (tensor,), options = given
+            is_async = options.asyncOp
+        else:
+            tensor, is_async = given[0], named.get("async_op")
+        if tensor.numel() > 1000 and is_async:
             launched.append(time.monotonic_ns())
         return call(*given, **named)
 
@@ -50,8 +55,8 @@ def skew(folder: Path, *, codec: str | None) -> None:
         compress_ddp(model, codec, compile_kernels=False)
     late = {4: 0.05, 6: 0.1, 8: 0.1} if dist.get_rank() == 1 else {}
     launched: list[int] = []
-    for name in ("all_reduce", "all_gather_single"):
-        setattr(dist, name, noted(getattr(dist, name), launched))
+    for owner, name in ((dist.ProcessGroup, "allreduce"), (dist, "all_gather_single")):
+        setattr(owner, name, noted(vars(owner)[name], launched))
     # Links would be measured with the functions that are watched.
     with CommProfiler(model, dirpath=folder, budget=1, show=False, calibrate=False):
         train(model, late=lambda step: late.get(step, 0.0))
