@@ -4,7 +4,7 @@ Two ranks on two hosts of benchmarks/testbed.py with plain DDP: small buckets wh
 them, and large ones, as DDP makes them, at 1 Gbit/s. With torch's own hook, and with the one of
 the profiler, whose recorder is off, as in most steps, or on.
 
-    python -m benchmarks.profiling_hooks --json FILE
+    python -m benchmarks.profiling_hooks --json FILE [--rounds N]
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from benchmarks.ranks import RankFailed
 from benchmarks.report import collect_meta, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
 
-_SMALL = {"layers": 40, "width": 128, "step_ms": 30.0, "rounds": 60, "block_s": 0.2}
+_SMALL = {"layers": 40, "width": 128, "step_ms": 30.0, "block_s": 0.2}
 """Short blocks, many of them: what a machine does besides changes within seconds."""
-_LARGE = {"layers": 4, "width": 2560, "step_ms": 1000.0, "rounds": 12, "block_s": 2.0}
+_LARGE = {"layers": 4, "width": 2560, "step_ms": 1000.0, "block_s": 2.0}
+_ROUNDS_OF_SMALL = 5
+"""For each of the large ones, which take longer."""
 _SETTINGS: tuple[tuple[float | None, tuple[int, ...], dict[str, Any]], ...] = (
     (None, (1, 8, 40), _SMALL),
     (1000.0, (4,), _LARGE),
@@ -34,15 +36,17 @@ _SETTINGS: tuple[tuple[float | None, tuple[int, ...], dict[str, Any]], ...] = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=12, help="blocks with large buckets")
     given = parser.parse_args()
-    meta = collect_meta(seed=0, arguments={})
+    meta = collect_meta(seed=0, arguments={"rounds": given.rounds})
     rows: list[dict[str, Any]] = []
     try:
         for link_mbit, buckets, arguments in _SETTINGS:
+            rounds = given.rounds * (_ROUNDS_OF_SMALL if link_mbit is None else 1)
             cases = [
                 Case(
                     "hooks",
-                    {**arguments, "buckets": count},
+                    {**arguments, "rounds": rounds, "buckets": count},
                     lambda folder, truth, link: hook_rows(truth, link_mbit=link),
                 )
                 for count in buckets

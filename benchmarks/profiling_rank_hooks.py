@@ -39,9 +39,9 @@ def hooks(
     for name, twins in trainings.items():
         for twin in twins:
             KINDS[name](twin.model)
-    batch, estimate_ms = batch_of(trainings["none"][0], step_ms)
     for twin in (each for twins in trainings.values() for each in twins):
-        twin.block(_SETTLE, batch)
+        twin.block(_SETTLE, batch=1)  # before a step is timed: DDP builds its buckets anew
+    batch, estimate_ms = batch_of(trainings["none"][0], step_ms)
     steps = max(_LEAST_STEPS, round(1000 * block_s / estimate_ms))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
     order = random.Random(0)  # equal on all ranks
