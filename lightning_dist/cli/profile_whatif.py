@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_dist.reducer.costs import CodecCost
 
 _PREFIXES = {"k": 1e-6, "m": 1e-3, "g": 1.0}
+_MOST_OF_A_LINK = 1.25
+"""Bursts are let through faster than a link is called."""
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])(bits?|bytes?|b)(/s|/sec|ps)?", re.IGNORECASE)
 
 
@@ -67,12 +69,12 @@ def whatif_command(
         typer.Option("--measure", help="What codecs cost here, even if the run has measured it."),
     ] = False,
     compiled: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--compiled",
-            help="Measure codecs as large models run them; takes half a minute.",
+            help="Measure codecs with compiled kernels, which takes half a minute, or without. "
+            "Otherwise as gradients of this size have them."
         ),
-    ] = False,
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Predict the step time with other codecs, buckets, links and numbers of hosts.
@@ -99,6 +101,7 @@ def whatif_command(
         scaled,
         with_own,
     )
+    from lightning_dist.profiling.whatif.measure import runs_compiled
     from lightning_dist.profiling.whatif.observe import observe
     from lightning_dist.profiling.whatif.predict import Wish, predict, why_not
     from lightning_dist.reducer.costs import CANDIDATES
@@ -119,6 +122,12 @@ def whatif_command(
         latency=None if latency_us is None else latency_us / 1e6,
         one_core=one_core,
     )
+    moved = observed.setting.link.gbps
+    if like.was_gbps is not None and moved > _MOST_OF_A_LINK * like.was_gbps:
+        raise ValueError(
+            f"--was {was} is less than the {moved:.3g} Gbit/s that the run had of that link; give "
+            "the rate that its link is called, or leave --was out"
+        )
     names = tuple(codec or (DDP, *CANDIDATES))
     only = [name for name in names if name != DDP]
     own = observed.setting.codec
@@ -134,7 +143,13 @@ def whatif_command(
         if all(reasons):  # none, too: ddp in another form
             because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
             raise ValueError(f"nothing of this can be predicted: {because}")
-        costs = _costs(folder, names, own, anew=measure or compiled, fused=compiled)
+        costs = _costs(
+            folder,
+            names,
+            own,
+            anew=measure or compiled is not None,
+            fused=runs_compiled(observed) if compiled is None else compiled,
+        )
     found = predict(observed, with_own(observed, wishes), costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
@@ -198,9 +213,17 @@ def _costs(
     folder: str, names: Sequence[str], own: str, *, anew: bool, fused: bool
 ) -> Mapping[str, CodecCost]:
     """As the run has kept them; what it has not is measured here."""
-    from lightning_dist.profiling.whatif.costs_file import read_costs
-    from lightning_dist.reducer.calibration import calibrate, to_measure
+    from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs
+    from lightning_dist.reducer.calibration import NOT_COMPILED, calibrate, to_measure
 
-    kept = {} if anew else read_costs(folder).by_name
+    read = Costs() if anew else read_costs(folder)
+    if read.reason.startswith(NAME):
+        typer.echo(f"{read.reason.partition(';')[0]}; measured here instead", err=True)
+    # Of kernels that are not compiled only what no compiler makes faster would fit to the others.
+    kept = {
+        name: cost
+        for name, cost in read.by_name.items()
+        if not (fused and cost.source.startswith(NOT_COMPILED))
+    }
     wanted = to_measure([name for name in names if name != DDP], own)
     return {**kept, **calibrate([name for name in wanted if name not in kept], fused=fused)}

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.live_profile import LiveProfile, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.integrations.sigterm import sigterm_raises
+from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.profiling.divergence import ResidualAlarm
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.records import ErrorRecord
@@ -39,7 +39,9 @@ class CommProfiler(pl.Callback):
         with CommProfiler(model) as profiler:
             train()
 
-    There SIGTERM raises ``SystemExit(143)``, unless the program handles it.
+    There SIGTERM raises ``SystemExit(143)``, unless the program handles it. Where the training does
+    not come back to Python within ten seconds, as in a collective that a rank never comes to, the
+    report is made of what is there, and the process ends with the same code.
 
     Every rank appends what it measures to ``rank<r>.jsonl``; at the end rank 0 prints a summary and
     writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
@@ -102,6 +104,7 @@ class CommProfiler(pl.Callback):
         self._live: LiveProfile | None = None
         self._alarm: ResidualAlarm | None = None
         self._signals = ExitStack()
+        self._sigterm: Sigterm | None = None
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
 
@@ -117,8 +120,12 @@ class CommProfiler(pl.Callback):
                 "with CommProfiler(model)"
             )
         self._open(_unwrapped(self._model), Path("comm_profile"))
-        self._signals.enter_context(sigterm_raises())  # Lightning does that itself
+        # Lightning does that itself.
+        self._sigterm = self._signals.enter_context(sigterm_raises(self._close_stuck))
         return self
+
+    def _close_stuck(self) -> None:
+        self._close("SIGTERM, while the training waited for something", together=False)
 
     def __exit__(
         self,
@@ -127,7 +134,12 @@ class CommProfiler(pl.Callback):
         trace: TracebackType | None,
     ) -> None:
         with self._signals:
+            assert self._sigterm is not None
+            # A launcher that ends all ranks because of one comes in the middle of this.
+            self._sigterm.closing()
             self._close("finished" if error is None else _reason(error), together=error is None)
+        if self._sigterm.came and error is None:
+            raise SystemExit(CODE)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -233,5 +245,7 @@ def _warn_here(text: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and error.code == CODE:
+        return "SIGTERM"
     text = str(error).strip().split("\n")[0][:200]
     return f"{type(error).__name__}: {text}"

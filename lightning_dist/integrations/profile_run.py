@@ -39,7 +39,7 @@ from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.watching import Watching
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_costs
-from lightning_dist.profiling.whatif.measure import measure_costs
+from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.zoom import Zoom
 from lightning_dist.reducer.moments import moments_on
@@ -304,8 +304,8 @@ class ProfileRun:
         return "" if self._asks else "whatif=False"
 
     def _costs(self, run: Run, observed: Observed) -> Costs:
-        is_fused = self._reducer is not None and self._reducer.planner.is_fused
-        costs = measure_costs(run, observed, fused=is_fused)
+        wish = "auto" if self._reducer is None else self._reducer.settings.compile_kernels
+        costs = measure_costs(run, observed, fused=runs_compiled(observed, wish))
         if costs.by_name:
             with suppress(OSError):  # the other files say that the folder cannot be written to
                 write_costs(self.folder, costs)

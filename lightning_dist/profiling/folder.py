@@ -163,8 +163,8 @@ def read_run(folder: str | Path) -> Run:
             f"{folder} has no rank*.jsonl of a communication profile{because}"
             f"{instead if runs else ''}"
         )
-    run = Run(dict(sorted(ranks.items())), notes)
-    if missing := sorted(set(range(run.world_size)) - set(ranks)):
+    run = Run(_of_one_run(dict(sorted(ranks.items())), notes), notes)
+    if missing := sorted(set(range(run.world_size)) - set(run.ranks)):
         notes.append(f"nothing of rank {', '.join(map(str, missing))}")
     last = {rank: max(each.steps, default=None) for rank, each in run.ranks.items()}
     newest = max((step for step in last.values() if step is not None), default=None)
@@ -174,6 +174,22 @@ def read_run(folder: str | Path) -> Run:
         elif newest is not None and step < newest:
             notes.append(f"rank {rank} is missing from step {step + 1} on")
     return run
+
+
+def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRun]:
+    """Files that somebody has put together by hand may be of several: that of the first counts."""
+    first = next(iter(ranks.values())).about
+    kept = {}
+    for rank, each in ranks.items():
+        about = each.about
+        if (about.codec, about.world_size) == (first.codec, first.world_size):
+            kept[rank] = each
+            continue
+        notes.append(
+            f"rank{rank}.jsonl is of another run, with {about.codec} and {about.world_size} ranks "
+            f"instead of {first.codec} and {first.world_size}; left out"
+        )
+    return kept
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,7 +79,8 @@ class Zoom:
         if self._profiler is not None:
             self._end()
         if self._signal is not None:
-            signal.signal(self._signal, self._usual)
+            with suppress(ValueError):  # of a thread that closes for the main one: the process ends
+                signal.signal(self._signal, self._usual)
             self._signal = None
 
     def _end(self) -> None:

@@ -14,6 +14,9 @@ from lightning_dist.codecs.base import Codec
 from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
+NOT_COMPILED = "not compiled"
+"""How ``CodecCost.source`` begins where no kernel is."""
+
 _CHUNKS = 12
 _ROUNDS = 3
 
@@ -122,7 +125,7 @@ def _cost(
         encode / elements,
         min(decode, settle_one) / elements,
         max(settle_one - decode, 0.0) / elements,
-        source=f"{'compiled' if is_fused else 'not compiled'}, {where}",
+        source=f"{'compiled' if is_fused else NOT_COMPILED}, {where}",
         assumes=assumes,
     )
 

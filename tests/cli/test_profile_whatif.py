@@ -127,6 +127,10 @@ def test_a_rate_that_is_read_both_ways_is_refused(folder: Path) -> None:
             "--was 100mbit is the rate of the run's own link, beside which --bandwidth is another; "
             "give --bandwidth too, or leave --was out",
         ),
+        (
+            ["--bandwidth", "1gbit", "--was", "1mbit"],
+            "--was 1mbit is less than the 0.836 Gbit/s that the run had of that link",
+        ),
         (["--latency-us", "-1"], "--latency-us must be 0 µs or more, got -1"),
         (["--latency-us", "nan"], "--latency-us must be 0 µs or more, got nan"),
         (
@@ -179,6 +183,13 @@ def test_what_the_run_has_measured_is_taken_and_the_rest_is_measured_here(folder
     assert "note: what bf16 cost: not compiled, on this machine" in kept
     anew = profile("whatif", folder, "--codec", "fp16", "--measure").stdout
     assert "note: what fp16 cost: not compiled, on this machine" in anew
+
+
+def test_a_file_of_costs_that_cannot_be_used_is_not_passed_over_silently(folder: Path) -> None:
+    (folder / "costs.json").write_text("{")
+    result = profile("whatif", folder, "--codec", "fp16")
+    assert result.exit_code == 0
+    assert result.stderr == "costs.json is damaged; measured here instead\n"
 
 
 def test_other_buckets(folder: Path) -> None:

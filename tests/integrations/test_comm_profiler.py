@@ -117,7 +117,7 @@ def test_accumulated_passes_are_one_step_and_evaluation_is_none(folders: dict[st
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("failing", "ArithmeticError: the loss is odd"), ("told to end", "SystemExit: 143")],
+    [("failing", "ArithmeticError: the loss is odd"), ("told to end", "SIGTERM")],
 )
 def test_a_run_that_failed_has_a_report(name: str, reason: str, folders: dict[str, Path]) -> None:
     require_report_of_failure(folders[name], reason)

@@ -199,6 +199,18 @@ def test_ranks_that_are_missing(tmp_path: Path) -> None:
     assert run.world_size == 3
 
 
+def test_a_rank_of_another_run_is_left_out(tmp_path: Path) -> None:
+    """Copied together by hand: it would be said to wait for the other."""
+    here, there = Planted(codec="int8").run().ranks, Planted(codec="ddp", steps=9).run().ranks
+    write(tmp_path, [here[0], there[1]])
+    run = read_run(tmp_path)
+    assert list(run.ranks) == [0]
+    assert run.notes == [
+        "rank1.jsonl is of another run, with ddp and 2 ranks instead of int8 and 2; left out",
+        "nothing of rank 1",
+    ]
+
+
 def test_a_rank_without_a_step(tmp_path: Path) -> None:
     write(tmp_path, Planted(steps=0).run().ranks.values())
     run = read_run(tmp_path)

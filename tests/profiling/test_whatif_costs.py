@@ -13,7 +13,7 @@ from planted import Planted
 
 from lightning_dist.profiling.whatif import measure
 from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs, write_costs
-from lightning_dist.profiling.whatif.measure import measure_costs, seconds_of
+from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled, seconds_of
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.reducer.calibration import calibrate, to_measure
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
@@ -116,6 +116,19 @@ def test_it_begins_with_nothing_more_when_its_time_is_over(calls: list[str]) -> 
     assert calls == ["none", "int8"]
     assert set(found.by_name) == {"none", "int8"}
     assert found.reason.startswith("no time was left to measure fp16, int4, sign, topk, powersgd")
+
+
+def test_large_models_have_compiled_kernels_before_anybody_compresses_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = observe(Planted(codec="ddp", encode=0, decode=0).run())
+    large = observe(Planted(codec="ddp", encode=0, decode=0, raw=2**23).run())
+    (tmp_path / "g++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [runs_compiled(each) for each in (small, large)] == [False, True]
+    assert not runs_compiled(large, False), "compile_kernels=False"
+    (tmp_path / "g++").unlink()
+    assert not runs_compiled(large), "there is no compiler"
 
 
 def test_codecs_of_which_nothing_can_be_said_are_left_out() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
+
+import torch
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.reducer.calibration import calibrate, to_measure
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
+from lightning_dist.reducer.fusing import should_fuse
 
 LEAST_TRAINING = 30.0
 """Seconds: a shorter one is a trial, and nobody wants to wait at its end."""
@@ -19,6 +23,17 @@ LARGEST_SHARE = 0.1
 
 LONGEST = 30.0
 """Seconds of the same; a compiled codec takes up to 20 the first time."""
+
+
+def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> bool:
+    """Whether gradients as large as those of a run are compressed with compiled kernels here.
+
+    Also those that nobody has compressed yet: a codec may be several times faster with them.
+
+    Args:
+        wish: ``compile_kernels`` of the run.
+    """
+    return should_fuse(wish, numel=round(observed.elements), device=torch.device("cpu"))
 
 
 def measure_costs(
@@ -31,7 +46,7 @@ def measure_costs(
     """Of all candidates, the run's own codec first, or why there are none. Never raises.
 
     Args:
-        fused: compile the kernels first, because the run had compiled ones.
+        fused: compile the kernels first, as :func:`runs_compiled` says.
         clock: seconds.
     """
     trained = seconds_of(run)
