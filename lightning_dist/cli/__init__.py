@@ -7,8 +7,6 @@ here imports torch until a command needs it.
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated
 
 import typer
@@ -20,6 +18,7 @@ from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
+from lightning_dist.console import is_plain
 
 app = typer.Typer(
     name="lightning-dist",
@@ -59,6 +58,6 @@ def _root(
 
 def main() -> None:
     """Run the program with the arguments of this process."""
-    if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
+    if is_plain():
         app.rich_markup_mode = None  # help and wrong usage are plain text, without boxes
     app(prog_name="lightning-dist")

@@ -12,6 +12,9 @@ from contextlib import suppress
 from types import FrameType
 from weakref import WeakSet
 
+_PATIENCE = 1.0
+"""Seconds for the thread to end."""
+
 _LISTENING: WeakSet[Notices] = WeakSet()
 
 
@@ -41,14 +44,14 @@ class Notices:
         self._on_notice = on_notice
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._open: tuple[socket.socket, threading.Thread] | None = None
         self._old_fd = -1
         self.reason = ""
         """Of the first notice; empty before it."""
 
     def start(self) -> None:
         """Begin to listen; to signals in the main thread only, where Python has its handlers."""
-        assert self._ends is None
+        assert self._open is None
         if threading.current_thread() is threading.main_thread():
             self._start_handlers()
         elif self._preempted is None:
@@ -61,22 +64,26 @@ class Notices:
             threading.Thread(target=self._poll, args=(self._preempted,), daemon=True).start()
 
     def _start_handlers(self) -> None:
-        self._ends = here, there = socket.socketpair()
+        here, there = socket.socketpair()
         there.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
         for each in self._signals:
             signal.signal(each, _only_wake)
         _LISTENING.add(self)
-        threading.Thread(target=self._listen, args=(here,), daemon=True).start()
+        listener = threading.Thread(target=self._listen, args=(here,), daemon=True)
+        self._open = there, listener
+        listener.start()
 
     def stop(self) -> None:
         """Listen no more. Signal handlers stay; who installed others before puts them back."""
         self._ended.set()
         _LISTENING.discard(self)
-        if self._ends is not None:
-            (_, there), self._ends = self._ends, None
+        if self._open is not None:
+            (there, listener), self._open = self._open, None
             signal.set_wakeup_fd(self._old_fd)
             there.close()  # ends the thread, which closes the other end
+            if listener is not threading.current_thread():
+                listener.join(_PATIENCE)  # it may be busy with a notice
 
     def give(self, reason: str) -> None:
         """Take note; the first reason counts."""

@@ -38,11 +38,13 @@ class TellsWorkers(L.Callback):
 
     def __init__(self, hook: str, epoch: int = 0) -> None:
         self.told: list[int] = []
+        others = {each.pid for each in multiprocessing.active_children()}  # of an earlier test
 
         def tell(trainer: L.Trainer, *_: Any, **__: Any) -> None:
             if trainer.sanity_checking or trainer.current_epoch != epoch or self.told:
                 return
-            self.told = [worker.pid for worker in multiprocessing.active_children() if worker.pid]
+            pids = {worker.pid for worker in multiprocessing.active_children()} - others
+            self.told = [pid for pid in pids if pid]
             subprocess.run(["kill", "-TERM", *map(str, self.told)], check=True)
 
         setattr(self, hook, tell)
