@@ -7,7 +7,7 @@ the place of what ``torch.cuda`` has; what real devices do beyond that is not te
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ class Gpu:
     fails: bool = False
     synchronised: int = 0
     main: Stream = field(default_factory=Stream)
-    idle: Stream = field(default_factory=Stream)
+    streams: list[Stream] = field(default_factory=list)
     _here: threading.local = field(default_factory=threading.local)
 
     @property
@@ -71,6 +71,11 @@ class Gpu:
         yield
         self._here.stream = before
 
+    def new_stream(self, device: torch.device, *, priority: int) -> Stream:
+        assert priority < 0, "those of usual priority are also of callbacks"
+        self.streams.append(Stream())
+        return self.streams[-1]
+
     def synchronize(self, device: torch.device) -> None:
         self.synchronised += 1
         self.host = max(self.host, (self.main.until - 77.0 * MS) / self.rate)
@@ -97,7 +102,8 @@ class Gpu:
                 return float(np.float32((end.at - self.at) / 1e6))
 
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "Stream", lambda device: gpu.idle)
+        patch.setattr(torch.cuda, "Stream", gpu.new_stream)
+        patch.setattr(torch.cuda, "stream", gpu.on)
         patch.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
         patch.setattr(torch.cuda, "synchronize", gpu.synchronize)
 
@@ -106,7 +112,7 @@ class Collective:
     """Of NCCL: a stream of its own waits for the caller's, and then it takes so long.
 
     Args:
-        held_up: milliseconds that the stream of whoever waits for it has other work to do.
+        held_up: milliseconds by which what waits for its future is later.
     """
 
     def __init__(self, gpu: Gpu, milliseconds: float, *, held_up: float = 0) -> None:
@@ -118,10 +124,17 @@ class Collective:
         """The caller's stream does."""
         self._gpu.current.until = max(self._gpu.current.until, self._stream.until)
 
-    def get_future(self) -> Collective:
-        return self
+    def get_future(self) -> Waiting:
+        return Waiting(self._gpu, self._stream.until + self._held_up)
 
-    def then(self, call: Callable[[object], object]) -> None:
-        """At once, in a stream that waits for it."""
-        with self._gpu.on(Stream(until=self._stream.until + self._held_up)):
-            call(self)
+
+@dataclass(frozen=True)
+class Waiting:
+    """The future of a collective, which NCCL completes at the launch."""
+
+    gpu: Gpu
+    until: float
+
+    def wait(self) -> None:
+        """The caller's stream does, and not the host."""
+        self.gpu.current.until = max(self.gpu.current.until, self.until)

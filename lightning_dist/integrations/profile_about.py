@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,17 +39,16 @@ def about(
     )
 
 
-def why_not_in_detail(device: torch.device, group: dist.ProcessGroup) -> str:
-    """Why what happens within a step cannot be timed; empty if it can.
-
-    Args:
-        device, group: of the model.
-    """
-    if device.type == "cpu":
+def why_not_in_detail(model: DistributedDataParallel) -> str:
+    """Why what happens within a step cannot be timed; empty if it can."""
+    kind = model.device.type
+    if kind == "cpu":
         return ""
-    if device.type != "cuda":
-        return f"the times of work on {device.type} are not taken yet"
-    backends = dist.get_backend_config(group)
+    if kind != "cuda":
+        return f"the times of work on {kind} are not taken yet"
+    if model.is_multi_device_module:
+        return "the model is on several GPUs of one process, and the times of one are taken"
+    backends = dist.get_backend_config(model.process_group)
     if "cuda:nccl" not in backends.split(","):
         return f"work on a GPU is timed where NCCL exchanges the gradients, here it is {backends}"
     return ""

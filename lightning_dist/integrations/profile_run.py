@@ -92,7 +92,7 @@ class ProfileRun:
         facts = self._facts({"host": this_host(), "folder": str(folder)})
         self.folder = Path(facts[0]["folder"])
         self._messenger = self._new_messenger()
-        why_not = why_not_in_detail(model.device, model.process_group)
+        why_not = why_not_in_detail(model)
         in_detail = settings.in_detail and not why_not
         if settings.in_detail and why_not:
             self.reasons.append(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.profiling.machine import this_machine
@@ -75,7 +76,7 @@ def read_offset(
 def _ask(
     group: dist.ProcessGroup, server: int, *, rounds: int, clock: Callable[[], int]
 ) -> ClockRecord:
-    question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    question, answer = _messages()
     readings: list[ClockRecord] = []
     first = end = clock()
     is_last = False
@@ -92,11 +93,17 @@ def _ask(
     return min(readings, key=lambda reading: reading.uncertainty)
 
 
+def _messages() -> tuple[Tensor, Tensor]:
+    """A question and an answer; gloo takes them where the program has another default device."""
+    message = torch.zeros(3, dtype=torch.int64, device="cpu")
+    return message[:1], message[1:]
+
+
 def _answer(
     group: dist.ProcessGroup, asker: int, own: ClockRecord, *, clock: Callable[[], int]
 ) -> None:
     """Say what time it is on rank 0, until the last question of ``asker``."""
-    question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    question, answer = _messages()
     while not question.item():
         receive(question, source=asker, group=group)
         now = clock()
@@ -107,7 +114,7 @@ def _answer(
 
 def _readings(group: dist.ProcessGroup, own: ClockRecord) -> Sequence[ClockRecord]:
     """Of every rank, in their order."""
-    row = torch.tensor([own.at, own.offset, own.uncertainty])
+    row = torch.tensor([own.at, own.offset, own.uncertainty], device="cpu")
     rows = row.new_empty(group.size() * len(row))
     dist.all_gather_single(rows, row, group=group)
     return [ClockRecord(*each) for each in rows.view(group.size(), -1).tolist()]

@@ -109,7 +109,7 @@ class Courier:
 
     def _send(self, package: bytearray, what_follows: int) -> None:
         assert self.receiver is not None
-        head = torch.tensor([len(package), what_follows])
+        head = torch.tensor([len(package), what_follows], device="cpu")
         send(head, to=self.receiver, group=self._group)
         if package:
             content = torch.frombuffer(package, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class Courier:
         It may have called less often than this rank, or more often: an error ended its training.
         """
         while sender in self._senders:
-            head = torch.zeros(2, dtype=torch.int64)
+            head = torch.zeros(2, dtype=torch.int64, device="cpu")
             try:
                 receive(head, source=sender, group=self._group)
                 length, what_follows = head.tolist()

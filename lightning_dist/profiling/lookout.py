@@ -6,20 +6,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
 
 Ended = Callable[[Moment], None]
+_STREAMS = 4
 
 
 class Lookout(Protocol):
     """Is given collectives that are under way."""
 
     spent: int
-    """Nanoseconds of a core of its own that it has taken so far."""
+    """Nanoseconds of a core that it has taken so far."""
 
     def see(self, work: dist.Work, ended: Ended) -> None:
         """Call ``ended`` with the time when ``work`` has ended; not at all if it fails."""
@@ -39,16 +42,24 @@ def lookout_for(moments: Moments) -> Lookout:
 
 
 class StreamLookout:
-    """Sets a mark behind a collective, in a stream that waits for it, when that is launched."""
+    """Sets a mark behind a collective when that is launched, in a stream that waits for it.
 
-    spent = 0
+    In a few streams in turn: in one the collectives of one group would wait for those of another.
+    """
 
     def __init__(self, moments: StreamMoments) -> None:
-        self._moments = moments
+        self._now = moments.now
+        self._streams = cycle([moments.new_stream() for _ in range(_STREAMS)])
+        self.spent = 0
 
     def see(self, work: dist.Work, ended: Ended) -> None:
-        # Not `wait`, after which torch may give away memory that the owner has not waited for.
-        work.get_future().then(lambda _: ended(self._moments.now()))
+        begin = time.monotonic_ns()
+        with torch.cuda.stream(next(self._streams)):
+            # NCCL's future is done at the launch: the stream waits, not the host. Not of the work,
+            # after whose `wait` torch may give away memory that its owner has not waited for.
+            work.get_future().wait()
+            ended(self._now())
+        self.spent += time.monotonic_ns() - begin
 
     def catch_up(self, seconds: float) -> bool:
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 1 << 20
 _STEPS = 20
+_MOST_PENDING = 64
+"""Steps that an accelerator may be behind."""
 
 
 def measure_link(network: Network) -> float:
@@ -50,7 +53,7 @@ class ExposureWatch(Observer):
         self._link = measure_link(network)
         self._says = advice_to
         self._marks: list[Moment] = []
-        self._pending: tuple[list[Moment], int, int] | None = None
+        self._pending: deque[tuple[list[Moment], int, int]] = deque(maxlen=_MOST_PENDING)
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
@@ -75,17 +78,16 @@ class ExposureWatch(Observer):
 
     def drop_step(self) -> None:
         """Forget the marks of a step that is not to be measured."""
-        self._marks, self._pending = [], None
+        self._marks = []
 
     def end_step(self, *, raw_bytes: int, last_bucket_bytes: int) -> None:
         """Close a step whose marks are complete: first bucket ... last bucket, settled."""
-        marks, self._marks = self._marks, []
-        previous, self._pending = self._pending, (marks, raw_bytes, last_bucket_bytes)
-        if previous is None:  # the first step warms up
-            return
-        marks, raw, last = previous
-        if not self._moments.are_past(marks):
-            return
+        self._pending.append((self._marks, raw_bytes, last_bucket_bytes))
+        self._marks = []
+        while self._pending and self._moments.are_past(self._pending[0][0]) and not self.done:
+            self._measure(*self._pending.popleft())
+
+    def _measure(self, marks: Sequence[Moment], raw: int, last: int) -> None:
         first, last_ready, settled = (
             nanoseconds / 1e9
             for nanoseconds in self._moments.read([marks[0], *marks[-2:]], since=marks[0])

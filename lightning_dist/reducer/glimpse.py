@@ -52,8 +52,9 @@ class Sampler:
         run = max(1, _RUN // of)
         runs = -(-count // run)
         # A part of a run is taken as often as it is large: few elements are seen as often as many.
-        part = float(torch.rand((), generator=self._generator))
+        part = float(torch.rand((), generator=self._generator, device="cpu"))
         wanted = runs if self._share >= 1 else int(self._share * runs + part)
-        first = torch.randperm(runs, generator=self._generator)[:wanted].sort().values * run
-        items = (first.unsqueeze(-1) + torch.arange(run)).flatten()
+        order = torch.randperm(runs, generator=self._generator, device="cpu")
+        first = order[:wanted].sort().values * run
+        items = (first.unsqueeze(-1) + torch.arange(run, device="cpu")).flatten()
         return placed(items[items < count], device)

@@ -87,9 +87,13 @@ class StreamMoments:
 
     def __init__(self, device: torch.device, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._device, self._clock = device, clock
-        self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._idle = self.new_stream()
         torch.cuda.synchronize(device)
         self._anchor = self._anchored(wait=True)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """One that nobody else has: torch runs callbacks of futures in those of usual priority."""
+        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def now(self) -> Moment:
         return Mark(self._event(torch.cuda.current_stream(self._device)), self._anchor)

@@ -30,7 +30,7 @@ class Verdict:
         self, finite: Sequence[Tensor], used: Mapping[str, bool], network: Network
     ) -> None:
         self._names = list(used)
-        answers = torch.tensor([False, *used.values()], dtype=torch.float32)
+        answers = torch.tensor([False, *used.values()], dtype=torch.float32, device="cpu")
         self._flags = placed(answers, network.device)
         if finite:
             self._flags[0] = torch.stack(list(finite)).logical_not().any()

@@ -273,3 +273,11 @@ def test_a_sampler_is_its_seed() -> None:
     assert not torch.equal(drawn(1), drawn(2))
     everything = Sampler(1, share=1).items(50_000, of=1, device=torch.device("cpu"))
     assert torch.equal(everything, torch.arange(50_000))
+
+
+def test_elements_are_drawn_on_the_host_whatever_the_default_device_is() -> None:
+    cpu = torch.device("cpu")
+    expected = Sampler(5, share=0.5).items(100_000, of=1, device=cpu)
+    with torch.device("meta"):
+        drawn = Sampler(5, share=0.5).items(100_000, of=1, device=cpu)
+    assert torch.equal(drawn, expected)

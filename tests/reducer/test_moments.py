@@ -65,7 +65,7 @@ def test_where_the_device_has_no_time_the_last_comparison_stays(
 ) -> None:
     (gpu := Gpu()).install(monkeypatch)
     moments = StreamMoments(CUDA, gpu.clock)
-    gpu.work(500, gpu.idle)  # its queue is shared with somebody's
+    gpu.work(500, gpu.streams[0])  # its queue is shared with somebody's
     before = gpu.host
     moments.compare()
     assert gpu.host - before < 0.1 * MS
