@@ -7,13 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.profiling.records import RankRecord
-from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.session import SessionSettings
 from lightning_dist.reducer.reducer import Reducer
@@ -21,24 +19,20 @@ from lightning_dist.reducer.reducer import Reducer
 SCHEMA = 1
 
 
-def write_meta(
-    folder: Path,
+def meta_of(
     model: DistributedDataParallel,
     reducer: Reducer | None,
-    *,
     about: RankRecord,
+    *,
     hosts: Sequence[str],
     settings: SessionSettings,
-) -> None:
-    """Write it, on rank 0, when a profile begins.
+) -> bytes:
+    """What rank 0 writes when a profile begins.
 
     Args:
         reducer: of ``model``, if it is compressed.
         about: of rank 0.
         hosts: of every rank.
-
-    Raises:
-        OSError: it cannot be written.
     """
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
@@ -61,4 +55,4 @@ def write_meta(
         "profiler": asdict(settings),
         "versions": {"python": platform.python_version(), **about.versions},
     }
-    replace_file(folder / "meta.json", to_json(content).encode() + b"\n")
+    return to_json(content).encode() + b"\n"

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.integrations.profile_about import about, why_not_in_detail
-from lightning_dist.integrations.profile_meta import write_meta
+from lightning_dist.integrations.profile_meta import meta_of
 from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
@@ -33,6 +33,7 @@ from lightning_dist.profiling.messenger import Messenger
 from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.peer import end_group, first_sentence
 from lightning_dist.profiling.records import ErrorRecord, StepRecord
+from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
 from lightning_dist.profiling.session import Session, SessionSettings
 from lightning_dist.profiling.summarize import summarize
@@ -102,7 +103,11 @@ class ProfileRun:
         self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
         hosts = [each["host"] for each in facts]
         if rank == 0:
-            self._write_meta(model, hosts, settings, on_problem)
+            try:
+                meta = meta_of(model, self._reducer, self.about, hosts=hosts, settings=settings)
+                replace_file(self.folder / "meta.json", meta)
+            except OSError as error:  # lines and reports tell most of it too
+                on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
         new_session = partial(
             Session,
             about=self.about,
@@ -156,25 +161,6 @@ class ProfileRun:
                 f"buckets: n/a, the model has a communication hook already ({hook}), and DDP takes "
                 "only one; use strategy='compressed_ddp', or leave that hook out"
             )
-
-    def _write_meta(
-        self,
-        model: DistributedDataParallel,
-        hosts: Sequence[str],
-        settings: SessionSettings,
-        on_problem: Callable[[str], None],
-    ) -> None:
-        try:
-            write_meta(
-                self.folder,
-                model,
-                self._reducer,
-                about=self.about,
-                hosts=hosts,
-                settings=settings,
-            )
-        except OSError as error:  # lines and reports tell most of it too
-            on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
 
     def _facts(self, own: dict[str, Any]) -> Sequence[Facts]:
         return all_facts(own, group=self._group, device=torch.device("cpu"))
