@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,10 @@ class Watching:
         self._in_forward = self._in_backward = False
         self._mine = {id(parameter) for parameter in model.parameters()}
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            model.register_forward_pre_hook(_untraced(self._before_forward)),
+            model.register_forward_hook(_untraced(self._after_forward)),
+            register_optimizer_step_pre_hook(_untraced(self._before_step)),
+            register_optimizer_step_post_hook(_untraced(self._after_step)),
         ]
 
     def stop(self) -> None:
@@ -90,6 +90,11 @@ class Watching:
     def _is_mine(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return any(id(parameter) in self._mine for parameter in parameters)
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """torch.compile takes what hooks do into its graphs; a time that is looked at there is none."""
+    return cast(Callable[..., None], torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from lightning_dist.profiling.folder import read_run
 ENDS = ("lost at the end", "late at the end")
 CASES = (
     *ENDS,
-    *("hanging", "twice", "zoomed", "alone", "other hook"),
+    *("hanging", "twice", "zoomed", "alone", "compiled", "other hook"),
     *("no folder", "no folder on one", "own folders"),
 )
 
@@ -69,6 +69,18 @@ def test_a_model_can_be_profiled_again(folders: dict[str, Path]) -> None:
         assert {link["peer"] for link in summary["links"]} == {None, 0, 1}
     for each in truth(folders["twice"]):
         assert each["opened"] == [each["opened"][0]] * 3
+
+
+def test_a_compiled_ddp_has_its_steps_in_detail_and_no_word_of_the_compiler(
+    folders: dict[str, Path],
+) -> None:
+    profiled, summary = profile(folders["compiled"])
+    assert profiled.common_steps == list(range(12))
+    assert all(step.buckets for step in profiled.ranks[0].steps.values())
+    assert all(summary["parts_ms"][part] > 0 for part in ("forward", "backward", "transfer"))
+    for each in truth(folders["compiled"]):
+        assert [said for said in each["said"] if "Dynamo" in said] == []
+        assert each["model"] == truth(folders["compiled"])[0]["model"]
 
 
 def test_zoom_writes_traces_of_steps_that_are_left_out(folders: dict[str, Path]) -> None:

@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from profiled_common import ddp, tell, train
+from profiled_common import ddp, digest, network, tell, train
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler
 from lightning_dist.integrations import profile_run
@@ -116,6 +119,17 @@ def alone(folder: Path) -> None:
     (folder / f"truth-{os.environ['RANK']}.json").write_text("{}")
 
 
+def compiled(folder: Path) -> None:
+    """DDP and all is given to torch.compile, which traces what hooks on a module do."""
+    torch.manual_seed(0)
+    whole = DistributedDataParallel(network(), bucket_cap_mb=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        with CommProfiler(whole, dirpath=folder, budget=1, show=False):
+            train(torch.compile(whole, backend="aot_eager"))
+    tell(folder, said=[str(each.message) for each in said], model=digest(whole))
+
+
 def other_hook(folder: Path) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -177,6 +191,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "twice": twice,
     "zoomed": zoomed,
     "alone": alone,
+    "compiled": compiled,
     "other hook": other_hook,
     "no folder": no_folder,
     "no folder on one": no_folder_on_one,
