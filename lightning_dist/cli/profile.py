@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,10 +68,8 @@ def report_command(
         typer.echo(f"lightning-dist: {problem}", err=True)
     if done.names and not as_json:
         typer.echo(f"written to {target}: {', '.join(done.names)}")
-    if not summary.steps:
-        reason = summary.reasons["step_ms"]
-        typer.echo(f"lightning-dist: nothing to report of {folder}: {reason}", err=True)
-    if not summary.steps or (done.problems and (out is not None or trace or csv)):
+    _require_steps({folder: summary})
+    if done.problems and (out is not None or trace or csv):
         raise typer.Exit(BAD_INPUT)
 
 
@@ -92,6 +91,8 @@ def compare_command(
     more steps. (Of each run 1.58 times the width of the middle half of its steps, divided by the
     square root of their number; both added up.)
 
+    Exit code 2 if one of them has no step; it says why.
+
     \b
       lightning-dist profile compare before/comm_profile/run-0 after/comm_profile/run-0
     """
@@ -111,21 +112,32 @@ def compare_command(
         rows = [_fields(each) for each in found]
         content = {"schema": SCHEMA, "verdict": verdict(found), **sides, "differences": rows}
         typer.echo(to_json(content))
-        return
-    for name, (folder, _, summary) in runs.items():
-        typer.echo(f"{name}: {folder} ({describe(summary)})")
-    typer.echo(verdict(found))
-    print_differences(found)
-    typer.echo(
-        "medians over the steps in detail (a report has means), parts as means over ranks; "
-        "'all steps' is over all"
-    )
-    for name, (_, _, summary) in runs.items():
-        for note in summary.notes:
-            typer.echo(f"note: {name}: {note}")
+    else:
+        for name, (folder, _, summary) in runs.items():
+            typer.echo(f"{name}: {folder} ({describe(summary)})")
+        typer.echo(verdict(found))
+        print_differences(found)
+        typer.echo(
+            "medians over the steps in detail (a report has means), parts as means over ranks; "
+            "'all steps' is over all"
+        )
+        for name, (_, _, summary) in runs.items():
+            for note in summary.notes:
+                typer.echo(f"note: {name}: {note}")
+    _require_steps({folder: summary for folder, _, summary in runs.values()})
 
 
 app.command("whatif")(whatif_command)
+
+
+def _require_steps(summaries: Mapping[str, Summary]) -> None:
+    """Of each folder; what there is has been shown."""
+    empty = {folder: each for folder, each in summaries.items() if not each.steps}
+    for folder, each in empty.items():
+        reason = each.reasons["step_ms"]
+        typer.echo(f"lightning-dist: nothing to report of {folder}: {reason}", err=True)
+    if empty:
+        raise typer.Exit(BAD_INPUT)
 
 
 def _summary_of(folder: str) -> tuple[Run, Summary]:

@@ -125,6 +125,18 @@ def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
     assert written(folder) == {"summary.json"}
 
 
+def test_what_has_no_steps_is_compared_with_nothing(tmp_path: Path, folder: Path) -> None:
+    empty = save(tmp_path / "none", Planted(steps=0).run())
+    for options in ([], ["--json"]):
+        result = profile("compare", folder, empty, *options)
+        assert result.exit_code == 2
+        assert "The steps cannot be compared" in result.stdout
+        assert result.stderr.startswith(
+            f"lightning-dist: nothing to report of {empty}: no rank has recorded a step: "
+        )
+        assert result.stderr.count("\n") == 1
+
+
 def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
     for command in (["report"], ["compare", folder]):
         said = refusal(*command, tmp_path / "no")
