@@ -84,19 +84,6 @@ class Findings:
         return {name: total / self.steps / MS for name, total in sums.items()}
 
 
-def ended_by(run: Run) -> list[str]:
-    """Of a training that did not end by itself what ended it, as its ranks have noted."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, each in run.ranks.items():
-        if each.end is not None and each.end.reason != "finished":
-            ranks_of.setdefault(each.end.reason.rstrip(": "), []).append(rank)
-    told = [
-        f"{reason} (rank {', '.join(map(str, ranks))})" if len(ranks) < run.world_size else reason
-        for reason, ranks in ranks_of.items()
-    ]
-    return [f"the training ended by {', '.join(told)}"] if told else []
-
-
 def look(run: Run, chosen: Sample) -> Findings:
     """Go through the detailed steps of ``chosen``."""
     found = Findings({rank: RankTotals() for rank in chosen.ranks})

@@ -10,21 +10,18 @@ from typing import Any
 
 from lightning_dist.profiling.breakdown import timeline
 from lightning_dist.profiling.clock_check import uncertainty_of
-from lightning_dist.profiling.divergence import growth_of
-from lightning_dist.profiling.findings import Findings, ended_by, look
+from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import headline, two_digits
+from lightning_dist.profiling.headline import headline
+from lightning_dist.profiling.notes import notes_of
 from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Series, Summary, Timeline
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.stragglers import Waits
 from lightning_dist.profiling.totals import MS, mean
-from lightning_dist.profiling.traffic import ONE_HOST, gbps, gone, is_one_host, traffic_of
+from lightning_dist.profiling.traffic import gbps, gone, traffic_of
 
 _NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
-
-_LEAST_DIFFERENCE = 0.01
-"""Share of a step below which steps in detail are said to be as long as all steps."""
 
 _LEAST_WAITING = 0.02
 """Share of the step below which nobody is called a straggler."""
@@ -72,6 +69,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["links"] = "no link was measured"
     traffic = traffic_of(run, found.ranks, reasons)
     straggler = _straggler(run, found, reasons)
+    overhead = _overhead(chosen)
     is_unknown = "exposed_ms" in reasons or not chosen.detailed
     summary = Summary(
         headline="",
@@ -89,7 +87,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         straggler=straggler,
         parts_steps=len(chosen.detailed or _spread(chosen)) if parts_ms else 0,
         exposed_straggler=_exposed_straggler(run, found),
-        overhead=_overhead(chosen),
+        overhead=overhead,
         series=found.series if chosen.detailed else _series_of_durations(chosen),
         errors=[
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.errors
@@ -98,15 +96,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.links
         ],
         reasons=reasons,
-        notes=[
-            *ended_by(run),
-            *run.notes,
-            *chosen.notes,
-            *_doubts(run, chosen, found),
-            *_divergence(run),
-            *_over_budget(run, _overhead(chosen)),
-            *([ONE_HOST] if traffic is not None and is_one_host(run) else []),
-        ],
+        notes=notes_of(run, chosen, found, overhead=overhead, has_rates=traffic is not None),
     )
     return replace(summary, headline=headline(summary, of_steps=chosen.cut))
 
@@ -266,52 +256,3 @@ def _overhead(chosen: Sample) -> float:
     records = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in records)
     return sum(each.overhead for each in records) / duration if duration else 0.0
-
-
-def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
-    if not found.steps:
-        return []
-    doubts = [found.unknown_wait] if found.unknown_wait else []
-    return [*doubts, *_others_differ(chosen, found.duration_ms), *found.clocks.notes(run)]
-
-
-def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
-    """Whether steps in detail are longer or shorter than chance would have picked them."""
-    durations = chosen.durations_ms()
-    of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
-    if abs(of_detailed - of_all) <= _LEAST_DIFFERENCE * of_all:
-        return []
-    # Of a sample that is drawn without putting back; of one step it says nothing.
-    error = statistics.stdev(durations) * math.sqrt((1 / few) - (1 / many))
-    is_noise = few > 1 and abs(of_detailed - of_all) <= 2 * error
-    if is_noise:
-        return []
-    why = "looking in detail takes time" if of_detailed > of_all else "it is no matter of chance"
-    return [
-        f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {of_all:.1f} ms: "
-        f"{why}, or they are other steps than the rest; parts are shares of {of_detailed:.1f} ms"
-    ]
-
-
-def _over_budget(run: Run, overhead: float) -> list[str]:
-    budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
-    took, may = two_digits(overhead), two_digits(budget)
-    if not 0 < budget < overhead or took == may:
-        return []
-    note = f"the profiler took {took} of the time, and its budget is {may}"
-    if _about(run).get("codec") == "ddp":
-        note += (
-            ": gradients of ddp are seen through a communication hook, which costs its share in "
-            "every step, however few are looked at in detail"
-        )
-    return [note]
-
-
-def _divergence(run: Run) -> list[str]:
-    """Of the rank whose residual has grown the most."""
-    growths = {rank: growth_of(each.errors) for rank, each in run.ranks.items()}
-    found = {rank: growth for rank, growth in growths.items() if growth is not None}
-    if not found:
-        return []
-    rank = max(found, key=lambda rank: found[rank].now)
-    return [f"rank {rank}: {found[rank]}"]

@@ -1,0 +1,99 @@
+"""What a reader of a summary has to know beside its numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from lightning_dist.profiling.divergence import growth_of
+from lightning_dist.profiling.findings import Findings
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.headline import two_digits
+from lightning_dist.profiling.sample import Sample
+from lightning_dist.profiling.totals import mean
+from lightning_dist.profiling.traffic import ONE_HOST, is_one_host
+
+_LEAST_DIFFERENCE = 0.01
+"""Share of a step below which steps in detail are said to be as long as all steps."""
+
+
+def notes_of(
+    run: Run, chosen: Sample, found: Findings, *, overhead: float, has_rates: bool
+) -> list[str]:
+    """The most important first: what ended the training.
+
+    Args:
+        overhead: share of the time that the profiler took.
+        has_rates: whether the summary has any of the network.
+    """
+    return [
+        *_ended_by(run),
+        *run.notes,
+        *chosen.notes,
+        *_doubts(run, chosen, found),
+        *_divergence(run),
+        *_over_budget(run, overhead),
+        *([ONE_HOST] if has_rates and is_one_host(run) else []),
+    ]
+
+
+def _ended_by(run: Run) -> list[str]:
+    """Of a training that did not end by itself what ended it, as its ranks have noted."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in run.ranks.items():
+        if each.end is not None and each.end.reason != "finished":
+            ranks_of.setdefault(each.end.reason.rstrip(": "), []).append(rank)
+    told = [
+        f"{reason} (rank {', '.join(map(str, ranks))})" if len(ranks) < run.world_size else reason
+        for reason, ranks in ranks_of.items()
+    ]
+    return [f"the training ended by {', '.join(told)}"] if told else []
+
+
+def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
+    if not found.steps:
+        return []
+    doubts = [found.unknown_wait] if found.unknown_wait else []
+    return [*doubts, *_others_differ(chosen, found.duration_ms), *found.clocks.notes(run)]
+
+
+def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
+    """Whether steps in detail are longer or shorter than chance would have picked them."""
+    durations = chosen.durations_ms()
+    of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
+    if abs(of_detailed - of_all) <= _LEAST_DIFFERENCE * of_all:
+        return []
+    # Of a sample that is drawn without putting back; of one step it says nothing.
+    error = statistics.stdev(durations) * math.sqrt((1 / few) - (1 / many))
+    is_noise = few > 1 and abs(of_detailed - of_all) <= 2 * error
+    if is_noise:
+        return []
+    why = "looking in detail takes time" if of_detailed > of_all else "it is no matter of chance"
+    return [
+        f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {of_all:.1f} ms: "
+        f"{why}, or they are other steps than the rest; parts are shares of {of_detailed:.1f} ms"
+    ]
+
+
+def _divergence(run: Run) -> list[str]:
+    """Of the rank whose residual has grown the most."""
+    growths = {rank: growth_of(each.errors) for rank, each in run.ranks.items()}
+    found = {rank: growth for rank, growth in growths.items() if growth is not None}
+    if not found:
+        return []
+    rank = max(found, key=lambda rank: found[rank].now)
+    return [f"rank {rank}: {found[rank]}"]
+
+
+def _over_budget(run: Run, overhead: float) -> list[str]:
+    budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    took, may = two_digits(overhead), two_digits(budget)
+    if not 0 < budget < overhead or took == may:
+        return []
+    note = f"the profiler took {took} of the time, and its budget is {may}"
+    if any(each.about.codec == "ddp" for each in run.ranks.values()):
+        note += (
+            ": gradients of ddp are seen through a communication hook, which costs its share in "
+            "every step, however few are looked at in detail"
+        )
+    return [note]
