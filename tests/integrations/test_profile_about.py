@@ -1,0 +1,50 @@
+"""Whether what happens within a step can be timed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from lightning_dist.integrations.profile_about import why_not_in_detail
+
+
+def model(monkeypatch: pytest.MonkeyPatch, device: str, backend: str, *, devices: int = 1) -> Any:
+    """What is asked of a DistributedDataParallel, with torch's own words for its backend."""
+    told = str(BackendConfig(Backend(backend)))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: told)
+    return SimpleNamespace(
+        device=torch.device(device), is_multi_device_module=devices > 1, process_group=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "gloo"), ("cuda", "nccl"), ("cuda:1", "cpu:gloo,cuda:nccl"), ("cuda", "cuda:nccl")],
+)
+def test_it_can(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_in_detail(model(monkeypatch, device, backend)) == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "devices", "reason"),
+    [
+        (
+            "cuda",
+            "gloo",
+            1,
+            "is timed where NCCL exchanges the gradients, here it is cpu:gloo,cuda:",
+        ),
+        ("cuda", "cpu:nccl,cuda:gloo", 1, "is timed where NCCL exchanges"),
+        ("cuda", "nccl", 2, "on several GPUs of one process"),
+        ("xpu", "xccl", 1, "the times of work on xpu are not taken yet"),
+    ],
+)
+def test_it_cannot_and_says_why(
+    device: str, backend: str, devices: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reason in why_not_in_detail(model(monkeypatch, device, backend, devices=devices))
