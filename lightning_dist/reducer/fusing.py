@@ -56,7 +56,9 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
     if wish is False:
         return False
     if device.type == "cuda":
-        there = bool(torch.utils._triton.has_triton())
+        from torch.utils._triton import has_triton  # no attribute of torch.utils before an import
+
+        there = bool(has_triton())
     else:
         there = any(shutil.which(name) for name in ("g++", "clang++"))
     if wish is True and not there:
