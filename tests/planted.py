@@ -53,6 +53,7 @@ class Planted:
     codec: str = "int8"
     raw: int = 4_000_000
     sent: int = 1_000_000
+    device: str = "cpu"
 
     def run(self) -> Run:
         """As if read from its folder."""
@@ -77,7 +78,7 @@ class Planted:
                 unix=1.8e9,
                 codec=self.codec,
                 backend="gloo",
-                device="cpu",
+                device=self.device,
                 versions={"torch": "2.13.0"},
             ),
             {each.step: each for each in steps},

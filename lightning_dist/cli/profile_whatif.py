@@ -16,6 +16,7 @@ from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.whatif.setting import DDP
 
 if TYPE_CHECKING:
+    from lightning_dist.profiling.whatif.costs_file import Costs
     from lightning_dist.reducer.costs import CodecCost
 
 _PREFIXES = {"k": 1e-6, "m": 1e-3, "g": 1.0}
@@ -149,6 +150,7 @@ def whatif_command(
             own,
             anew=measure or compiled is not None,
             fused=runs_compiled(observed) if compiled is None else compiled,
+            device=observed.device,
         )
     found = predict(observed, with_own(observed, wishes), costs=costs)
     if as_json:
@@ -210,13 +212,28 @@ def _named_as_options() -> Iterator[None]:
 
 
 def _costs(
-    folder: str, names: Sequence[str], own: str, *, anew: bool, fused: bool
+    folder: str, names: Sequence[str], own: str, *, anew: bool, fused: bool, device: str
 ) -> Mapping[str, CodecCost]:
-    """As the run has kept them; what it has not is measured here."""
+    """As the run has kept them; what it has not is measured here, on a device of the same kind.
+
+    Raises:
+        ValueError: there is none here, and it was asked for.
+    """
+    import torch
+
     from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs
     from lightning_dist.reducer.calibration import NOT_COMPILED, calibrate, to_measure
 
+    is_here = device == "cpu" or torch.cuda.is_available()
+    if anew and not is_here:
+        raise ValueError(
+            f"--measure and --compiled need a device like that of the run, {device}, and there is "
+            "none here; leave them out, or call this where it is"
+        )
     read = Costs() if anew else read_costs(folder)
+    if not is_here:
+        typer.echo(f"no {device} here to measure codecs on: {_kept_only(read)}", err=True)
+        return read.by_name
     if read.reason.startswith(NAME):
         typer.echo(f"{read.reason.partition(';')[0]}; measured here instead", err=True)
     # Of kernels that are not compiled only what no compiler makes faster would fit to the others.
@@ -226,4 +243,11 @@ def _costs(
         if not (fused and cost.source.startswith(NOT_COMPILED))
     }
     wanted = to_measure([name for name in names if name != DDP], own)
-    return {**kept, **calibrate([name for name in wanted if name not in kept], fused=fused)}
+    missing = [name for name in wanted if name not in kept]
+    return {**kept, **calibrate(missing, fused=fused, device=device)}
+
+
+def _kept_only(read: Costs) -> str:
+    if read.by_name:
+        return "codecs that the run has not measured are n/a"
+    return f"{read.reason.partition(';')[0]}, so all but ddp is n/a"

@@ -81,7 +81,7 @@ class ProfileRun:
         on_problem: Callable[[str], None] = lambda problem: None,
         whatif: bool = True,
     ) -> None:
-        self._asks = whatif
+        self._asks, self._device = whatif, model.device
         self._has_finished = False
         self.reasons: list[str] = []
         """What is not measured, and why."""
@@ -291,7 +291,8 @@ class ProfileRun:
 
     def _costs(self, run: Run, observed: Observed) -> Costs:
         wish = "auto" if self._reducer is None else self._reducer.settings.compile_kernels
-        costs = measure_costs(run, observed, fused=runs_compiled(observed, wish))
+        fused = runs_compiled(observed, wish)
+        costs = measure_costs(run, observed, fused=fused, device=self._device)
         if costs.by_name:
             with suppress(OSError):  # the other files say that the folder cannot be written to
                 write_costs(self.folder, costs)

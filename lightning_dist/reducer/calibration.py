@@ -13,11 +13,13 @@ from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
+from lightning_dist.reducer.moments import HostMoments, Moments, moments_on
 
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""
 
-_CHUNKS = 12
+_CHUNKS = {"cpu": 12, "cuda": 32}
+"""By kind of device: a cache of a GPU holds more. Of a megabyte of gradient each."""
 _ROUNDS = 3
 
 
@@ -25,18 +27,21 @@ def calibrate(
     codecs: Sequence[str] = CANDIDATES,
     *,
     fused: bool = False,
-    chunks: int = _CHUNKS,
+    chunks: int | None = None,
     rounds: int = _ROUNDS,
     where: str = "on this machine",
+    device: torch.device | str = "cpu",
 ) -> dict[str, CodecCost]:
     """The cost of each of ``codecs``, by name: medians of the kernels.
 
-    In the time of one thread: what else the machine does counts only where it takes memory's.
+    On a CPU in the time of one thread: what else the machine does counts only where it takes
+    memory's. On a GPU in the time of the stream of the caller, where nothing else should run.
 
     Args:
         fused: compile the kernels first, as the reducer does for large models; takes seconds each.
-        chunks: of a megabyte of gradient; few stay in a cache, as gradients do not.
+        chunks: of a megabyte of gradient; few stay in a cache, as gradients do not. None: enough.
         where: of ``CodecCost.source``.
+        device: where gradients are compressed, of kind ``cpu`` or ``cuda``.
 
     Raises:
         ValueError: an unknown codec, or one whose bytes depend on the values.
@@ -44,19 +49,25 @@ def calibrate(
     resolved = {name: resolve_codec(name) for name in codecs}
     for name, codec in resolved.items():
         _wire(name, codec)  # refuses before the others are measured
+    device = torch.device(device)
+    if chunks is None:
+        chunks = _CHUNKS[device.type]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the reducer has one
     try:
         # Some passes draw from the generator that a training may go on with.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        own = [] if device.type == "cpu" else [device]
+        with torch.no_grad(), torch.random.fork_rng(devices=own):
+            moments = _moments_of_work(device)
             return {
                 name: _cost(
                     name,
                     codec,
                     fused=fused,
+                    device=device,
                     chunks=chunks,
                     where=where,
-                    seconds=partial(_seconds, rounds=rounds),
+                    seconds=partial(_seconds, rounds=rounds, moments=moments),
                 )
                 for name, codec in resolved.items()
             }
@@ -91,6 +102,7 @@ def _cost(
     codec: Codec,
     *,
     fused: bool,
+    device: torch.device,
     chunks: int,
     where: str,
     seconds: Callable[[Passes], tuple[float, float]],
@@ -103,7 +115,7 @@ def _cost(
             codec,
             feedback=codec.keeps_residual,
             fused=can_fuse,
-            device=torch.device("cpu"),
+            device=device,
             chunks=chunks,
             received=received,
         )
@@ -143,21 +155,29 @@ def _wire(name: str, codec: Codec) -> tuple[float, str]:
     return codec.wire_bytes(elements) / elements, ""
 
 
-def _seconds(passes: Passes, *, rounds: int) -> tuple[float, float]:
+def _moments_of_work(device: torch.device) -> Moments:
+    return HostMoments(time.thread_time_ns) if device.type == "cpu" else moments_on(device)
+
+
+def _seconds(passes: Passes, *, rounds: int, moments: Moments) -> tuple[float, float]:
     """Of encode and of settle."""
     encode, settle = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         # Some codecs do one thing in even steps and another in odd ones.
-        times = [_once(passes) for _ in range(2)]
+        times = [_once(passes, moments) for _ in range(2)]
         encode.append(sum(each for each, _ in times) / 2)
         settle.append(sum(each for _, each in times) / 2)
     return statistics.median(encode[1:]), statistics.median(settle[1:])
 
 
-def _once(passes: Passes) -> tuple[float, float]:
+def _once(passes: Passes, moments: Moments) -> tuple[float, float]:
     passes.prepare()
-    times = [time.thread_time()]
+    moments.compare()  # what events tell is the more exact the nearer they are
+    marks = [moments.now()]
     for call in (passes.encode, passes.settle):
         call()
-        times.append(time.thread_time())
-    return times[1] - times[0], times[2] - times[1]
+        marks.append(moments.now())
+    while not moments.are_past(marks):
+        pass  # as a benchmark does; nothing else is to do
+    begin, encoded, settled = moments.read(marks, since=marks[0])
+    return (encoded - begin) / 1e9, (settled - encoded) / 1e9

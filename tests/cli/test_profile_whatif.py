@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from planted import Planted
 from profile_calls import profile, refusal, save
 
@@ -183,6 +184,33 @@ def test_what_the_run_has_measured_is_taken_and_the_rest_is_measured_here(folder
     assert "note: what bf16 cost: not compiled, on this machine" in kept
     anew = profile("whatif", folder, "--codec", "fp16", "--measure").stdout
     assert "note: what fp16 cost: not compiled, on this machine" in anew
+
+
+def test_what_codecs_cost_on_a_gpu_is_not_measured_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = save(tmp_path / "run", replace(DDP, device="cuda").run())
+    asked = ("whatif", folder, "--codec", "ddp", "--codec", "fp16", "--codec", "int8")
+    none = profile(*asked)
+    assert none.exit_code == 0
+    assert none.stderr == (
+        "no cuda here to measure codecs on: what codecs cost was not measured, so all but ddp is "
+        "n/a\n"
+    )
+    assert "note: n/a for fp16 flat: what fp16 costs was not measured" in none.stdout
+    fp16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")
+    write_costs(folder, Costs({"fp16": fp16}))
+    kept = profile(*asked, "--json")
+    assert kept.stderr == (
+        "no cuda here to measure codecs on: codecs that the run has not measured are n/a\n"
+    )
+    steps = {each["codec"]: each["step_ms"] for each in json.loads(kept.stdout)["others"]}
+    assert steps["fp16"] < steps["ddp"]
+    assert steps["int8"] is None
+    for option in ("--measure", "--compiled"):
+        said = refusal(*asked, option)
+        assert "need a device like that of the run, cuda, and there is none here" in said
 
 
 def test_a_file_of_costs_that_cannot_be_used_is_not_passed_over_silently(folder: Path) -> None:

@@ -22,11 +22,12 @@ COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", ass
 KEPT = Costs({"int8": COST}, "no time was left")
 LONG = Planted(steps=4, forward=10_000)
 """40 s."""
+DEVICE = torch.device("cuda", 1)
 
 
 def measured(planted: Planted, clock: Sequence[float] = (0.0,) * 99) -> Costs:
     run, times = planted.run(), iter(clock)
-    return measure_costs(run, observe(run), fused=False, clock=lambda: next(times))
+    return measure_costs(run, observe(run), fused=False, device=DEVICE, clock=lambda: next(times))
 
 
 @pytest.fixture
@@ -34,7 +35,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names that were measured, in order; sign cannot be."""
     found: list[str] = []
 
-    def fake(names: Sequence[str], *, fused: bool, where: str) -> dict[str, CodecCost]:
+    def fake(
+        names: Sequence[str], *, fused: bool, where: str, device: torch.device
+    ) -> dict[str, CodecCost]:
+        assert device == DEVICE
         found.extend(names)
         if "sign" in names:
             raise RuntimeError("no sign")

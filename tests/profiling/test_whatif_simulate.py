@@ -43,6 +43,17 @@ def test_rounds_hold_up_one_of_two_threads_and_not_the_link() -> None:
     assert play([quarter(1.0)] * 3, slower).done == pytest.approx(7.0)
 
 
+def test_with_nccl_one_collective_follows_the_other() -> None:
+    slow = replace(PAIR, link=Link(1e6, latency=0.1), at_once=1)  # two rounds, 0.2 s
+    assert play([quarter(1.0)] * 3, slow).done == pytest.approx(4.6)
+    setting = replace(slow, codec="fp16")
+    buckets = [Bucket(1.0, 100_000), Bucket(1.0, 100_000)]
+    # encode 1.1, 1.2; 1.1..1.5, 1.5..1.9, and the verdict; meanwhile the first is settled
+    played = play(buckets, setting, cost=FP16)
+    two = play(buckets, replace(setting, at_once=2), cost=FP16)
+    assert played.done - two.done == pytest.approx(0.2)
+
+
 def test_small_collectives_follow_one_another_by_the_overhead_of_each() -> None:
     setting = replace(PAIR, link=Link(1e6, overhead=0.5))
     small = [Bucket(1.0, 250)] * 3  # a millisecond each

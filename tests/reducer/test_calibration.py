@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planted_gpu import Gpu
 
 from lightning_dist.codecs import Int8
 from lightning_dist.reducer import calibration
 from lightning_dist.reducer.alone import Passes
 from lightning_dist.reducer.calibration import calibrate
 from lightning_dist.reducer.costs import CANDIDATES
+from lightning_dist.reducer.moments import HostMoments, StreamMoments
+
+SECOND = 1_000_000_000
 
 
 def test_every_candidate_has_a_cost_and_bytes() -> None:
@@ -41,8 +45,8 @@ def test_bytes_that_depend_on_the_gradient_are_refused() -> None:
         calibrate(["threshold"])
 
 
-def test_a_codec_that_alternates_costs_the_mean_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
+    now = 0
 
     class Alternating(Passes):
         numel = 1
@@ -53,14 +57,39 @@ def test_a_codec_that_alternates_costs_the_mean_of_both(monkeypatch: pytest.Monk
 
         def encode(self) -> None:
             nonlocal now
-            now += 1.0 if self.step % 2 else 3.0
+            now += SECOND if self.step % 2 else 3 * SECOND
 
         def settle(self) -> None:
             nonlocal now
-            now += 5.0
+            now += 5 * SECOND
 
         def bytes_per_element(self) -> dict[str, float]:
             return {}
 
-    monkeypatch.setattr(calibration.time, "thread_time", lambda: now)
-    assert calibration._seconds(Alternating(), rounds=3) == (2.0, 5.0)
+    moments = HostMoments(lambda: now)
+    assert calibration._seconds(Alternating(), rounds=3, moments=moments) == (2.0, 5.0)
+
+
+def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host asks for the work, which takes it next to no time."""
+    (gpu := Gpu()).install(monkeypatch)
+
+    class Asked(Passes):
+        numel = 1
+
+        def prepare(self) -> None:
+            gpu.work(30)
+
+        def encode(self) -> None:
+            gpu.work(0.25)
+
+        def settle(self) -> None:
+            gpu.work(7)
+
+        def bytes_per_element(self) -> dict[str, float]:
+            return {}
+
+    moments = StreamMoments(torch.device("cuda", 0), gpu.clock)
+    encode, settle = calibration._seconds(Asked(), rounds=3, moments=moments)
+    assert encode == pytest.approx(0.25e-3, rel=0.01)
+    assert settle == pytest.approx(7e-3, rel=0.01)

@@ -26,14 +26,14 @@ LONGEST = 30.0
 
 
 def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> bool:
-    """Whether gradients as large as those of a run are compressed with compiled kernels here.
+    """Whether gradients as large as those of a run get compiled kernels on a device like its own.
 
     Also those that nobody has compressed yet: a codec may be several times faster with them.
 
     Args:
         wish: ``compile_kernels`` of the run.
     """
-    return should_fuse(wish, numel=round(observed.elements), device=torch.device("cpu"))
+    return should_fuse(wish, numel=round(observed.elements), device=torch.device(observed.device))
 
 
 def measure_costs(
@@ -41,12 +41,14 @@ def measure_costs(
     observed: Observed,
     *,
     fused: bool,
+    device: torch.device,
     clock: Callable[[], float] = time.monotonic,
 ) -> Costs:
     """Of all candidates, the run's own codec first, or why there are none. Never raises.
 
     Args:
         fused: compile the kernels first, as :func:`runs_compiled` says.
+        device: that has trained.
         clock: seconds.
     """
     trained = seconds_of(run)
@@ -62,7 +64,8 @@ def measure_costs(
             problems.append(f"no time was left to measure {', '.join(names[number:])}; {MEASURES}")
             break
         try:
-            found |= calibrate([name], fused=fused, where=f"on {host} after this run")
+            where = f"on {host} after this run"
+            found |= calibrate([name], fused=fused, where=where, device=device)
         except Exception as error:  # a training must not fail by what comes after it
             problems.append(f"measuring {name} failed: {type(error).__name__}: {error}")
     return Costs(found, "; ".join(problems))

@@ -17,6 +17,8 @@ from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, 
 from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
 
 NS = 1e9
+_GLOO = 2
+"""Its threads of a group. With NCCL one collective of a group follows the other."""
 _SMALL = 1 << 16
 """Bytes of an exchange below which it is its rounds that take the time."""
 
@@ -35,6 +37,7 @@ class Observed:
         reasons: what is not known, and why.
         begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
+        device: kind of what trains, and compresses.
     """
 
     setting: Setting
@@ -47,6 +50,7 @@ class Observed:
     reasons: Mapping[str, str]
     begin: float = 0.0
     one_core: bool = False
+    device: str = "cpu"
 
     @property
     def elements(self) -> float:
@@ -68,12 +72,6 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         raise ValueError(f"nothing can be predicted from this profile: {chosen.reason}")
     if run.world_size < 2:
         raise ValueError("nothing can be predicted from this profile: one rank exchanges nothing")
-    device = next(iter(run.ranks.values())).about.device
-    if device not in ("", "cpu"):
-        raise ValueError(
-            "nothing can be predicted from this profile: what codecs cost is known of CPUs only, "
-            f"and the run was on {device}"
-        )
     if missing := sorted(set(range(run.world_size)) - set(chosen.ranks)):
         raise ValueError(
             "nothing can be predicted from this profile: it has no step of rank "
@@ -93,12 +91,14 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     durations = [mean([each.head(step).duration for each in every]) for step in chosen.steps]
     hosts = _hosts(run)
     link, sent = _link(run, steps, reasons)
+    device = run.ranks[min(run.ranks)].about.device or "cpu"
     setting = Setting(
         codec,
         form,
         [len(ranks) for ranks in hosts.values()],
         link,
         _inside(steps, reasons),
+        at_once=_GLOO if device == "cpu" else 1,
     )
     return Observed(
         setting,
@@ -111,6 +111,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         reasons=reasons,
         begin=median(max(begin_of_gradients(x.record) for x in ranks) for ranks in steps) / NS,
         one_core=_has_one_core(run, hosts),
+        device=device,
     )
 
 

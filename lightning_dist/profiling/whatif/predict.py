@@ -180,12 +180,13 @@ def _wished(observed: Observed, wish: Wish) -> Setting:
     inside = setting.inside
     if wish.inside_gbps is not None:
         inside = Link.of_gbps(wish.inside_gbps)
-    return Setting(
-        setting.codec if wish.codec is None else wish.codec,
-        setting.form if wish.form is None else wish.form,
-        counts,
-        link,
-        inside,
+    return replace(
+        setting,
+        codec=setting.codec if wish.codec is None else wish.codec,
+        form=setting.form if wish.form is None else wish.form,
+        counts=counts,
+        link=link,
+        inside=inside,
     )
 
 

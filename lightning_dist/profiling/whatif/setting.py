@@ -53,6 +53,7 @@ class Setting:
         counts: ranks of every host.
         link: between hosts; inside the host where there is only one.
         inside: inside a host; None: not known.
+        at_once: collectives of a group that travel at once: gloo has two threads, NCCL one stream.
     """
 
     codec: str
@@ -60,6 +61,7 @@ class Setting:
     counts: Sequence[int]
     link: Link
     inside: Link | None = None
+    at_once: int = 2
 
     @property
     def hosts(self) -> int:

@@ -5,15 +5,17 @@ chunk and issues each chunk's collective; then, where there is a second one, it 
 of each chunk, reduces and issues again; when the last bucket is through, it decodes all. Stock DDP
 has no worker: a bucket travels when it is ready.
 
-A collective travels when a thread of gloo is free, of which a group has two, and the link is. Its
-rounds come on top and hold up its thread, not the link. However small, collectives follow one
-another by no less than what the link's measured overhead says. All ranks are taken to be in step.
+A collective travels when a thread of gloo is free, of which a group has two, and the link is; with
+NCCL they travel one by one. Its rounds come on top and hold up its thread, not the link. However
+small, collectives follow one another by no less than what the link's measured overhead says. All
+ranks are taken to be in step. A codec takes nothing from the compute that it runs beside, but where
+a rank has one core for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import zip_longest
 
 from lightning_dist.profiling.whatif.formulas import Collective, collectives, inside
@@ -23,8 +25,6 @@ from lightning_dist.reducer.costs import CodecCost
 
 BYTES = 4
 """Of an element of a gradient."""
-
-_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,14 @@ class _Wire:
     """A link, and the threads of the group that uses it."""
 
     link: Link
+    at_once: InitVar[int]
     free: float = 0.0
-    threads: list[float] = field(default_factory=lambda: [0.0] * _THREADS)
+    threads: list[float] = field(init=False)
     engine: float = 0.0  # when what it has of collectives is under way
     sent: float = 0.0
+
+    def __post_init__(self, at_once: int) -> None:
+        self.threads = [0.0] * at_once
 
     def send(self, at: float, what: Collective) -> float:
         """When a collective that is issued at ``at`` has ended."""
@@ -110,7 +114,7 @@ def play(
 
 
 def _ddp(buckets: Sequence[Bucket], setting: Setting) -> Played:
-    wire = _Wire(setting.link)
+    wire = _Wire(setting.link, setting.at_once)
     ends = []
     for bucket in buckets:
         (ring,) = collectives("allreduce", BYTES * bucket.elements, setting.peers)
@@ -122,7 +126,7 @@ class _Worker:
     def __init__(self, setting: Setting, cost: CodecCost, plain: CodecCost | None) -> None:
         self.setting, self.cost = setting, cost
         self.now = 0.0
-        self.wire = _Wire(setting.link)
+        self.wire = _Wire(setting.link, setting.at_once)
         self.pace = 1.0  # of what it does: how many times as long
         self.cpu = 0.0  # of a collective, taken from its own core
         self.flat = setting.form == FLAT
@@ -130,7 +134,8 @@ class _Worker:
         self.world = sum(self.peers)
         self.local = max(setting.counts)
         self.copy = 0.0 if plain is None else plain.encode
-        self.inner = _Wire(setting.inside) if setting.inside is not None else None
+        inside = setting.inside
+        self.inner = None if inside is None else _Wire(inside, setting.at_once)
 
     def play(self, buckets: Sequence[Bucket], *, one_core: bool) -> Played:
         done: list[_Chunk] = []
