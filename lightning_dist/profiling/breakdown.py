@@ -16,6 +16,7 @@ from lightning_dist.profiling.intervals import (
     union,
 )
 from lightning_dist.profiling.parts import PARTS, Placed, StepParts, Timeline
+from lightning_dist.profiling.passes import passes_of
 from lightning_dist.profiling.records import PHASES, Span, StepRecord
 
 _CODEC = ("encode", "decode")
@@ -161,13 +162,16 @@ def _analyse(
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:
-    """From the last gradient to the last mean, where no phase is but the backward pass."""
-    if not record.buckets:
-        return []
-    ready = max(each.ready for each in record.buckets)
-    done = min(max(each.done for each in record.buckets), record.duration)
+    """From the last gradient to the last mean, where no phase is but the backward pass.
+
+    Of every backward pass: gradients of the next one are not there before the means of this one.
+    """
+    windows = [
+        (each.last_ready, min(max(bucket.done for bucket in each.buckets), record.duration))
+        for each in passes_of(record)
+    ]
     others = union((each.begin, each.end) for each in record.phases if each.name in _OTHERS)
-    return difference(union([(ready, done)]), others)
+    return difference(union(windows), others)
 
 
 def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:

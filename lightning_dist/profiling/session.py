@@ -122,8 +122,8 @@ class Session:
         """A forward pass of training begins."""
         if (cut := self._timer.forward(self._moments.now())) is not None:
             self._close(cut)
-        elif self.recorder.has_exchanged:
-            self.recorder.drop()  # of a step that is not over only the last exchanges count
+        elif self.recorder.has_exchanged and not self._timer.has_means:
+            self.recorder.drop()  # of a backward pass that has failed
 
     def forward_ended(self) -> None:
         """It has ended."""
@@ -139,8 +139,7 @@ class Session:
 
     def stepping(self) -> None:
         """An optimizer begins its step."""
-        if self.recorder.has_exchanged:
-            self._timer.stepping(self._moments.now())
+        self._timer.stepping(self._moments.now(), exchanged=self.recorder.has_exchanged)
 
     def stepped(self, *, within_forward: bool = False) -> None:
         """It has made it; ``within_forward``: a forward pass of training is still under way."""

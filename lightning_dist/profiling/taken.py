@@ -47,10 +47,15 @@ class Taken:
     def _buckets(
         self, step: int, readies: Sequence[int], dones: Sequence[int]
     ) -> tuple[BucketTimes, ...]:
-        # Of a pass that failed and was tried again the last counts.
-        ready = {index: at for (index, _), at in zip(self.ready, readies, strict=True)}
-        done = {each.index: (at, each) for (_, each), at in zip(self.done, dones, strict=True)}
-        both = [(ready[index], *ended) for index, ended in done.items() if index in ready]
+        # Of a pass that failed and was tried again the last counts: it has the means.
+        ready: dict[int, list[int]] = {}
+        for (index, _), at in zip(self.ready, readies, strict=True):
+            ready.setdefault(index, []).append(at)
+        both = []
+        for (_, each), at in zip(self.done, dones, strict=True):
+            before = [begin for begin in ready.get(each.index, ()) if begin <= at]
+            if before:
+                both.append((before[-1], at, each))
         return tuple(
             [
                 BucketTimes(

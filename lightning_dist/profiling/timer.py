@@ -57,10 +57,22 @@ class StepTimer:
         self._phase, self._since = "data", begin
         self._synchronised: Moment | None = None
         self._stepped: Moment | None = None
+        self._is_optimizing = False
+        self._passes = 0  # forward, since an optimizer has begun its step
+
+    @property
+    def has_means(self) -> bool:
+        """Whether gradients have been made means of all ranks since the last step."""
+        return self._synchronised is not None
 
     def forward(self, now: Moment) -> Cut | None:
-        """A forward pass of training begins; the step that it follows, if that is over."""
-        cut = self._cut() if self._synchronised is not None else None
+        """A forward pass of training begins; the step that it follows, if that is over.
+
+        An optimizer that asks for several passes, as LBFGS does of its closure, has one step.
+        """
+        is_asked_again = self._is_optimizing and self._passes > 0
+        self._passes += 1
+        cut = self._cut() if self.has_means and not is_asked_again else None
         self._enter("forward", now)
         return cut
 
@@ -74,12 +86,13 @@ class StepTimer:
         if synchronised:
             self._synchronised, self._stepped = now, None
 
-    def stepping(self, now: Moment) -> None:
-        """An optimizer begins its step, and gradients have travelled since the last one.
+    def stepping(self, now: Moment, *, exchanged: bool) -> None:
+        """An optimizer begins its step; ``exchanged``: after gradients have travelled.
 
         A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
         """
-        if self._phase == "forward":
+        self._is_optimizing, self._passes = True, 0
+        if exchanged and self._phase == "forward":
             self._phase = "backward"
             self.backward_ended(now, synchronised=True)
 
@@ -98,6 +111,7 @@ class StepTimer:
 
     def stepped(self, now: Moment) -> None:
         """An optimizer has made its step."""
+        self._is_optimizing = False
         if self._synchronised is not None:
             self._stepped = now
 

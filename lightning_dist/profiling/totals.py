@@ -10,6 +10,7 @@ from lightning_dist.profiling.breakdown import Analysed
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.intervals import Interval, length, union
 from lightning_dist.profiling.parts import BucketSummary, StepParts
+from lightning_dist.profiling.passes import passes_of
 from lightning_dist.profiling.records import BucketTimes, RankRecord
 
 MS = 1e6
@@ -135,21 +136,22 @@ class BucketTotals:
 
 
 def add_buckets(totals: dict[int, BucketTotals], step: Analysed) -> None:
-    """Count the buckets of a step of one rank."""
-    last_ready = max((each.ready for each in step.record.buckets), default=0)
-    times: dict[int, _Times] = {each.index: _Times() for each in step.record.buckets}
-    for exchange in step.exchanges:
-        if (of := times.get(exchange.span.bucket)) is not None:
-            of.wait.append(exchange.wait)
-            of.transfer.append(exchange.transfer)
-            of.end = max(of.end or 0, exchange.span.end)
-    for span in step.record.spans:
-        if (of := times.get(span.bucket)) is not None and span.phase in of.codec:
-            of.codec[span.phase] += span.end - span.begin
-    for bucket in step.record.buckets:
-        _add_bucket(
-            totals.setdefault(bucket.index, BucketTotals()), bucket, times[bucket.index], last_ready
-        )
+    """Count the buckets of a step of one rank, once for every exchange of all gradients."""
+    for each in passes_of(step.record):
+        times: dict[int, _Times] = {bucket.index: _Times() for bucket in each.buckets}
+        for exchange in step.exchanges:
+            of = times.get(exchange.span.bucket)
+            if of is not None and each.has(exchange.span.begin):
+                of.wait.append(exchange.wait)
+                of.transfer.append(exchange.transfer)
+                of.end = max(of.end or 0, exchange.span.end)
+        for span in step.record.spans:
+            of = times.get(span.bucket)
+            if of is not None and span.phase in of.codec and each.has(span.begin):
+                of.codec[span.phase] += span.end - span.begin
+        for bucket in each.buckets:
+            total = totals.setdefault(bucket.index, BucketTotals())
+            _add_bucket(total, bucket, times[bucket.index], each.last_ready)
 
 
 @dataclass

@@ -14,12 +14,14 @@ from comm_profiles import (
     truth,
 )
 
+from lightning_dist.profiling.breakdown import parts_of
 from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.passes import passes_of
 
 ENDS = ("lost at the end", "late at the end")
 CASES = (
     *ENDS,
-    *("hanging", "twice", "zoomed", "alone", "compiled", "other hook"),
+    *("hanging", "twice", "zoomed", "alone", "compiled", "closures", "other hook"),
     *("no folder", "no folder on one", "own folders"),
 )
 
@@ -81,6 +83,30 @@ def test_a_compiled_ddp_has_its_steps_in_detail_and_no_word_of_the_compiler(
     for each in truth(folders["compiled"]):
         assert [said for said in each["said"] if "Dynamo" in said] == []
         assert each["model"] == truth(folders["compiled"])[0]["model"]
+
+
+def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
+    folders: dict[str, Path],
+) -> None:
+    profiled, summary = profile(folders["closures"])
+    asked = truth(folders["closures"])[0]["asked"]
+    assert profiled.common_steps == list(range(12))
+    steps = profiled.ranks[0].steps.values()
+    passes = [len(passes_of(each)) for each in steps]
+    assert sum(passes) == asked > 12
+    for step, of_step in zip(steps, passes, strict=True):
+        exchanges = [span for span in step.spans if span.phase == "exchange"]
+        assert len(step.buckets) == len(exchanges)
+        assert {each.name for each in step.phases} >= {"forward", "backward", "optimizer"}
+        if step.step:  # the first has other buckets, which are built anew after it
+            assert sum(each.raw for each in step.buckets) == of_step * 4 * (256 * 256 + 256) * 4
+    for step in profiled.common_steps:
+        for each in parts_of(profiled, step):
+            assert sum(each.parts.values()) == each.duration
+            assert each.exposed > 0
+    assert "exchange gradients several times" in summary["reasons"]["whatif"] or (
+        "shorter than 30 s" in summary["reasons"]["whatif"]
+    )
 
 
 def test_zoom_writes_traces_of_steps_that_are_left_out(folders: dict[str, Path]) -> None:

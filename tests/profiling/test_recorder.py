@@ -112,6 +112,18 @@ def test_of_a_pass_that_was_tried_again_the_last_counts() -> None:
     assert buckets == (BucketTimes(0, 1, 5, 8, 0, 4, "int8"),)
 
 
+def test_all_passes_of_a_step_count() -> None:
+    taking = recorder()
+    for done in (1001, 1009):
+        for index in (0, 1):
+            taking.ready(index)  # 1000, 1001; 1002, 1003
+        for index in (0, 1):
+            taking.note(done + index, BucketTimes(index, 0, 0, 8, 0, 4, "int8"))
+    buckets, _ = taken(taking, 1000)
+    assert [(each.index, each.done) for each in buckets] == [(0, 1), (1, 2), (0, 9), (1, 10)]
+    assert sum(each.raw for each in buckets) == 32
+
+
 def test_one_that_is_off_records_nothing_but_counts_on() -> None:
     taking = recorder()
     taking.is_on = False

@@ -87,6 +87,32 @@ def test_a_step_that_a_scaler_skipped_has_no_optimizer() -> None:
     assert cut.phases[-1].name == "backward"
 
 
+def test_an_optimizer_that_asks_again_has_one_step() -> None:
+    """LBFGS, the closure of which is the forward and the backward pass."""
+    timer = StepTimer(0)
+    cuts = []
+    for begin in (0, 100):
+        timer.stepping(begin, exchanged=begin > 0)
+        for again in (10, 40):
+            cuts.append(timer.forward(begin + again))
+            timer.backward(begin + again + 10)
+            timer.backward_ended(begin + again + 20, synchronised=True)
+            assert timer.has_means
+        timer.stepped(begin + 70)
+    assert [cut is not None for cut in cuts] == [False, False, True, False]
+    cut = read(cuts[2])
+    assert (cut.begin, cut.end) == (0, 70)
+    assert [(each.name, each.begin, each.end) for each in cut.phases] == [
+        ("data", 0, 10),
+        ("forward", 10, 20),
+        ("backward", 20, 30),
+        ("optimizer", 30, 40),
+        ("forward", 40, 50),
+        ("backward", 50, 60),
+        ("optimizer", 60, 70),
+    ]
+
+
 def test_what_is_set_apart_is_of_no_step() -> None:
     timer = StepTimer(0)
     timer.forward(5)
@@ -120,13 +146,13 @@ def test_a_forward_pass_without_a_backward_pass() -> None:
 def test_steps_within_a_forward_pass_end_a_step_each() -> None:
     timer = StepTimer(0)
     timer.forward(5)
-    timer.stepping(20)
+    timer.stepping(20, exchanged=True)
     timer.stepped(25)
     cut = read(timer.stepped_within())
     assert cut == Step(
         0, 25, (Phase("data", 0, 5), Phase("backward", 5, 20), Phase("optimizer", 20, 25))
     )
-    timer.stepping(40)
+    timer.stepping(40, exchanged=True)
     timer.stepped(45)
     assert read(timer.stepped_within()) == Step(
         25, 45, (Phase("backward", 0, 15), Phase("optimizer", 15, 20))
@@ -135,7 +161,7 @@ def test_steps_within_a_forward_pass_end_a_step_each() -> None:
     assert timer.stepped_within() is None
     timer.forward_ended()
     assert timer.forward(60) is None
-    timer.stepping(70)
+    timer.stepping(70, exchanged=True)
     timer.stepped(75)
     cut = read(timer.stepped_within())
     assert cut.phases[:2] == (Phase("data", 0, 15), Phase("backward", 15, 25))
@@ -146,9 +172,9 @@ def test_a_backward_pass_that_was_not_seen_ends_with_the_step_of_an_optimizer() 
     timer = StepTimer(0)
     timer.forward(5)
     timer.forward_ended()
-    timer.stepping(20)
+    timer.stepping(20, exchanged=True)
     timer.stepped(25)
-    timer.stepping(25)
+    timer.stepping(25, exchanged=True)
     timer.stepped(30)
     cut = read(timer.forward(40))
     assert (cut.begin, cut.end) == (0, 30)

@@ -9,6 +9,7 @@ from statistics import median
 from lightning_dist.profiling.breakdown import Analysed, analyse
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.intervals import length, union
+from lightning_dist.profiling.passes import passes_of
 from lightning_dist.profiling.sample import sample
 from lightning_dist.profiling.totals import RankTotals, Reach, mean
 from lightning_dist.profiling.traffic import link_uses
@@ -82,6 +83,10 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     if not buckets:
         raise ValueError(
             "nothing can be predicted from this profile: no bucket of gradients was seen"
+        )
+    if any(len(passes_of(each.record)) > 1 for ranks in steps for each in ranks):
+        raise ValueError(
+            "nothing can be predicted from this profile: its steps exchange gradients several times"
         )
     reasons: dict[str, str] = {}
     codec, form = _codec(steps), _form(run)

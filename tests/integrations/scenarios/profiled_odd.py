@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from profiled_common import ddp, digest, network, tell, train
+from profiled_common import STEPS, ddp, digest, network, tell, train
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler
@@ -130,6 +130,27 @@ def compiled(folder: Path) -> None:
     tell(folder, said=[str(each.message) for each in said], model=digest(whole))
 
 
+def closures(folder: Path) -> None:
+    """LBFGS asks for several passes in a step, and gradients travel in each."""
+    model = ddp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, max_eval=3)
+    data = torch.randn(8, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    asked = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        return loss
+
+    with CommProfiler(model, dirpath=folder, budget=1, show=False):
+        for _ in range(STEPS):
+            optimizer.step(closure)
+    tell(folder, asked=asked)
+
+
 def other_hook(folder: Path) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -192,6 +213,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "zoomed": zoomed,
     "alone": alone,
     "compiled": compiled,
+    "closures": closures,
     "other hook": other_hook,
     "no folder": no_folder,
     "no folder on one": no_folder_on_one,

@@ -1,0 +1,118 @@
+"""Steps in which gradients are exchanged several times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from identities import check_identities
+from planted import MS, Planted, replaced
+
+from lightning_dist.profiling.breakdown import analyse, exposed_in
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.passes import passes_of
+from lightning_dist.profiling.records import StepRecord
+from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.totals import BucketTotals, add_buckets
+from lightning_dist.profiling.whatif.observe import observe
+
+
+def doubled(record: StepRecord) -> StepRecord:
+    """A step with all that it exchanges once more behind it, as a closure that is called twice."""
+    again = record.duration
+    orders = sum(span.phase == "exchange" for span in record.spans)
+    return replace(
+        record,
+        duration=2 * again,
+        phases=[
+            *record.phases,
+            *(
+                replace(each, begin=each.begin + again, end=each.end + again)
+                for each in record.phases
+            ),
+        ],
+        buckets=[
+            *record.buckets,
+            *(
+                replace(each, ready=each.ready + again, done=each.done + again)
+                for each in record.buckets
+            ),
+        ],
+        spans=[
+            *record.spans,
+            *(
+                replace(
+                    each,
+                    begin=each.begin + again,
+                    end=each.end + again,
+                    order=each.order + orders if each.phase == "exchange" else -1,
+                )
+                for each in record.spans
+            ),
+        ],
+    )
+
+
+def twice(run: Run) -> Run:
+    for rank in run.ranks:
+        steps = run.ranks[rank].steps
+        apart = [
+            replace(doubled(each), begin=each.begin + number * each.duration)
+            for number, each in enumerate(steps.values())
+        ]
+        run = replaced(run, rank, steps={each.step: each for each in apart})
+    return run
+
+
+ONCE = Planted(steps=6).run()
+TWICE = twice(ONCE)
+
+
+def test_a_bucket_that_comes_again_is_of_the_next_pass() -> None:
+    record = ONCE.ranks[0].steps[0]
+    (only,) = passes_of(record)
+    assert only.buckets == list(record.buckets)
+    assert only.has(only.begin)
+    assert not only.has(only.begin - 1)
+    assert only.has(10**18)
+    first, second = passes_of(doubled(record))
+    assert first.buckets == only.buckets
+    assert second.begin == only.begin + record.duration == first.end
+    assert not first.has(second.begin)
+    assert passes_of(replace(record, buckets=())) == []
+
+
+def test_every_pass_has_its_exposed_part() -> None:
+    record = ONCE.ranks[0].steps[0]
+    ((begin, end),) = exposed_in(record)
+    again = record.duration
+    assert exposed_in(doubled(record)) == [(begin, end), (begin + again, end + again)]
+
+
+def test_all_of_it_counts_and_the_parts_add_up() -> None:
+    for one, two in zip(analyse(ONCE, 3), analyse(TWICE, 3), strict=True):
+        check_identities(two.parts)
+        assert two.parts.exposed == 2 * one.parts.exposed > 0
+        assert two.parts.hidden == 2 * one.parts.hidden > 0
+        assert two.parts.parts["wait"] == 2 * one.parts.parts["wait"]
+    once, both = summarize(ONCE), summarize(TWICE)
+    assert both.traffic.raw_bytes == 2 * once.traffic.raw_bytes
+    assert both.traffic.wire_gbps == pytest.approx(once.traffic.wire_gbps)
+
+
+def test_a_bucket_is_counted_once_for_every_pass() -> None:
+    single: dict[int, BucketTotals] = {}
+    double: dict[int, BucketTotals] = {}
+    add_buckets(single, analyse(ONCE, 3)[0])
+    add_buckets(double, analyse(TWICE, 3)[0])
+    for index, one in single.items():
+        two = double[index]
+        assert two.count == 2
+        for name in ("raw", "wire", "encode", "wait", "transfer", "decode", "exposed"):
+            assert getattr(two, name) == 2 * getattr(one, name), name
+        assert two.exposed == 0 or two.exposed > MS
+
+
+def test_nothing_is_predicted_of_it() -> None:
+    with pytest.raises(ValueError, match="its steps exchange gradients several times"):
+        observe(TWICE)
