@@ -19,6 +19,7 @@ from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.keys import ChunkKeys
 from lightning_dist.reducer.pieces import Piece, columns_of
+from lightning_dist.reducer.placing import placed
 
 
 class BlockChunk(Chunk):
@@ -71,11 +72,18 @@ class BlockChunk(Chunk):
     def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
         for piece, own in zip(self.pieces, self._own, strict=True):
             rows, columns, block = piece.grad.shape
-            at = sampler.items(columns, of=rows * block, device=piece.grad.device)
-            if not len(at):
+            drawn = sampler.drawn(columns, of=rows * block)
+            if not len(drawn):
                 continue
+            device = piece.grad.device
+            at = placed(drawn, device)
             keys, filled = self._keys_of(piece), piece.filled()
-            chosen = None if filled is None else filled[:, at]
+            # By number, which the host knows: it would wait for a mask on an accelerator.
+            chosen = (
+                None
+                if filled is None
+                else placed(filled[:, drawn].flatten().nonzero().squeeze(-1), device)
+            )
             gradient, pending, sent = self.kernels.passes.look(
                 piece.grad.index_select(1, at),
                 tuple(held.index_select(1, at) for held in piece.state),
@@ -122,7 +130,7 @@ class BlockChunk(Chunk):
 
 
 def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
-    return tensor.flatten() if chosen is None else tensor[chosen]
+    return tensor.flatten() if chosen is None else tensor.flatten().index_select(0, chosen)
 
 
 def _residual(held: Tensor, at: Tensor, chosen: Tensor | None) -> Tensor:

@@ -49,6 +49,10 @@ class Sampler:
 
     def items(self, count: int, *, of: int, device: torch.device) -> Tensor:
         """Which of ``count`` items of ``of`` elements each, ascending int64; at times none."""
+        return placed(self.drawn(count, of=of), device)
+
+    def drawn(self, count: int, *, of: int) -> Tensor:
+        """The same on the host."""
         run = max(1, _RUN // of)
         runs = -(-count // run)
         # A part of a run is taken as often as it is large: few elements are seen as often as many.
@@ -57,4 +61,4 @@ class Sampler:
         order = torch.randperm(runs, generator=self._generator, device="cpu")
         first = order[:wanted].sort().values * run
         items = (first.unsqueeze(-1) + torch.arange(run, device="cpu")).flatten()
-        return placed(items[items < count], device)
+        return items[items < count]

@@ -30,10 +30,10 @@ class Piece:
             torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
 
     def filled(self) -> Tensor | None:
-        """Which elements of ``grad`` are of the parameter; None: all of them."""
+        """Which elements of ``grad`` are of the parameter, on the host; None: all of them."""
         if not self.staged:
             return None
-        filled = torch.zeros_like(self.grad, dtype=torch.bool)
+        filled = torch.zeros(self.grad.shape, dtype=torch.bool, device="cpu")
         for _, copy in self.staged[: len(self.staged) // (1 + len(self.state))]:
             filled.as_strided(copy.shape, copy.stride(), copy.storage_offset()).fill_(True)
         return filled
