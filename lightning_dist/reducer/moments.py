@@ -102,10 +102,13 @@ class StreamMoments:
         return all(_has_been(_mark(each).event) for each in moments)
 
     def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
-        anchor = _mark(since).anchor
+        first = _mark(since)
+        # CUDA tells a float32 of milliseconds: an hour after the anchor its steps are a quarter of
+        # one. So an old anchor says only where all of them are.
+        anchor = first.anchor
+        begin = anchor.at + round(anchor.event.elapsed_time(first.event) * 1e6)
         return [
-            anchor.at + round(anchor.event.elapsed_time(_mark(each).event) * 1e6)
-            for each in moments
+            begin + round(first.event.elapsed_time(_mark(each).event) * 1e6) for each in moments
         ]
 
     def compare(self) -> None:

@@ -60,6 +60,23 @@ def test_clocks_that_drift_are_compared_again(monkeypatch: pytest.MonkeyPatch) -
         assert read - first == pytest.approx(1000 * MS, abs=100 * US)
 
 
+def test_within_a_step_they_are_exact_however_old_the_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five hours after it a float32 of milliseconds has steps of two."""
+    (gpu := Gpu()).install(monkeypatch)
+    moments = StreamMoments(CUDA, gpu.clock)
+    gpu.sleep(5 * 3600 * 1000)
+    marks = [moments.now()]
+    for milliseconds in (1.4, 5.8, 0.8):
+        gpu.work(milliseconds)
+        marks.append(moments.now())
+    gpu.sleep(10)
+    times = moments.read(marks, since=marks[0])
+    took = [after - before for before, after in pairwise(times)]
+    assert took == pytest.approx([1.4 * MS, 5.8 * MS, 0.8 * MS], abs=2 * US)
+
+
 def test_where_the_device_has_no_time_the_last_comparison_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
