@@ -101,8 +101,12 @@ class Reducer:
         for observer in self._observers:
             observer.ready(job.index)
         self._executor.submit(partial(self._guarded, job))
-        # A future carries an exception to DDP's C++ side only through `then`.
-        return done if device.type == "cuda" else done.then(_value)
+        if device.type != "cuda":
+            # A future carries an exception to DDP's C++ side only through `then`.
+            return done.then(_value)
+        if self._failure is not None:  # the task has run; DDP would call the error no tensor
+            raise RuntimeError(f"lightning_dist: {self._failure}") from self._failure
+        return done
 
     def _process(self, job: Job) -> None:
         self._enter(job)
