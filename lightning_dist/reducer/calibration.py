@@ -13,7 +13,7 @@ from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
-from lightning_dist.reducer.moments import HostMoments, Moments, moments_on
+from lightning_dist.reducer.moments import HostMoments, Moments, StreamMoments, moments_on
 
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""
@@ -21,6 +21,9 @@ NOT_COMPILED = "not compiled"
 _CHUNKS = {"cpu": 12, "cuda": 32}
 """By kind of device: a cache of a GPU holds more. Of a megabyte of gradient each."""
 _ROUNDS = 3
+_AHEAD = 40_000_000
+"""Cycles of a GPU, 20 ms or more: as in a training the host has asked for all of a pass before the
+GPU comes to it. Otherwise its time is that of launching kernels."""
 
 
 def calibrate(
@@ -172,6 +175,8 @@ def _seconds(passes: Passes, *, rounds: int, moments: Moments) -> tuple[float, f
 
 def _once(passes: Passes, moments: Moments) -> tuple[float, float]:
     passes.prepare()
+    if isinstance(moments, StreamMoments):
+        torch.cuda._sleep(_AHEAD)  # type: ignore[no-untyped-call]
     moments.compare()  # what events tell is the more exact the nearer they are
     marks = [moments.now()]
     for call in (passes.encode, passes.settle):
