@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ def _pin(buffer: Tensor) -> bool:
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code:
         log.warning("snapshots are copied slowly: cudaHostRegister returned %d", code)
+        with suppress(RuntimeError):  # else the next kernel is told of it, whosever that is
+            torch.zeros(1, device="cuda")
     return not code
 
 

@@ -188,9 +188,11 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-        super().teardown()
+        try:
+            if self._reducer is not None:
+                self._reducer.close()  # raises where the device has failed
+        finally:
+            super().teardown()
 
     @classmethod
     @override
