@@ -222,7 +222,12 @@ class ProfileRun:
         self._watching = None
         self._has_finished = together
         zoom, self._zoom = self._zoom, None
-        self._session.stop()  # the last step, while the zoom is still said to be on
+        # The last step, while the zoom is still said to be on. On a slow network an accelerator is
+        # some steps behind, of seconds each; after an error it may never come to their end.
+        if together:
+            self._session.stop(_PATIENCE)
+        else:
+            self._session.stop()
         if zoom is not None:
             zoom.close()
         if self._reducer is not None:

@@ -58,7 +58,8 @@ class WatchedAllReduce:
         if see is not None:
             see(work)
             intra, inter = (0, sent) if self.crosses else (sent, 0)
-            recorder.note_when_ended(work, BucketTimes(index, 0, 0, sent, intra, inter, "ddp"))
+            times = BucketTimes(index, 0, 0, sent, intra, inter, "ddp")
+            recorder.note_when_ended(work, times, group="flat")
         return mean
 
 

@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
 
 Ended = Callable[[Moment], None]
-_STREAMS = 4
 
 
 class Lookout(Protocol):
@@ -24,8 +22,8 @@ class Lookout(Protocol):
     spent: int
     """Nanoseconds of a core that it has taken so far."""
 
-    def see(self, work: dist.Work, ended: Ended) -> None:
-        """Call ``ended`` with the time when ``work`` has ended; not at all if it fails."""
+    def see(self, work: dist.Work, ended: Ended, *, group: str) -> None:
+        """Call ``ended`` with the time when ``work`` of ``group`` has ended; not if it fails."""
 
     def catch_up(self, seconds: float) -> bool:
         """Wait until all that was given has been seen, at most so long; whether it has."""
@@ -44,21 +42,24 @@ def lookout_for(moments: Moments) -> Lookout:
 class StreamLookout:
     """Sets a mark behind a collective when that is launched, in a stream that waits for it.
 
-    In a few streams in turn: in one the collectives of one group would wait for those of another.
+    In one stream for each group, whose collectives end in their order. A device has few queues:
+    with more streams than these, some share one, and hold up each other.
     """
 
     def __init__(self, moments: StreamMoments) -> None:
-        self._now = moments.now
-        self._streams = cycle([moments.new_stream() for _ in range(_STREAMS)])
+        self._moments = moments
+        self._streams: dict[str, torch.cuda.Stream] = {}
         self.spent = 0
 
-    def see(self, work: dist.Work, ended: Ended) -> None:
+    def see(self, work: dist.Work, ended: Ended, *, group: str) -> None:
         begin = time.monotonic_ns()
-        with torch.cuda.stream(next(self._streams)):
+        if group not in self._streams:
+            self._streams[group] = self._moments.new_stream()
+        with torch.cuda.stream(self._streams[group]):
             # NCCL's future is done at the launch: the stream waits, not the host. Not of the work,
             # after whose `wait` torch may give away memory that its owner has not waited for.
             work.get_future().wait()
-            ended(self._now())
+            ended(self._moments.now())
         self.spent += time.monotonic_ns() - begin
 
     def catch_up(self, seconds: float) -> bool:
@@ -83,7 +84,7 @@ class ThreadLookout:
         self._given = self._seen = 0
         self.spent = 0
 
-    def see(self, work: dist.Work, ended: Ended) -> None:
+    def see(self, work: dist.Work, ended: Ended, *, group: str) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="comm-lookout", daemon=True)
             self._thread.start()

@@ -101,7 +101,7 @@ class Recorder(Observer):
         def ended(end: Moment) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
 
-        return lambda work: self._lookout.see(work, ended)
+        return lambda work: self._lookout.see(work, ended, group=group)
 
     @override
     def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
@@ -123,10 +123,10 @@ class Recorder(Observer):
         """The mean of a bucket is there; when its gradients were is known already."""
         self._buckets.append((done, bucket))
 
-    def note_when_ended(self, work: dist.Work, bucket: BucketTimes) -> None:
-        """The mean of a bucket is there when ``work`` has ended."""
+    def note_when_ended(self, work: dist.Work, bucket: BucketTimes, *, group: str) -> None:
+        """The mean of a bucket is there when ``work``, of ``group``, has ended."""
         buckets = self._buckets
-        self._lookout.see(work, lambda end: buckets.append((end, bucket)))
+        self._lookout.see(work, lambda end: buckets.append((end, bucket)), group=group)
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""

@@ -158,12 +158,16 @@ class Session:
         if self._file is not None:
             self._unwritten += map(to_line, records)
 
-    def stop(self) -> None:
-        """No step comes any more. An accelerator is waited for, which may hang or have failed."""
+    def stop(self, patience: float = _PATIENCE) -> None:
+        """No step comes any more.
+
+        Args:
+            patience: seconds for an accelerator to come to their end; it may hang or have failed.
+        """
         if self._has_stopped:
             return
         self._has_stopped = True
-        until = self._clock() + _PATIENCE * 1e9
+        until = self._clock() + patience * 1e9
         because = ""
         try:
             self.set_apart()
@@ -174,7 +178,7 @@ class Session:
             because = str(error).split("\n")[0]
         if self._over or because:
             first = self._over[0].step if self._over else self._step
-            because = because or f"the device did not come to their end within {_PATIENCE:g} s"
+            because = because or f"the device did not come to their end within {patience:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
 
     def end(self, reason: str) -> None:
@@ -229,7 +233,8 @@ class Session:
                 every = self._settings.error_every
                 self._losses_governor.spent(over.looking / every, of=record.duration)
             if record.detailed:
-                self._governor.spent(over.recording + self._writing, of=record.duration)
+                writing = self._writing / len(written)
+                self._governor.spent(over.recording + writing, of=record.duration)
 
     def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
         written = []

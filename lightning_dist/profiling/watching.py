@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from lightning_dist.profiling.session import Session
 
 class Watching:
     """Tells a session of the passes of ``model`` and of the steps of its optimizers.
+
+    As long as it is kept.
 
     Args:
         model: whose forward passes in training begin a step.
@@ -94,7 +97,13 @@ class Watching:
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
     """torch.compile takes what hooks do into its graphs; a time that is looked at there is none."""
-    return cast(Callable[..., None], torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    weak = WeakMethod(hook)  # what the compiler makes of a function refers to itself
+
+    def call(*arguments: Any) -> None:
+        if (method := weak()) is not None:
+            method(*arguments)
+
+    return cast(Callable[..., None], torch.compiler.disable(call))  # type: ignore[no-untyped-call]
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

@@ -96,7 +96,7 @@ def test_the_mean_of_a_bucket_is_there_when_its_collective_has_ended() -> None:
     taking = recorder()
     taking.ready(4)  # 1000
     launch(taking, "all_reduce", "flat", work := Work().end())  # 1001; seen at 1002
-    taking.note_when_ended(work, BucketTimes(4, 0, 0, 8, 0, 8, "ddp"))
+    taking.note_when_ended(work, BucketTimes(4, 0, 0, 8, 0, 8, "ddp"), group="flat")
     ((bucket,), (span,)) = taken(taking, 1000)
     assert bucket == BucketTimes(4, 0, 3, 8, 0, 8, "ddp")
     assert span.end == 2

@@ -69,7 +69,8 @@ class Training:
             works.append(work)
             if see is not None:
                 see(work)
-                recorder.note_when_ended(work, BucketTimes(bucket, 0, 0, 8, 0, 8, "ddp"))
+                times = BucketTimes(bucket, 0, 0, 8, 0, 8, "ddp")
+                recorder.note_when_ended(work, times, group="flat")
         for work in works:
             work.wait()
         session.backward_ended(synchronised=True)
@@ -165,3 +166,17 @@ def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPa
     assert training.problems == [
         "steps from 2 on are not in the profile: the device did not come to their end within 2 s"
     ]
+
+
+def test_at_the_end_of_all_ranks_one_that_is_behind_is_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a slow network two steps may take many seconds."""
+    training = Training(monkeypatch)
+    training.step()
+    training.gpu.work(30_000)
+    training.step()
+    training.step()
+    training.session.stop(60)
+    assert [each.step for each in training.told] == [0, 1, 2]
+    assert training.problems == []
