@@ -8,6 +8,7 @@ import time
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.profiling.allreduce import why_not_watched
 from lightning_dist.profiling.records import RankRecord
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions
@@ -35,6 +36,7 @@ def about(
         pid=os.getpid(),
         cores=len(os.sched_getaffinity(0)),
         budget=budget,
+        unseen="" if reducer is not None else why_not_watched(model),
         versions=versions(),
     )
 

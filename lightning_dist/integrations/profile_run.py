@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -23,11 +21,13 @@ from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.integrations.profile_about import about, why_not_in_detail
 from lightning_dist.integrations.profile_meta import meta_of
-from lightning_dist.profiling.allreduce import WatchedAllReduce, watch_allreduce
+from lightning_dist.integrations.said_after import said_after
+from lightning_dist.profiling.allreduce import WatchedAllReduce, is_watched, watch_allreduce
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.clocks import read_offset
+from lightning_dist.profiling.ends import await_ends
 from lightning_dist.profiling.flight import dump_flight_record
-from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.folder import Run, new_run_folder, read_run
 from lightning_dist.profiling.gathering import Gatherer, is_shared
 from lightning_dist.profiling.messenger import Messenger
 from lightning_dist.profiling.parts import Summary
@@ -50,6 +50,12 @@ _EVERY = 100
 """Steps after which lines travel to rank 0."""
 _PATIENCE = 60.0
 """Seconds for the last ones, and for ranks to come to the end."""
+_MOMENT = 2.0
+"""Seconds in which ranks end that end by the same error."""
+_WAITING = (
+    "waiting for the other ranks: all of them have to enter CommProfiler, at the same point of the "
+    "program; those that do not are waited for until the timeout of the process group"
+)
 
 
 class ProfileRun:
@@ -86,10 +92,16 @@ class ProfileRun:
         self.reasons: list[str] = []
         """What is not measured, and why."""
         self._reducer = reducer_of(model.module)
-        self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        if is_watched(model) if self._reducer is None else self._reducer.is_watched:
+            raise ValueError(
+                "this model is profiled already, and one CommProfiler at a time can see its "
+                "gradients; leave one out, or let the other end first"
+            )
+        with said_after(_PATIENCE, on_problem, _WAITING):
+            self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
         self._groups = [self._group]
         rank = dist.get_rank()
-        folder = self._new_folder(Path(parent)) if rank == 0 else ""
+        folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""
         facts = self._facts({"host": this_host(), "folder": str(folder)})
         self.folder = Path(facts[0]["folder"])
         self._messenger = self._new_messenger()
@@ -155,30 +167,13 @@ class ProfileRun:
         following = ranks[(model.process_group.rank() + 1) % len(ranks)]
         crosses = hosts[following] != hosts[dist.get_rank()]
         watched = WatchedAllReduce(recorder, model.process_group, crosses)
-        if not watch_allreduce(model, watched):
-            hook = model._comm_hooks[0][0].__qualname__
-            self.reasons.append(
-                f"buckets: n/a, the model has a communication hook already ({hook}), and DDP takes "
-                "only one; use strategy='compressed_ddp', or leave that hook out"
-            )
+        if self.about.unseen:
+            self.reasons.append(f"buckets: n/a, {self.about.unseen}")
+        else:
+            watch_allreduce(model, watched)
 
     def _facts(self, own: dict[str, Any]) -> Sequence[Facts]:
         return all_facts(own, group=self._group, device=torch.device("cpu"))
-
-    def _new_folder(self, parent: Path) -> Path:
-        """The first ``run-<n>`` that is not there yet, or a temporary one."""
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            for number in count():
-                folder = parent / f"run-{number}"
-                with suppress(FileExistsError):
-                    folder.mkdir()
-                    return folder
-        except OSError as error:
-            folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
-            self.reasons.append(f"{error.filename}: {error.strerror}; the profile is in {folder}")
-            return folder
-        raise AssertionError("there are numbers enough")
 
     def _new_messenger(self) -> Messenger | None:
         """Where some ranks have a folder of their own: what brings their lines to rank 0."""
@@ -221,6 +216,13 @@ class ProfileRun:
         self._watching.stop()
         self._watching = None
         self._has_finished = together
+        problems: list[str] = []
+        if not dist.is_initialized():
+            together = False
+            problems.append(
+                "the process group was destroyed before the profile was over, so clocks were not "
+                "compared at the end; call destroy_process_group() after it"
+            )
         zoom, self._zoom = self._zoom, None
         # The last step, while the zoom is still said to be on. On a slow network an accelerator is
         # some steps behind, of seconds each; after an error it may never come to their end.
@@ -233,7 +235,6 @@ class ProfileRun:
         if self._reducer is not None:
             self._reducer.leave_alone(self._session.recorder)
         self._session.end(reason)  # what comes now needs the others, and one may be gone
-        problems: list[str] = []
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.
             _set_pg_timeout(timedelta(seconds=_PATIENCE), self._group)
@@ -245,7 +246,9 @@ class ProfileRun:
         if self._messenger is not None:
             problems += self._messenger.close(_PATIENCE if together else 0.0)
         if together:
-            self._meets(self._end_groups, "not all lines may be there", problems)
+            together = self._meets(self._end_groups, "not all lines may be there", problems)
+        if not together and self.about.rank == 0 and self._messenger is None:
+            await_ends(self.folder, range(self.about.world_size), patience=_MOMENT)
         return problems
 
     def _end_groups(self) -> None:

@@ -63,8 +63,30 @@ class WatchedAllReduce:
         return mean
 
 
-def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> bool:
-    """Let ``model`` reduce its gradients where they can be seen; False: another hook does that.
+def why_not_watched(model: DistributedDataParallel) -> str:
+    """Why gradients of ``model`` cannot be seen: another hook reduces them; empty if they can."""
+    for hook, state in model._comm_hooks:
+        if not isinstance(state, WatchedAllReduce):
+            return (
+                f"the model has a communication hook already ({hook.__qualname__}), and DDP takes "
+                "only one; use strategy='compressed_ddp', or leave that hook out"
+            )
+    if any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()):
+        return (
+            "optimizers step in the backward pass, for which DDP takes a communication hook of its "
+            "own, and it takes only one; let the optimizer step after it"
+        )
+    return ""
+
+
+def is_watched(model: DistributedDataParallel) -> bool:
+    """Whether somebody sees its gradients now."""
+    states = [state for _, state in model._comm_hooks if isinstance(state, WatchedAllReduce)]
+    return any(not state.recorder.is_closed for state in states)
+
+
+def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> None:
+    """Let ``model`` reduce its gradients where they can be seen.
 
     The means are DDP's own, to the bit; where gradients are views of buckets and kept from step to
     step, only with a power of two of ranks, since DDP divides there. The hook stays, and with a
@@ -79,11 +101,8 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
     for _, state in model._comm_hooks:
         if isinstance(state, WatchedAllReduce):
             state.recorder = watched.recorder
-            return True
-    if model._comm_hooks:
-        return False
+            return
     model.register_comm_hook(watched, watched_allreduce_hook)
-    return True
 
 
 def _sent(gradients: Tensor, world: int) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from lightning_dist.profiling.lines import from_line, to_line
@@ -136,6 +138,22 @@ def run_folder(folder: str | Path) -> Path:
 
 def _runs_in(folder: Path) -> list[Path]:
     return sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
+
+
+def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
+    """The first ``run-<n>`` that is not there yet, or a temporary one."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in count():
+            folder = parent / f"run-{number}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
+        on_problem(f"{error.filename}: {error.strerror}; the profile is in {folder}")
+        return folder
+    raise AssertionError("there are numbers enough")
 
 
 def read_run(folder: str | Path) -> Run:

@@ -54,6 +54,7 @@ class Recorder(Observer):
         self.spent = 0
         """Nanoseconds of this step that went into what only a profile needs, on or off."""
         self._looked = 0  # of the thread, before this step
+        self.is_closed = False
 
     @override
     def ready(self, bucket: int) -> None:
@@ -154,7 +155,7 @@ class Recorder(Observer):
 
     def close(self) -> None:
         """Record nothing more."""
-        self.is_on = False
+        self.is_on, self.is_closed = False, True
         self._lookout.close()
 
 

@@ -27,6 +27,7 @@ class RankRecord:
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this host may use; 0: not known.
         budget: most that the profiler was to take of a step; 0: not known.
+        unseen: why no bucket of this model can be seen; empty: they can.
     """
 
     kind: ClassVar[str] = "rank"
@@ -42,6 +43,7 @@ class RankRecord:
     pid: int = 0
     cores: int = 0
     budget: float = 0.0
+    unseen: str = ""
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -218,6 +218,11 @@ class Reducer:
         for channel in self.network.channels:
             channel.watch = observer
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody is told of everything."""
+        return any(channel.watch is not None for channel in self.network.channels)
+
     def leave_alone(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
         self._observers = tuple(each for each in self._observers if each is not observer)

@@ -22,6 +22,7 @@ ENDS = ("lost at the end", "late at the end")
 CASES = (
     *ENDS,
     *("hanging", "twice", "zoomed", "alone", "compiled", "closures", "other hook"),
+    *("two at once", "destroyed", "together", "steps in backward"),
     *("no folder", "no folder on one", "own folders"),
 )
 
@@ -107,6 +108,39 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
     assert "exchange gradients several times" in summary["reasons"]["whatif"] or (
         "shorter than 30 s" in summary["reasons"]["whatif"]
     )
+
+
+def test_a_model_is_profiled_once_at_a_time(folders: dict[str, Path]) -> None:
+    for each in truth(folders["two at once"]):
+        assert each["said"].startswith("this model is profiled already, and one CommProfiler")
+        assert not each["made"]
+    profiled, summary = profile(folders["two at once"])
+    assert profiled.common_steps == list(range(12))
+    assert summary["traffic"]["wire_bytes"] > 0
+
+
+def test_a_process_group_that_is_gone_costs_the_last_comparison_of_clocks(
+    folders: dict[str, Path],
+) -> None:
+    profiled, _ = profile(folders["destroyed"])
+    assert profiled.common_steps == list(range(12))
+    assert all(each.end.reason == "finished" for each in profiled.ranks.values())
+    output = (folders["destroyed"] / "output-1.txt").read_text()
+    assert "the process group was destroyed before the profile was over" in output
+
+
+def test_lines_of_ranks_that_fail_together_are_waited_for(folders: dict[str, Path]) -> None:
+    _, summary = profile(folders["together"])
+    assert "RANKS ONLY" not in summary["headline"]
+    assert summary["notes"][0] == "the training ended by ArithmeticError: the loss is odd"
+    assert summary["steps"] == 6
+
+
+def test_the_hook_of_optimizers_that_step_in_the_backward_pass_is_left_to_ddp(
+    folders: dict[str, Path],
+) -> None:
+    output = (folders["steps in backward"] / "output-0.txt").read_text()
+    assert "buckets: n/a, optimizers step in the backward pass" in output
 
 
 def test_zoom_writes_traces_of_steps_that_are_left_out(folders: dict[str, Path]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from profiled_common import STEPS, ddp, digest, network, tell, train
+from profiled_common import STEPS, busy, ddp, digest, network, tell, train
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler
@@ -130,6 +130,60 @@ def compiled(folder: Path) -> None:
     tell(folder, said=[str(each.message) for each in said], model=digest(whole))
 
 
+def two_at_once(folder: Path) -> None:
+    model, said = ddp(), ""
+    with CommProfiler(model, dirpath=folder, show=False):
+        train(model, steps=3)
+        try:
+            with CommProfiler(model, dirpath=folder / "other", show=False):
+                pass
+        except ValueError as error:
+            said = str(error)
+        train(model, steps=9)
+    tell(folder, said=said, made=(folder / "other").exists())
+
+
+def destroyed(folder: Path) -> None:
+    """By the training function, at its end."""
+    with CommProfiler(model := ddp(), dirpath=folder, show=False):
+        train(model)
+        rank = dist.get_rank()
+        dist.barrier()
+        dist.destroy_process_group()
+    (folder / f"truth-{rank}.json").write_text("{}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def together(folder: Path) -> None:
+    """All ranks leave by the same error; rank 1 takes a second longer to write its last lines."""
+    try:
+        with CommProfiler(model := ddp(), dirpath=folder, show=False) as profiler:
+            train(model, steps=8)
+            if dist.get_rank() == 1:
+                of_session = profiler._run._session.end
+
+                def slowly(reason: str) -> None:
+                    busy(1.0)
+                    of_session(reason)
+
+                profiler._run._session.end = slowly
+            raise ArithmeticError("the loss is odd")
+    except ArithmeticError:
+        tell(folder)
+
+
+def steps_in_backward(folder: Path) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward as apply
+
+    module = network()
+    apply(torch.optim.SGD, module.parameters(), {"lr": 0.01})
+    model = DistributedDataParallel(module)
+    with CommProfiler(model, dirpath=folder, show=False):
+        pass  # DDP takes its own hook at the first pass, where there is an accelerator
+    model.register_comm_hook(None, lambda state, bucket: None)  # as it does
+    tell(folder)
+
+
 def closures(folder: Path) -> None:
     """LBFGS asks for several passes in a step, and gradients travel in each."""
     model = ddp()
@@ -214,6 +268,10 @@ CASES: dict[str, Callable[[Path], None]] = {
     "alone": alone,
     "compiled": compiled,
     "closures": closures,
+    "two at once": two_at_once,
+    "destroyed": destroyed,
+    "together": together,
+    "steps in backward": steps_in_backward,
     "other hook": other_hook,
     "no folder": no_folder,
     "no folder on one": no_folder_on_one,
