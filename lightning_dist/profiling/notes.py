@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from lightning_dist.profiling.divergence import growth_of
 from lightning_dist.profiling.findings import Findings
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import two_digits
+from lightning_dist.profiling.headline import longer, two_digits
+from lightning_dist.profiling.parts import Uneven
 from lightning_dist.profiling.sample import Sample
 from lightning_dist.profiling.totals import mean
 from lightning_dist.profiling.traffic import ONE_HOST, is_one_host
@@ -18,11 +20,18 @@ _LEAST_DIFFERENCE = 0.01
 
 
 def notes_of(
-    run: Run, chosen: Sample, found: Findings, *, overhead: float, has_rates: bool
+    run: Run,
+    chosen: Sample,
+    found: Findings,
+    *,
+    uneven: Sequence[Uneven],
+    overhead: float,
+    has_rates: bool,
 ) -> list[str]:
     """The most important first: what ended the training.
 
     Args:
+        uneven: what ranks differ by outside of exchanges.
         overhead: share of the time that the profiler took.
         has_rates: whether the summary has any of the network.
     """
@@ -30,6 +39,7 @@ def notes_of(
         *_ended_by(run),
         *run.notes,
         *chosen.notes,
+        *_outside(uneven, len(found.ranks)),
         *_doubts(run, chosen, found),
         *_divergence(run),
         *_over_budget(run, overhead),
@@ -48,6 +58,22 @@ def _ended_by(run: Run) -> list[str]:
         for reason, ranks in ranks_of.items()
     ]
     return [f"the training ended by {', '.join(told)}"] if told else []
+
+
+def _outside(uneven: Sequence[Uneven], ranks: int) -> list[str]:
+    """Whether ranks may wait where nobody sees it, and who is late then."""
+    if not uneven:
+        return []
+    note = (
+        f"{longer(uneven, of=ranks)}: ranks may wait there for each other, in collectives other "
+        "than those of gradients (DDP's buffers, such as those of BatchNorm; `sync_dist=True`; "
+        "your own), which are not counted as communication"
+    )
+    first, *rest = uneven
+    if any(each.than in first.ranks for each in rest):  # where others wait, who is late does not
+        note += f"; who is late is then rank {', '.join(map(str, sorted(first.ranks)))}, "
+        note += f"by what it takes longer in {first.phase}"
+    return [note]
 
 
 def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:

@@ -114,6 +114,8 @@ class RankSummary:
         caused_ms: others waited for it, per step, added up over them.
         clock_uncertainty_ms: of its clock against rank 0's; None: never compared.
         intra_gbps, inter_gbps: what it sent over the time something was under way.
+        phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
+            ``Summary.parts_ms``; empty: not recorded.
     """
 
     rank: int
@@ -125,6 +127,23 @@ class RankSummary:
     clock_uncertainty_ms: float | None = None
     intra_gbps: float | None = None
     inter_gbps: float | None = None
+    phases_ms: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A phase in which ranks differ, and waiting in exchanges does not say why.
+
+    Args:
+        ranks: that it takes longer, the longest first: by more than half of ``more_ms``.
+        than: the rank that it takes shortest.
+        more_ms: by so much the longest, per step.
+    """
+
+    phase: str
+    ranks: Sequence[int]
+    than: int
+    more_ms: float
 
 
 @dataclass(frozen=True)
@@ -216,6 +235,8 @@ class Summary:
         reasons: by field, why it is None.
         notes: what is missing or odd.
         whatif: what is predicted of other settings.
+        uneven: phases in which ranks differ, and do not wait for each other in exchanges
+            (:mod:`~lightning_dist.profiling.uneven`).
     """
 
     headline: str
@@ -240,6 +261,7 @@ class Summary:
     exposed_straggler: int | None = None
     whatif: WhatIf | None = None
     parts_steps: int = 0
+    uneven: Sequence[Uneven] = ()
 
     @property
     def parts_step_ms(self) -> float | None:

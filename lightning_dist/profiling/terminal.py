@@ -104,12 +104,16 @@ def _add_traffic(table: Table, summary: Summary, traffic: Traffic) -> None:
 
 
 def _print_ranks(summary: Summary, console: Console) -> None:
+    phases = [each.phase for each in summary.uneven]
     shown: Sequence[RankSummary] = summary.ranks
     if len(shown) > _MANY:
-        shown = sorted(shown, key=lambda each: (-(each.caused_ms or 0), each.rank))[:_WORST]
-        console.print(f"{_WORST} of {len(summary.ranks)} ranks, those others waited for the most:")
+        shown = _worst(summary)
+        which = f"the longest and the shortest in {', '.join(phases)}, and " if phases else ""
+        console.print(
+            f"{len(shown)} of {len(summary.ranks)} ranks, {which}those others waited for the most:"
+        )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rank", "host", "step", "exposed", "waits", "others wait", "clock"):
+    for column in ("rank", "host", "step", *phases, "exposed", "waits", "others wait", "clock"):
         table.add_column(column, justify="left" if column == "host" else "right", no_wrap=True)
     for each in shown:
         clock = each.clock_uncertainty_ms
@@ -117,6 +121,7 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             Text(str(each.rank), style="red" if each.rank == summary.straggler else ""),
             Text(each.host),
             milliseconds(each.step_ms),
+            *(milliseconds(each.phases_ms.get(name)) for name in phases),
             milliseconds(each.exposed_ms),
             milliseconds(each.wait_ms),
             milliseconds(each.caused_ms),
@@ -124,6 +129,15 @@ def _print_ranks(summary: Summary, console: Console) -> None:
         )
     console.print(table)
     console.print(Text("waits, others wait: hidden or not; the part wait is what is exposed of it"))
+
+
+def _worst(summary: Summary) -> list[RankSummary]:
+    uneven = {rank for each in summary.uneven for rank in (each.ranks[0], each.than)}
+
+    def order(each: RankSummary) -> tuple[bool, float, int]:
+        return each.rank not in uneven, -(each.caused_ms or 0), each.rank
+
+    return sorted(summary.ranks, key=order)[:_WORST]
 
 
 def _print_whatif(found: WhatIf, console: Console) -> None:
