@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_dist.profiling.breakdown import analyse, unknown_wait
 from lightning_dist.profiling.clock_check import ClockCheck
+from lightning_dist.profiling.collectives import groups_of_one_clock
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED, PARTS, Series
 from lightning_dist.profiling.records import PHASES
@@ -92,6 +93,7 @@ def look(run: Run, chosen: Sample) -> Findings:
     found = Findings({rank: RankTotals() for rank in chosen.ranks})
     found.phases = {name: {rank: [] for rank in chosen.ranks} for name in PHASES}
     reach = {rank: Reach.of(run, each.about) for rank, each in chosen.ranks.items()}
+    of_one_clock = groups_of_one_clock(run)
     step_ms: list[float] = []
     slowest_of: list[int | None] = []
     parts_ms: dict[str, list[float]] = {name: [] for name in PARTS}
@@ -100,7 +102,7 @@ def look(run: Run, chosen: Sample) -> Findings:
         of_ranks = analyse(run, step)
         for each in of_ranks:
             found.ranks[each.parts.rank].add(each, reach[each.parts.rank])
-            found.clocks.add(each)
+            found.clocks.add(each, of_one_clock=of_one_clock[each.parts.rank])
             add_buckets(found.buckets, each)
             wait_ms[each.parts.rank].append(sum(each.parts.waited_for.values()) / MS)
             for name, lengths in found.phases.items():
