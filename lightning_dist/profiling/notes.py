@@ -25,14 +25,14 @@ def notes_of(
     found: Findings,
     *,
     uneven: Sequence[Uneven],
-    overhead: float,
+    overhead: float | None,
     has_rates: bool,
 ) -> list[str]:
     """The most important first: what ended the training.
 
     Args:
         uneven: what ranks differ by outside of exchanges.
-        overhead: share of the time that the profiler took.
+        overhead: share of the time that the profiler took; None: not known.
         has_rates: whether the summary has any of the network.
     """
     return [
@@ -111,10 +111,12 @@ def _divergence(run: Run) -> list[str]:
     return [f"rank {rank}: {found[rank]}"]
 
 
-def _over_budget(run: Run, overhead: float) -> list[str]:
+def _over_budget(run: Run, overhead: float | None) -> list[str]:
     budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    if overhead is None or not 0 < budget < overhead:
+        return []
     took, may = two_digits(overhead), two_digits(budget)
-    if not 0 < budget < overhead or took == may:
+    if took == may:
         return []
     note = f"the profiler took {took} of the time, and its budget is {may}"
     if any(each.about.codec == "ddp" for each in run.ranks.values()):

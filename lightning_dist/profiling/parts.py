@@ -221,7 +221,7 @@ class Summary:
         headline: the most important in one or two sentences.
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
         skipped: first steps that were left out: buckets are not built yet.
-        step_ms: of all steps.
+        step_ms: of all steps; None: there is none.
         parts_ms: of ``parts_steps`` of them; every share of a part is of ``parts_step_ms``, their
             mean, which is the sum of the parts. None: not measured.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
@@ -243,7 +243,7 @@ class Summary:
     run: Mapping[str, Any]
     steps: int
     skipped: int
-    step_ms: Mapping[str, float]  # "mean", "median", "p95"
+    step_ms: Mapping[str, float | None]  # "mean", "median", "p95"
     parts_ms: Mapping[str, float | None]
     exposed_ms: float | None
     hidden_ms: float | None
@@ -252,7 +252,7 @@ class Summary:
     ranks: Sequence[RankSummary]
     buckets: Sequence[BucketSummary]
     straggler: int | None
-    overhead: float
+    overhead: float | None
     series: Series
     errors: Sequence[Mapping[str, Any]] = ()
     links: Sequence[Mapping[str, Any]] = ()

@@ -54,7 +54,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
     if found.unknown_wait:
         reasons["wait"] = found.unknown_wait
     if not chosen.steps:
-        reasons["step_ms"] = chosen.reason
+        reasons["step_ms"] = reasons["overhead"] = chosen.reason
     if not found.buckets:
         reasons["buckets"] = chosen.reason or _why_nothing(run, _NO_BUCKET)
     if found.is_blind and run.world_size > 1:
@@ -119,8 +119,9 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     steps, step_ms = summary.series.steps, summary.series.step_ms
     picked: dict[int, str] = {}
     for name in ("median", "p95"):
-        distances = [abs(each - summary.step_ms[name]) for each in step_ms]
-        if distances:
+        typical = summary.step_ms[name]
+        if typical is not None and step_ms:
+            distances = [abs(each - typical) for each in step_ms]
             picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
     return [timeline(run, step, label) for step, label in picked.items()]
 
@@ -150,10 +151,10 @@ def _parts_ms(
     return {name: known.get(name) for name in PARTS if name not in blind}
 
 
-def _step_ms(chosen: Sample) -> dict[str, float]:
+def _step_ms(chosen: Sample) -> dict[str, float | None]:
     durations = sorted(chosen.durations_ms())
     if not durations:
-        return {"mean": 0.0, "median": 0.0, "p95": 0.0}
+        return {"mean": None, "median": None, "p95": None}
     return {
         "mean": mean(durations),
         "median": statistics.median(durations),
@@ -290,7 +291,7 @@ def _has_forward(record: StepRecord) -> bool:
     return any(phase.name == "forward" for phase in record.phases)
 
 
-def _overhead(chosen: Sample) -> float:
+def _overhead(chosen: Sample) -> float | None:
     records = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in records)
-    return sum(each.overhead for each in records) / duration if duration else 0.0
+    return sum(each.overhead for each in records) / duration if duration else None

@@ -76,7 +76,10 @@ def _overview(summary: Summary) -> Table:
         row("sent", "n/a", summary.reasons.get("traffic", ""))
     else:
         _add_traffic(table, summary, summary.traffic)
-    row("profiler", percent(summary.overhead), "of the time")
+    if summary.overhead is None:
+        row("profiler", "n/a", summary.reasons.get("overhead", ""))
+    else:
+        row("profiler", percent(summary.overhead), "of the time")
     if "whatif" in summary.reasons:
         row("what if", "n/a", summary.reasons["whatif"])
     return table

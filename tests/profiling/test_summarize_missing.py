@@ -66,10 +66,15 @@ def test_no_steps() -> None:
     for run in (Planted(steps=0).run(), Run({})):
         summary = summarize(run)
         assert (summary.steps, summary.parts_ms, summary.buckets) == (0, {}, [])
-        for name in ("step_ms", "parts_ms", "exposed_ms", "hidden_ms", "overlap", "traffic"):
+        for name in ("step_ms", "overhead", "parts_ms", "exposed_ms", "overlap", "traffic"):
             assert summary.reasons[name].startswith("no rank has recorded a step: ")
         assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
         assert summary.traffic is None
+        told = json.loads(to_json(summary.as_dict()))
+        assert told["step_ms"] == {"mean": None, "median": None, "p95": None}
+        assert told["overhead"] is None
+        assert {each.label for each in facts(summary) if each.missing} >= {"Step", "Profiler"}
+        assert metrics_of(summary) == {}
         assert pick_steps(run, summary) == []
 
 
