@@ -35,7 +35,7 @@ def _of_some(summary: Summary, of_steps: tuple[int, int] | None) -> str:
 def _measured(summary: Summary) -> str:
     step = f"a step takes {milliseconds(summary.step_ms['mean'])}"
     if not summary.steps:
-        return f"Nothing to say: {summary.reasons.get('step_ms', 'no step was recorded')}."
+        return f"Nothing to say: {summary.reasons.get('steps', 'no step was recorded')}."
     if "parts_ms" in summary.reasons:
         return f"{_capital(step)}; {summary.reasons['parts_ms']}, so nothing is known of its parts."
     if summary.run.get("world_size", 1) < 2:

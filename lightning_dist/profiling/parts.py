@@ -232,7 +232,7 @@ class Summary:
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in :class:`~lightning_dist.profiling.records.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
-        reasons: by field, why it is None.
+        reasons: by field, why it is None; ``steps``: why there are none, and what helps.
         notes: what is missing or odd.
         whatif: what is predicted of other settings.
         uneven: phases in which ranks differ, and do not wait for each other in exchanges

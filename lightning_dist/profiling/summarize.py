@@ -55,6 +55,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["wait"] = found.unknown_wait
     if not chosen.steps:
         reasons["step_ms"] = reasons["overhead"] = chosen.reason
+        reasons["steps"] = chosen.whole_reason
     if not found.buckets:
         reasons["buckets"] = chosen.reason or _why_nothing(run, _NO_BUCKET)
     if found.is_blind and run.world_size > 1:
