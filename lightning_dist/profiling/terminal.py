@@ -116,7 +116,7 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             f"{len(shown)} of {len(summary.ranks)} ranks, {which}those others waited for the most:"
         )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rank", "host", "step", *phases, "exposed", "waits", "others wait", "clock"):
+    for column in ("rank", "host", "step", "exposed", "waits", "others wait", "clock"):
         table.add_column(column, justify="left" if column == "host" else "right", no_wrap=True)
     for each in shown:
         clock = each.clock_uncertainty_ms
@@ -124,7 +124,6 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             Text(str(each.rank), style="red" if each.rank == summary.straggler else ""),
             Text(each.host),
             milliseconds(each.step_ms),
-            *(milliseconds(each.phases_ms.get(name)) for name in phases),
             milliseconds(each.exposed_ms),
             milliseconds(each.wait_ms),
             milliseconds(each.caused_ms),
@@ -132,6 +131,20 @@ def _print_ranks(summary: Summary, console: Console) -> None:
         )
     console.print(table)
     console.print(Text("waits, others wait: hidden or not; the part wait is what is exposed of it"))
+    if phases:
+        _print_phases(shown, phases, console)
+
+
+def _print_phases(ranks: Sequence[RankSummary], phases: Sequence[str], console: Console) -> None:
+    """Beside the rest of them there would be no room for the names of hosts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", *phases):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in ranks:
+        of_rank = (milliseconds(each.phases_ms.get(name)) for name in phases)
+        table.add_row(str(each.rank), *of_rank)
+    console.print("phases in which ranks differ, outside of exchanges:")
+    console.print(table)
 
 
 def _worst(summary: Summary) -> list[RankSummary]:
