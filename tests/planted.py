@@ -28,6 +28,8 @@ class Planted:
 
     Args:
         late: extra forward time by rank.
+        late_data: extra time before the forward pass by rank.
+        meets_in_forward: ranks wait for each other at the begin of it, as for DDP's buffers.
         shift: by how much a rank's clock is ahead of rank 0's.
         slow_steps: factor on ``transfer`` by step.
         misread: by how much a rank's clock was read too far ahead.
@@ -46,6 +48,8 @@ class Planted:
     decode: float = 2
     optimizer: float = 5
     late: Mapping[int, float] = field(default_factory=dict)
+    late_data: Mapping[int, float] = field(default_factory=dict)
+    meets_in_forward: bool = False
     shift: Mapping[int, float] = field(default_factory=dict)
     slow_steps: Mapping[int, float] = field(default_factory=dict)
     misread: Mapping[int, float] = field(default_factory=dict)
@@ -91,7 +95,9 @@ class Planted:
     ) -> dict[int, float]:
         ranks = range(self.world_size)
         forward = {rank: self.forward + self.late.get(rank, 0) for rank in ranks}
-        backward = {rank: begins[rank] + self.data + forward[rank] for rank in ranks}
+        loaded = {rank: begins[rank] + self.data + self.late_data.get(rank, 0) for rank in ranks}
+        met = max(loaded.values()) if self.meets_in_forward else 0.0
+        backward = {rank: max(loaded[rank], met) + forward[rank] for rank in ranks}
         free = dict(backward)  # when the worker of a rank has nothing to do
         ready: dict[int, list[float]] = {rank: [] for rank in ranks}
         arrived: dict[int, list[float]] = {rank: [] for rank in ranks}
@@ -124,7 +130,9 @@ class Planted:
                 done.append(now)
             ends[rank] = now + self.optimizer
             records[rank].append(
-                self._record(step, rank, begins[rank], backward[rank], now, ready[rank], spans)
+                self._record(
+                    step, rank, begins[rank], loaded[rank], backward[rank], now, ready[rank], spans
+                )
             )
         return ends
 
@@ -147,6 +155,7 @@ class Planted:
         step: int,
         rank: int,
         begin: float,
+        loaded: float,
         backward: float,
         done: float,
         ready: Sequence[float],
@@ -161,8 +170,8 @@ class Planted:
             begin=round((begin + self.shift.get(rank, 0)) * MS),
             duration=since(done + self.optimizer),
             phases=(
-                Phase("data", 0, since(begin + self.data)),
-                Phase("forward", since(begin + self.data), since(backward)),
+                Phase("data", 0, since(loaded)),
+                Phase("forward", since(loaded), since(backward)),
                 Phase("backward", since(backward), since(done)),
                 Phase("optimizer", since(done), since(done + self.optimizer)),
             ),

@@ -134,7 +134,7 @@ def _require_steps(summaries: Mapping[str, Summary]) -> None:
     """Of each folder; what there is has been shown."""
     empty = {folder: each for folder, each in summaries.items() if not each.steps}
     for folder, each in empty.items():
-        reason = each.reasons["step_ms"]
+        reason = each.reasons["steps"]
         typer.echo(f"lightning-dist: nothing to report of {folder}: {reason}", err=True)
     if empty:
         raise typer.Exit(BAD_INPUT)

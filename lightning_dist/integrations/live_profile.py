@@ -77,7 +77,8 @@ def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path) -> None:
     """Tell the loggers what all ranks together have to say; wandb gets table and files too."""
     metrics = metrics_of(summary)
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
+        if metrics:  # without a step there are none, and a logger would have a row of nothing
+            logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
         if isinstance(logger, WandbLogger):
             _log_files(logger, summary, folder)
 
@@ -97,7 +98,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         "comm/wait_ms": parts.get("wait"),
         "comm/transfer_ms": parts.get("transfer"),
         "comm/straggler_rank": summary.straggler,
-        "comm/profiler_overhead_pct": 100 * summary.overhead,
+        "comm/profiler_overhead_pct": None if summary.overhead is None else 100 * summary.overhead,
     }
     if traffic is not None:
         found |= {

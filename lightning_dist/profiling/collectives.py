@@ -79,6 +79,30 @@ def uncompared(run: Run) -> list[int]:
     ]
 
 
+def groups_of_one_clock(run: Run) -> dict[int, frozenset[str]]:
+    """Of every rank those groups whose members all read the same clock."""
+    clocks = {rank: _clock_of(run, rank) for rank in run.ranks}
+    return {
+        rank: frozenset(
+            name
+            for name, members in each.about.groups.items()
+            if len({clocks.get(member) for member in members}) == 1
+        )
+        for rank, each in run.ranks.items()
+    }
+
+
+def _clock_of(run: Run, rank: int) -> tuple[int, int] | str:
+    """The same for ranks of one machine, where one compares the clocks for all."""
+    of_rank = run.ranks[rank]
+    if not of_rank.clocks:
+        return of_rank.about.host
+    first = of_rank.clocks[0]
+    if first.uncertainty == 0 and 0 in run.ranks:  # rank 0's own
+        return run.ranks[0].about.host
+    return first.offset, first.uncertainty
+
+
 def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
     """All exchanges of every rank that has recorded the step in detail, in their order."""
     records = {

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from lightning_dist.profiling.breakdown import analyse, unknown_wait
 from lightning_dist.profiling.clock_check import ClockCheck
+from lightning_dist.profiling.collectives import groups_of_one_clock
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED, PARTS, Series
+from lightning_dist.profiling.records import PHASES
 from lightning_dist.profiling.sample import Sample
 from lightning_dist.profiling.stragglers import Waits
 from lightning_dist.profiling.totals import (
@@ -31,6 +33,7 @@ class Findings:
         waits: hidden or not.
         exposed_waits: what of them is exposed.
         series: of the steps that were looked at.
+        phases: nanoseconds of each, by rank, in every step that was looked at.
     """
 
     ranks: dict[int, RankTotals]
@@ -42,6 +45,7 @@ class Findings:
     series: Series = field(
         default_factory=lambda: Series([], [], {name: [] for name in PARTS}, {}, [])
     )
+    phases: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -87,7 +91,9 @@ class Findings:
 def look(run: Run, chosen: Sample) -> Findings:
     """Go through the detailed steps of ``chosen``."""
     found = Findings({rank: RankTotals() for rank in chosen.ranks})
+    found.phases = {name: {rank: [] for rank in chosen.ranks} for name in PHASES}
     reach = {rank: Reach.of(run, each.about) for rank, each in chosen.ranks.items()}
+    of_one_clock = groups_of_one_clock(run)
     step_ms: list[float] = []
     slowest_of: list[int | None] = []
     parts_ms: dict[str, list[float]] = {name: [] for name in PARTS}
@@ -96,9 +102,11 @@ def look(run: Run, chosen: Sample) -> Findings:
         of_ranks = analyse(run, step)
         for each in of_ranks:
             found.ranks[each.parts.rank].add(each, reach[each.parts.rank])
-            found.clocks.add(each)
+            found.clocks.add(each, of_one_clock=of_one_clock[each.parts.rank])
             add_buckets(found.buckets, each)
             wait_ms[each.parts.rank].append(sum(each.parts.waited_for.values()) / MS)
+            for name, lengths in found.phases.items():
+                lengths[each.parts.rank].append(each.parts.parts[name])
         found.unknown_wait = found.unknown_wait or unknown_wait(of_ranks)
         found.waits.add([each.parts.waited_for for each in of_ranks])
         found.exposed_waits.add([each.parts.exposed_for for each in of_ranks])

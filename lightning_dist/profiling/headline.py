@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_dist.profiling.parts import Summary
+from collections.abc import Sequence
+
+from lightning_dist.profiling.parts import Summary, Uneven
 
 _LEAST = 0.005
 """Below this share there is nothing to say."""
+
+_MOST_NAMED = 4
+"""Of more ranks only the number is told."""
 
 
 def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> str:
@@ -14,7 +19,8 @@ def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> st
     Args:
         of_steps: how many of how many steps count, where that has to be said.
     """
-    return " ".join(filter(None, (_of_some(summary, of_steps), _measured(summary))))
+    told = _of_some(summary, of_steps), _measured(summary), _besides(summary)
+    return " ".join(filter(None, told))
 
 
 def _of_some(summary: Summary, of_steps: tuple[int, int] | None) -> str:
@@ -29,7 +35,7 @@ def _of_some(summary: Summary, of_steps: tuple[int, int] | None) -> str:
 def _measured(summary: Summary) -> str:
     step = f"a step takes {milliseconds(summary.step_ms['mean'])}"
     if not summary.steps:
-        return f"Nothing to say: {summary.reasons.get('step_ms', 'no step was recorded')}."
+        return f"Nothing to say: {summary.reasons.get('steps', 'no step was recorded')}."
     if "parts_ms" in summary.reasons:
         return f"{_capital(step)}; {summary.reasons['parts_ms']}, so nothing is known of its parts."
     if summary.run.get("world_size", 1) < 2:
@@ -66,6 +72,31 @@ def _shares(summary: Summary, exposed_ms: float) -> str:
     return ", ".join(
         f"{percent(shares[name])} {names[name]}" for name in names if shares[name] >= _LEAST
     )
+
+
+def _besides(summary: Summary) -> str:
+    """What exchanges do not show."""
+    if not summary.uneven:
+        return ""
+    told = longer(summary.uneven, of=len(summary.ranks))
+    return f"Besides, {told}, which may be waiting outside of exchanges."
+
+
+def longer(uneven: Sequence[Uneven], *, of: int) -> str:
+    """Such as ``rank 1 is 53 ms longer in forward than rank 0``, of ``of`` ranks."""
+    return ", and ".join(
+        f"{_who(each.ranks, of)} {milliseconds(each.more_ms)} longer in {each.phase} "
+        f"than rank {each.than}"
+        for each in uneven
+    )
+
+
+def _who(ranks: Sequence[int], of: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    if len(ranks) > _MOST_NAMED:
+        return f"{len(ranks)} of {of} ranks are up to"
+    return f"ranks {', '.join(map(str, sorted(ranks)))} are up to"
 
 
 def percent(share: float) -> str:

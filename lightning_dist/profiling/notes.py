@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from lightning_dist.profiling.divergence import growth_of
 from lightning_dist.profiling.findings import Findings
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import two_digits
+from lightning_dist.profiling.headline import longer, two_digits
+from lightning_dist.profiling.parts import Uneven
 from lightning_dist.profiling.sample import Sample
 from lightning_dist.profiling.totals import mean
 from lightning_dist.profiling.traffic import ONE_HOST, is_one_host
@@ -18,18 +20,26 @@ _LEAST_DIFFERENCE = 0.01
 
 
 def notes_of(
-    run: Run, chosen: Sample, found: Findings, *, overhead: float, has_rates: bool
+    run: Run,
+    chosen: Sample,
+    found: Findings,
+    *,
+    uneven: Sequence[Uneven],
+    overhead: float | None,
+    has_rates: bool,
 ) -> list[str]:
     """The most important first: what ended the training.
 
     Args:
-        overhead: share of the time that the profiler took.
+        uneven: what ranks differ by outside of exchanges.
+        overhead: share of the time that the profiler took; None: not known.
         has_rates: whether the summary has any of the network.
     """
     return [
         *_ended_by(run),
         *run.notes,
         *chosen.notes,
+        *_outside(uneven, len(found.ranks)),
         *_doubts(run, chosen, found),
         *_divergence(run),
         *_over_budget(run, overhead),
@@ -48,6 +58,22 @@ def _ended_by(run: Run) -> list[str]:
         for reason, ranks in ranks_of.items()
     ]
     return [f"the training ended by {', '.join(told)}"] if told else []
+
+
+def _outside(uneven: Sequence[Uneven], ranks: int) -> list[str]:
+    """Whether ranks may wait where nobody sees it, and who is late then."""
+    if not uneven:
+        return []
+    note = (
+        f"{longer(uneven, of=ranks)}: ranks may wait there for each other, in collectives other "
+        "than those of gradients (DDP's buffers, such as those of BatchNorm; `sync_dist=True`; "
+        "your own), which are not counted as communication"
+    )
+    first, *rest = uneven
+    if any(each.than in first.ranks for each in rest):  # where others wait, who is late does not
+        note += f"; who is late is then rank {', '.join(map(str, sorted(first.ranks)))}, "
+        note += f"by what it takes longer in {first.phase}"
+    return [note]
 
 
 def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
@@ -85,10 +111,12 @@ def _divergence(run: Run) -> list[str]:
     return [f"rank {rank}: {found[rank]}"]
 
 
-def _over_budget(run: Run, overhead: float) -> list[str]:
+def _over_budget(run: Run, overhead: float | None) -> list[str]:
     budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    if overhead is None or not 0 < budget < overhead:
+        return []
     took, may = two_digits(overhead), two_digits(budget)
-    if not 0 < budget < overhead or took == may:
+    if took == may:
         return []
     note = f"the profiler took {took} of the time, and its budget is {may}"
     if any(each.about.codec == "ddp" for each in run.ranks.values()):

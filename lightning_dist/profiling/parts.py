@@ -114,6 +114,8 @@ class RankSummary:
         caused_ms: others waited for it, per step, added up over them.
         clock_uncertainty_ms: of its clock against rank 0's; None: never compared.
         intra_gbps, inter_gbps: what it sent over the time something was under way.
+        phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
+            ``Summary.parts_ms``; empty: not recorded.
     """
 
     rank: int
@@ -125,6 +127,23 @@ class RankSummary:
     clock_uncertainty_ms: float | None = None
     intra_gbps: float | None = None
     inter_gbps: float | None = None
+    phases_ms: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A phase in which ranks differ, and waiting in exchanges does not say why.
+
+    Args:
+        ranks: that it takes longer, the longest first: by more than half of ``more_ms``.
+        than: the rank that it takes shortest.
+        more_ms: by so much the longest, per step.
+    """
+
+    phase: str
+    ranks: Sequence[int]
+    than: int
+    more_ms: float
 
 
 @dataclass(frozen=True)
@@ -202,7 +221,7 @@ class Summary:
         headline: the most important in one or two sentences.
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
         skipped: first steps that were left out: buckets are not built yet.
-        step_ms: of all steps.
+        step_ms: of all steps; None: there is none.
         parts_ms: of ``parts_steps`` of them; every share of a part is of ``parts_step_ms``, their
             mean, which is the sum of the parts. None: not measured.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
@@ -213,16 +232,18 @@ class Summary:
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in :class:`~lightning_dist.profiling.records.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
-        reasons: by field, why it is None.
+        reasons: by field, why it is None; ``steps``: why there are none, and what helps.
         notes: what is missing or odd.
         whatif: what is predicted of other settings.
+        uneven: phases in which ranks differ, and do not wait for each other in exchanges
+            (:mod:`~lightning_dist.profiling.uneven`).
     """
 
     headline: str
     run: Mapping[str, Any]
     steps: int
     skipped: int
-    step_ms: Mapping[str, float]  # "mean", "median", "p95"
+    step_ms: Mapping[str, float | None]  # "mean", "median", "p95"
     parts_ms: Mapping[str, float | None]
     exposed_ms: float | None
     hidden_ms: float | None
@@ -231,7 +252,7 @@ class Summary:
     ranks: Sequence[RankSummary]
     buckets: Sequence[BucketSummary]
     straggler: int | None
-    overhead: float
+    overhead: float | None
     series: Series
     errors: Sequence[Mapping[str, Any]] = ()
     links: Sequence[Mapping[str, Any]] = ()
@@ -240,6 +261,7 @@ class Summary:
     exposed_straggler: int | None = None
     whatif: WhatIf | None = None
     parts_steps: int = 0
+    uneven: Sequence[Uneven] = ()
 
     @property
     def parts_step_ms(self) -> float | None:

@@ -16,6 +16,8 @@ MOST = 500
 _LEAST_MISSING = 0.05
 """Share of the steps up to which the end of a rank changes nothing: a killed one loses a second."""
 
+_NO_STEP = "no rank has recorded a step"
+
 _FEWEST = 50
 _SPANS = 500_000
 
@@ -29,7 +31,8 @@ class Sample:
         steps: that all of these have recorded, without the first.
         detailed: those of them to look at span by span.
         skipped: how many first steps were left out.
-        reason: why ``detailed`` is empty.
+        reason: why ``detailed`` is empty, in few words: it stands wherever a figure is missing.
+        advice: where no rank has a step, why, and what to do about it.
         notes: what was left out, for the user to see.
         cut: how many of how many steps all ranks have, where one ends much earlier than another.
     """
@@ -41,6 +44,12 @@ class Sample:
     reason: str
     notes: Sequence[str]
     cut: tuple[int, int] | None = None
+    advice: str = ""
+
+    @property
+    def whole_reason(self) -> str:
+        """For the one place that says all."""
+        return ": ".join(filter(None, (self.reason, self.advice)))
 
     def durations_ms(self) -> list[float]:
         """Of every step, the mean over ranks."""
@@ -81,14 +90,15 @@ def sample(run: Run, *, skip: int) -> Sample:
         )
     if not detailed:
         what = "" if not steps else " in detail"
-        reason = f"no step is recorded{what} on all ranks" if everything else _why_no_step(run)
+        reason = f"no step is recorded{what} on all ranks" if everything else _NO_STEP
     elif (most := _most(ranks, detailed[-1])) < len(detailed):
         notes.append(
             f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
             "of all"
         )
         detailed = spread(detailed, most)
-    return Sample(ranks, steps, detailed, skipped, reason, notes, cut)
+    advice = "" if everything else _why_no_step(run)
+    return Sample(ranks, steps, detailed, skipped, reason, notes, cut, advice)
 
 
 def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -> int:
@@ -98,20 +108,16 @@ def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -
 
 
 def _why_no_step(run: Run) -> str:
-    """And what to do about it."""
-    ends = {rank: each.end for rank, each in run.ranks.items()}
-    reasons = [f"rank {rank}: {end.reason}" for rank, end in ends.items() if end is not None]
-    failed = [reason for reason in reasons if not reason.endswith(": finished")]
-    if failed:
-        because = f"the training ended before its first step was over ({failed[0]})"
-    elif reasons:
-        because = (
-            "no optimizer has made a step with parameters of the model; profile a training that "
-            "makes a few"
-        )
-    else:
-        because = "the training was killed in its first second, or has not made a step yet"
-    return f"no rank has recorded a step: {because}"
+    """And what to do about it. What ended a training is told by a note."""
+    reasons = {each.end.reason for each in run.ranks.values() if each.end is not None}
+    if not reasons:
+        return "the training was killed in its first second, or has not made a step yet"
+    if reasons != {"finished"}:
+        return "the training ended before its first step was over"
+    return (
+        "no optimizer has made a step with parameters of the model; profile a training that makes "
+        "a few"
+    )
 
 
 def _most(ranks: Mapping[int, RankRun], step: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SHARE = 2 / 3
@@ -48,6 +48,11 @@ class Waits:
             return f"clocks are no more certain than what rank {rank} was late"
         # If it were a matter of chance, each step could as well have been the other way round.
         leads = [2 * step[rank] - step.total() for step in self.steps]
-        if sum(leads) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in leads):
+        if may_be_chance(leads):
             return f"rank {rank} was late in too few steps to tell it from chance"
         return ""
+
+
+def may_be_chance(leads: Sequence[float]) -> bool:
+    """Whether values of steps may add up to this though each is as likely above zero as below."""
+    return sum(leads) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in leads)

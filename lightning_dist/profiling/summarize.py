@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,12 +14,21 @@ from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline
 from lightning_dist.profiling.notes import notes_of
-from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Series, Summary, Timeline
+from lightning_dist.profiling.parts import (
+    EXPOSED,
+    PARTS,
+    RankSummary,
+    Series,
+    Summary,
+    Timeline,
+    Uneven,
+)
 from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.stragglers import Waits
-from lightning_dist.profiling.totals import MS, mean
+from lightning_dist.profiling.totals import MS, RankTotals, mean
 from lightning_dist.profiling.traffic import gbps, gone, traffic_of
+from lightning_dist.profiling.uneven import uneven_phases, waits_explain
 
 _NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
 
@@ -45,7 +54,8 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
     if found.unknown_wait:
         reasons["wait"] = found.unknown_wait
     if not chosen.steps:
-        reasons["step_ms"] = chosen.reason
+        reasons["step_ms"] = reasons["overhead"] = chosen.reason
+        reasons["steps"] = chosen.whole_reason
     if not found.buckets:
         reasons["buckets"] = chosen.reason or _why_nothing(run, _NO_BUCKET)
     if found.is_blind and run.world_size > 1:
@@ -68,7 +78,8 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
     if not any(each.links for each in run.ranks.values()):
         reasons["links"] = "no link was measured"
     traffic = traffic_of(run, found.ranks, reasons)
-    straggler = _straggler(run, found, reasons)
+    uneven = uneven_phases(found)
+    straggler = _straggler(run, found, uneven, reasons)
     overhead = _overhead(chosen)
     is_unknown = "exposed_ms" in reasons or not chosen.detailed
     summary = Summary(
@@ -86,7 +97,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         buckets=[found.buckets[index].summary(index, reasons) for index in sorted(found.buckets)],
         straggler=straggler,
         parts_steps=len(chosen.detailed or _spread(chosen)) if parts_ms else 0,
-        exposed_straggler=_exposed_straggler(run, found),
+        exposed_straggler=_exposed_straggler(run, found, uneven),
         overhead=overhead,
         series=found.series if chosen.detailed else _series_of_durations(chosen),
         errors=[
@@ -96,7 +107,10 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.links
         ],
         reasons=reasons,
-        notes=notes_of(run, chosen, found, overhead=overhead, has_rates=traffic is not None),
+        notes=notes_of(
+            run, chosen, found, uneven=uneven, overhead=overhead, has_rates=traffic is not None
+        ),
+        uneven=uneven,
     )
     return replace(summary, headline=headline(summary, of_steps=chosen.cut))
 
@@ -106,8 +120,9 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     steps, step_ms = summary.series.steps, summary.series.step_ms
     picked: dict[int, str] = {}
     for name in ("median", "p95"):
-        distances = [abs(each - summary.step_ms[name]) for each in step_ms]
-        if distances:
+        typical = summary.step_ms[name]
+        if typical is not None and step_ms:
+            distances = [abs(each - typical) for each in step_ms]
             picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
     return [timeline(run, step, label) for step, label in picked.items()]
 
@@ -137,10 +152,10 @@ def _parts_ms(
     return {name: known.get(name) for name in PARTS if name not in blind}
 
 
-def _step_ms(chosen: Sample) -> dict[str, float]:
+def _step_ms(chosen: Sample) -> dict[str, float | None]:
     durations = sorted(chosen.durations_ms())
     if not durations:
-        return {"mean": 0.0, "median": 0.0, "p95": 0.0}
+        return {"mean": None, "median": None, "p95": None}
     return {
         "mean": mean(durations),
         "median": statistics.median(durations),
@@ -153,7 +168,22 @@ def _phases_ms(chosen: Sample) -> dict[str, float | None]:
 
     Of as many as would be looked at in detail; empty if their phases were not recorded either.
     """
-    records = _records(chosen)
+    return _mean_phases_ms(_records(chosen))
+
+
+def _phases_of_rank(
+    chosen: Sample, rank: int, totals: RankTotals, reasons: Mapping[str, str]
+) -> dict[str, float | None]:
+    if totals.steps:
+        known: Mapping[str, float | None] = {
+            name: totals.parts[name] / totals.steps / MS for name in PHASES
+        }
+    else:
+        known = _mean_phases_ms([chosen.ranks[rank].steps[step] for step in _spread(chosen)])
+    return {name: known[name] or (None if name in reasons else 0.0) for name in PHASES if known}
+
+
+def _mean_phases_ms(records: Sequence[StepRecord]) -> dict[str, float | None]:
     if not any(record.phases for record in records):
         return {}
     sums = dict.fromkeys(PHASES, 0)
@@ -194,12 +224,15 @@ def _ranks(
                 # With ranks missing it is not known what of the time was waiting for them.
                 intra_gbps=None if missing else gbps(totals.intra, totals.intra_moving),
                 inter_gbps=None if missing else gbps(totals.inter, totals.inter_moving),
+                phases_ms=_phases_of_rank(chosen, rank, totals, reasons),
             )
         )
     return summaries
 
 
-def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None:
+def _straggler(
+    run: Run, found: Findings, uneven: Sequence[Uneven], reasons: dict[str, str]
+) -> int | None:
     most = found.waits.most()
     waiting = found.waits.total.total()
     duration = sum(each.duration for each in found.ranks.values())
@@ -209,16 +242,23 @@ def _straggler(run: Run, found: Findings, reasons: dict[str, str]) -> int | None
         reasons["straggler"] = f"waiting is {waiting / duration:.1%} of the step"
     elif because := _why_not_last(run, found, found.waits, most):
         reasons["straggler"] = f"no rank is clearly the last: {because}"
+    elif _waits_elsewhere(found, most, uneven):
+        reasons["straggler"] = "ranks are uneven outside of exchanges too, and by more"
     else:
         return most
     return None
 
 
-def _exposed_straggler(run: Run, found: Findings) -> int | None:
+def _exposed_straggler(run: Run, found: Findings, uneven: Sequence[Uneven]) -> int | None:
     most = found.exposed_waits.most()
     if most is None or _why_not_last(run, found, found.exposed_waits, most):
         return None
-    return most
+    return None if _waits_elsewhere(found, most, uneven) else most
+
+
+def _waits_elsewhere(found: Findings, rank: int, uneven: Sequence[Uneven]) -> bool:
+    """Whether ``rank`` may be late in exchanges only because it has waited before them."""
+    return any(not waits_explain(found, rank, each.more_ms) for each in uneven)
 
 
 def _why_not_last(run: Run, found: Findings, waits: Waits, rank: int) -> str:
@@ -252,7 +292,7 @@ def _has_forward(record: StepRecord) -> bool:
     return any(phase.name == "forward" for phase in record.phases)
 
 
-def _overhead(chosen: Sample) -> float:
+def _overhead(chosen: Sample) -> float | None:
     records = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in records)
-    return sum(each.overhead for each in records) / duration if duration else 0.0
+    return sum(each.overhead for each in records) / duration if duration else None

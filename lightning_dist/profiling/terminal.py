@@ -76,7 +76,10 @@ def _overview(summary: Summary) -> Table:
         row("sent", "n/a", summary.reasons.get("traffic", ""))
     else:
         _add_traffic(table, summary, summary.traffic)
-    row("profiler", percent(summary.overhead), "of the time")
+    if summary.overhead is None:
+        row("profiler", "n/a", summary.reasons.get("overhead", ""))
+    else:
+        row("profiler", percent(summary.overhead), "of the time")
     if "whatif" in summary.reasons:
         row("what if", "n/a", summary.reasons["whatif"])
     return table
@@ -104,10 +107,14 @@ def _add_traffic(table: Table, summary: Summary, traffic: Traffic) -> None:
 
 
 def _print_ranks(summary: Summary, console: Console) -> None:
+    phases = [each.phase for each in summary.uneven]
     shown: Sequence[RankSummary] = summary.ranks
     if len(shown) > _MANY:
-        shown = sorted(shown, key=lambda each: (-(each.caused_ms or 0), each.rank))[:_WORST]
-        console.print(f"{_WORST} of {len(summary.ranks)} ranks, those others waited for the most:")
+        shown = _worst(summary)
+        which = f"the longest and the shortest in {', '.join(phases)}, and " if phases else ""
+        console.print(
+            f"{len(shown)} of {len(summary.ranks)} ranks, {which}those others waited for the most:"
+        )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rank", "host", "step", "exposed", "waits", "others wait", "clock"):
         table.add_column(column, justify="left" if column == "host" else "right", no_wrap=True)
@@ -124,6 +131,29 @@ def _print_ranks(summary: Summary, console: Console) -> None:
         )
     console.print(table)
     console.print(Text("waits, others wait: hidden or not; the part wait is what is exposed of it"))
+    if phases:
+        _print_phases(shown, phases, console)
+
+
+def _print_phases(ranks: Sequence[RankSummary], phases: Sequence[str], console: Console) -> None:
+    """Beside the rest of them there would be no room for the names of hosts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rank", *phases):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in ranks:
+        of_rank = (milliseconds(each.phases_ms.get(name)) for name in phases)
+        table.add_row(str(each.rank), *of_rank)
+    console.print("phases in which ranks differ, outside of exchanges:")
+    console.print(table)
+
+
+def _worst(summary: Summary) -> list[RankSummary]:
+    uneven = {rank for each in summary.uneven for rank in (each.ranks[0], each.than)}
+
+    def order(each: RankSummary) -> tuple[bool, float, int]:
+        return each.rank not in uneven, -(each.caused_ms or 0), each.rank
+
+    return sorted(summary.ranks, key=order)[:_WORST]
 
 
 def _print_whatif(found: WhatIf, console: Console) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from planted import Planted
 
-from lightning_dist.integrations.live_profile import LiveProfile
+from lightning_dist.integrations.live_profile import LiveProfile, log_summary
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.live import of_one_rank
 from lightning_dist.profiling.records import Phase, StepRecord
@@ -55,3 +56,12 @@ def test_stock_ddp_has_no_time_of_a_codec() -> None:
     ddp = Planted(codec="ddp", encode=0, decode=0).run()
     assert "codec_ms" not in of_one_rank(ddp.ranks[0].steps[3])
     assert of_one_rank(Planted().run().ranks[0].steps[3])["codec_ms"] == pytest.approx(12)
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(6, 1), (0, 0)])
+def test_loggers_hear_nothing_of_a_run_without_steps(steps: int, rows: int, tmp_path: Path) -> None:
+    heard: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: heard.append(metrics))
+    trainer: Any = SimpleNamespace(loggers=[logger], global_step=steps)
+    log_summary(trainer, summarize(Planted(steps=steps).run()), tmp_path)
+    assert len(heard) == rows

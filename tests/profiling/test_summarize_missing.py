@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 from planted import Planted, replaced
+from report_pages import body_of
 
 from lightning_dist.integrations.live_profile import metrics_of
+from lightning_dist.profiling.compare import compare, measured
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import EXPOSED
 from lightning_dist.profiling.records import EndRecord
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.summary_file import to_json, write_summary
 from lightning_dist.profiling.summarize import pick_steps, summarize
+from lightning_dist.profiling.whatif.ask import with_whatif
+from lightning_dist.profiling.whatif.costs_file import Costs
 
 
 def without_detail(run: Run, rank: int, *steps: int) -> Run:
@@ -66,10 +70,15 @@ def test_no_steps() -> None:
     for run in (Planted(steps=0).run(), Run({})):
         summary = summarize(run)
         assert (summary.steps, summary.parts_ms, summary.buckets) == (0, {}, [])
-        for name in ("step_ms", "parts_ms", "exposed_ms", "hidden_ms", "overlap", "traffic"):
-            assert summary.reasons[name].startswith("no rank has recorded a step: ")
+        for name in ("step_ms", "overhead", "parts_ms", "exposed_ms", "overlap", "traffic"):
+            assert summary.reasons[name] == "no rank has recorded a step"
         assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
         assert summary.traffic is None
+        told = json.loads(to_json(summary.as_dict()))
+        assert told["step_ms"] == {"mean": None, "median": None, "p95": None}
+        assert told["overhead"] is None
+        assert {each.label for each in facts(summary) if each.missing} >= {"Step", "Profiler"}
+        assert metrics_of(summary) == {}
         assert pick_steps(run, summary) == []
 
 
@@ -77,14 +86,31 @@ def test_no_steps_and_the_reason() -> None:
     run = Planted(steps=0).run()
     failed = replaced(run, 1, end=EndRecord("OSError: no data"))
     killed = replaced(replaced(run, 0, end=None), 1, end=None)
-    reasons = [summarize(each).reasons["step_ms"] for each in (run, failed, killed)]
+    reasons = [summarize(each).reasons["steps"] for each in (run, failed, killed)]
     assert "no optimizer has made a step with parameters of the model" in reasons[0]
-    assert "its first step was over (rank 1: OSError: no data)" in reasons[1]
+    assert reasons[1].endswith("a step: the training ended before its first step was over")
     assert "was killed in its first second, or has not made a step yet" in reasons[2]
     apart = Planted(steps=4).run()
     halves = [{s: e for s, e in of.steps.items() if s // 2 == r} for r, of in apart.ranks.items()]
     apart = replaced(replaced(apart, 0, steps=halves[0]), 1, steps=halves[1])
-    assert summarize(apart).reasons["step_ms"] == "no step is recorded on all ranks"
+    reasons_apart = summarize(apart).reasons
+    assert reasons_apart["step_ms"] == reasons_apart["steps"] == "no step is recorded on all ranks"
+
+
+def test_what_ended_a_training_without_a_step_is_told_once() -> None:
+    error = "OSError: no data in /a/folder " + 20 * "again, " + "and again"
+    run = replaced(Planted(steps=0).run(), 1, end=EndRecord(error))
+    summary = with_whatif(summarize(run), run, lambda observed: Costs(reason="not asked"))
+    assert summary.notes == [f"the training ended by {error} (rank 1)"]
+    assert to_json(summary.as_dict()).count(error) == 1
+    assert body_of(summary).count(error) == 1
+    told = "no rank has recorded a step: the training ended before its first step was over"
+    assert summary.headline == f"Nothing to say: {told}."
+    for each in compare(measured(run, summary), measured(run, summary)):
+        assert each.reason == "A: no rank has recorded a step; B: no rank has recorded a step"
+    assert [each.detail for each in facts(summary) if each.label == "Steps"] == [
+        "no rank has recorded a step"
+    ]
 
 
 def test_what_has_ended_the_training_is_the_first_note(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def _steps(summary: Summary) -> Fact:
 
 
 def _overhead(summary: Summary) -> Fact:
-    if not summary.steps:
-        return _missing("Profiler", why(summary, "step_ms"))
+    if summary.overhead is None:
+        return _missing("Profiler", why(summary, "overhead"))
     return Fact("Profiler", percent(summary.overhead), "of the time was its own")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_dist.profiling.headline import count
 from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary
+from lightning_dist.profiling.records import PHASES
 from lightning_dist.profiling.report.text import MISSING, finite, ms, number, percent, why
 from lightning_dist.profiling.report.view import Column, Table
 from lightning_dist.profiling.report.words import PART_WORDS
@@ -63,6 +64,7 @@ def ranks_table(summary: Summary) -> Table:
         Column("exposed", "ms"),
         Column("waited", "ms"),
         Column("others waited for it", "ms"),
+        *(Column(PART_WORDS[name].name, "ms") for name in PHASES),
         Column("clock, give or take", "ms"),
         Column("inside its host", "Gbit/s"),
         Column("to other hosts", "Gbit/s"),
@@ -82,6 +84,7 @@ def _rank(each: RankSummary) -> Sequence[str]:
         str(each.rank),
         each.host,
         *map(number, (each.step_ms, each.exposed_ms, each.wait_ms, each.caused_ms)),
+        *(number(each.phases_ms.get(name)) for name in PHASES),
         "reference" if each.rank == 0 else number(each.clock_uncertainty_ms),
         *map(number, (each.intra_gbps, each.inter_gbps)),
     )

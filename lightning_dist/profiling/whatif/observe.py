@@ -70,7 +70,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     """
     chosen = sample(run, skip=skip)
     if chosen.reason:
-        raise ValueError(f"nothing can be predicted from this profile: {chosen.reason}")
+        raise ValueError(f"nothing can be predicted from this profile: {chosen.whole_reason}")
     if run.world_size < 2:
         raise ValueError("nothing can be predicted from this profile: one rank exchanges nothing")
     if missing := sorted(set(range(run.world_size)) - set(chosen.ranks)):

@@ -1,0 +1,229 @@
+"""Ranks that wait for each other where nothing is exchanged."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from planted import Planted, replaced
+from report_pages import body_of
+from test_terminal import printed
+
+from lightning_dist.profiling.findings import Findings
+from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.parts import Summary, Uneven
+from lightning_dist.profiling.records import PHASES, StepRecord
+from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.tables import ranks_table
+from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.totals import RankTotals
+from lightning_dist.profiling.uneven import uneven_phases
+
+FOUR = Planted(world_size=4, late_data={2: 40}, meets_in_forward=True)
+BUFFERS = Planted(late_data={0: 50}, meets_in_forward=True)
+"""Rank 0 is late, and rank 1 waits for it before the forward pass."""
+
+
+def found(planted: Planted | Run) -> Summary:
+    summary = summarize(planted.run() if isinstance(planted, Planted) else planted)
+    told = [note for note in summary.notes if "not counted as communication" in note]
+    assert len(told) == bool(summary.uneven)
+    assert ("Besides" in summary.headline) == bool(summary.uneven)
+    return summary
+
+
+def what(planted: Planted | Run) -> list[tuple[str, list[int], int, float]]:
+    return [(each.phase, [*each.ranks], each.than, each.more_ms) for each in found(planted).uneven]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Planted(),
+        Planted(late={0: 50}),
+        Planted(late_data={0: 50}),
+        Planted(late_data={0: 50}, codec="ddp", encode=0, decode=0),
+        Planted(late_data={0: 50}, transfer=5, backward=400),  # waiting is hidden
+        Planted(world_size=4, late={1: 30, 3: 70}, shift={2: -9}),
+        Planted(world_size=3, late_data={1: 30}, late={2: 70}),  # nobody waits for rank 1
+        Planted(late_data={0: 50}, uncertainty=None),
+        Planted(world_size=1, buckets=0),
+        Planted(late_data={0: 9}, meets_in_forward=True),  # 8 % of the step
+        replace(BUFFERS, buckets=0),  # what is waiting is not known
+        replace(BUFFERS, steps=5),  # three steps may be chance
+        replace(BUFFERS, steps=0),
+    ],
+)
+def test_waiting_that_exchanges_show_is_no_news(planted: Planted) -> None:
+    assert what(planted) == []
+
+
+def test_waiting_before_the_exchange_is_told() -> None:
+    summary = found(BUFFERS)
+    assert summary.ranks[1].wait_ms == pytest.approx(0), "in exchanges"
+    assert [*summary.uneven] == [Uneven("data", [0], 1, 50.0), Uneven("forward", [1], 0, 50.0)]
+    longer = (
+        "rank 0 is 50 ms longer in data than rank 1, and rank 1 is 50 ms longer in forward than "
+        "rank 0"
+    )
+    assert summary.headline.endswith(
+        f" codec. Besides, {longer}, which may be waiting outside of exchanges."
+    )
+    assert summary.notes == [
+        f"{longer}: ranks may wait there for each other, in collectives other than those of "
+        "gradients (DDP's buffers, such as those of BatchNorm; `sync_dist=True`; your own), which "
+        "are not counted as communication; who is late is then rank 0, by what it takes longer in "
+        "data"
+    ]
+
+
+def test_of_many_that_wait_none_is_left_out() -> None:
+    assert what(FOUR) == [("data", [2], 0, 40), ("forward", [0, 1, 3], 2, 40)]
+    assert "ranks 0, 1, 3 are up to 40 ms longer in forward than rank 2" in found(FOUR).headline
+    many = found(replace(FOUR, world_size=12))
+    assert "11 of 12 ranks are up to 40 ms longer in forward than rank 2" in many.headline
+    table = printed(many).split("those others waited for the most:\n")
+    assert table[0].endswith("4 of 12 ranks, the longest and the shortest in data, forward, and ")
+    assert {line.split()[0] for line in table[1].splitlines()[1:5]} >= {"0", "2"}
+    _, phases = table[1].split("outside of exchanges:\n")
+    assert {line.split()[0] for line in phases.splitlines()[1:5]} >= {"0", "2"}
+
+
+def test_who_waits_longer_than_half_as_long_is_told_too() -> None:
+    planted = replace(FOUR, late_data={0: 40, 1: 10, 2: 25})
+    assert what(planted) == [("data", [0, 2], 3, 40), ("forward", [3, 1], 0, 40)]
+
+
+def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
+    """As one whose gradients the leader of its host exchanges: it waits for the leader's links."""
+
+    def totals(data: int, waited_for: dict[int, int]) -> RankTotals:
+        parts, waits = Counter({"data": 5 * data}), Counter(waited_for)
+        return RankTotals(steps=5, duration=5000, union=1, parts=parts, waited_for=waits)
+
+    phases = {name: {0: [200] * 5, 1: [0] * 5} for name in PHASES}
+    late = totals(200, {1: 4000})
+    assert not uneven_phases(Findings({0: late, 1: totals(0, {0: 600})}, phases=phases))
+    assert uneven_phases(Findings({0: late, 1: totals(0, {0: 400})}, phases=phases))
+
+
+def test_late_in_some_steps_only_is_chance() -> None:
+    """A single pause in data, after which rank 1 waits before its forward pass."""
+    planted = replace(BUFFERS, steps=12)
+    quiet, late = replace(planted, late_data={}).run(), planted.run()
+
+    def mixed(steps: set[int]) -> Run:
+        run = quiet
+        for rank, each in quiet.ranks.items():
+            of_rank = {**each.steps, **{step: late.ranks[rank].steps[step] for step in steps}}
+            run = replaced(run, rank, steps=of_rank)
+        return run
+
+    assert what(mixed({3, 7, 9})) == []
+    assert len(what(mixed({2, 4, 6, 8, 10}))) == 2
+
+
+def moved(run: Run, rank: int, **milliseconds: int) -> Run:
+    """A rank that takes longer in phases of every step; its exchanges are as they were."""
+
+    def longer(record: StepRecord) -> StepRecord:
+        phases, at = [], 0
+        for each in record.phases:
+            end = at + each.end - each.begin + 1_000_000 * milliseconds.get(each.name, 0)
+            phases.append(replace(each, begin=at, end=end))
+            at = end
+        return replace(record, phases=phases, duration=at)
+
+    steps = {number: longer(each) for number, each in run.ranks[rank].steps.items()}
+    return replaced(run, rank, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("of_0", "of_1", "late"),
+    [
+        ({"optimizer": 30}, {"data": 30}, "rank 0, by what it takes longer in optimizer"),
+        ({"optimizer": 30}, {"forward": 30}, "rank 0, by what it takes longer in optimizer"),
+        ({"forward": 30}, {"data": 30}, "rank 1, by what it takes longer in data"),
+    ],
+)
+def test_who_is_late_is_who_is_longer_first(
+    of_0: dict[str, int], of_1: dict[str, int], late: str
+) -> None:
+    """After an exchange, which all leave together."""
+    run = moved(moved(Planted(late_data={0: 1}).run(), 0, **of_0), 1, **of_1)
+    (note,) = [each for each in found(run).notes if "may wait there" in each]
+    assert note.endswith(f"; who is late is then {late}")
+
+
+def test_without_one_who_waits_elsewhere_nobody_is_said_to_be_late() -> None:
+    (note,) = found(moved(Planted(late_data={0: 1}).run(), 1, forward=30)).notes
+    assert note.startswith("rank 1 is 30 ms longer in forward than rank 0: ranks may wait")
+    assert note.endswith("not counted as communication")
+
+
+def test_who_has_waited_before_an_exchange_is_not_to_blame_in_it() -> None:
+    """Rank 1 comes 10 ms late to the exchange, after it has waited 50 ms for rank 0."""
+    buffers = replace(BUFFERS, buckets=1)  # what is waited for it is exposed
+    summary = found(replace(buffers, late={1: 10}))
+    assert (summary.straggler, summary.exposed_straggler) == (None, None)
+    assert summary.reasons["straggler"] == "ranks are uneven outside of exchanges too, and by more"
+    assert "waiting for each other" in summary.headline
+    alone = found(Planted(late={1: 10}, buckets=1))
+    assert (alone.straggler, alone.exposed_straggler) == (1, 1)
+    more = found(replace(buffers, late={1: 60}))  # more than what it has waited
+    assert (more.straggler, more.exposed_straggler) == (1, 1)
+    assert "waiting for rank 1" in more.headline
+
+
+def test_phases_of_the_ranks_are_there_for_all_to_see() -> None:
+    summary = found(BUFFERS)
+    told = json.loads(to_json(summary.as_dict()))
+    assert [each["phases_ms"] for each in told["ranks"]] == [
+        {"data": 52, "forward": 20, "backward": 40, "optimizer": 5},
+        {"data": 2, "forward": 70, "backward": 40, "optimizer": 5},
+    ]
+    assert told["uneven"][0] == {"phase": "data", "ranks": [0], "than": 1, "more_ms": 50}
+    _, table = printed(summary, width=60).split("ranks differ, outside of exchanges:\n")
+    lines = [" ".join(line.split()) for line in table.splitlines()[:3]]
+    assert lines == ["rank data forward", "0 52 ms 20 ms", "1 2 ms 70 ms"]
+    table = ranks_table(summary)
+    titles = [each.title for each in table.columns]
+    assert titles[6:10] == ["data loading", "forward pass", "backward pass", "optimizer"]
+    assert table.rows[1][6:10] == ("2.00", "70.0", "40.0", "5.00")
+    assert "may be waiting outside of exchanges" in body_of(summary)
+
+
+def test_even_ranks_have_no_phases_at_a_terminal() -> None:
+    assert "ranks differ" not in printed(found(Planted()))
+
+
+def test_phases_of_ranks_whose_steps_were_only_timed() -> None:
+    run = BUFFERS.run()
+    for rank, each in run.ranks.items():
+        steps = {
+            number: replace(step, detailed=False, buckets=(), spans=())
+            for number, step in each.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    summary = found(run)
+    assert summary.ranks[1].phases_ms == pytest.approx(
+        {"data": 2, "forward": 70, "backward": 73, "optimizer": 5}
+    )
+    for rank, each in run.ranks.items():
+        steps = {number: replace(step, phases=()) for number, step in each.steps.items()}
+        run = replaced(run, rank, steps=steps)
+    assert found(run).ranks[1].phases_ms == {}
+    assert ranks_table(found(run)).rows[1][6:10] == ("n/a",) * 4
+
+
+def test_a_forward_pass_that_is_in_backward_is_no_zero() -> None:
+    run = Planted().run()
+    for rank, each in run.ranks.items():
+        steps = {
+            number: replace(step, phases=[p for p in step.phases if p.name != "forward"])
+            for number, step in each.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    assert [each.phases_ms["forward"] for each in summarize(run).ranks] == [None, None]
