@@ -128,6 +128,17 @@ class Run:
         of_ranks = [set(each.steps) for each in self.ranks.values()]
         return sorted(set.intersection(*of_ranks)) if of_ranks else []
 
+    @property
+    def unseen(self) -> str:
+        """Why no bucket of the model can be seen; empty if they can."""
+        return next((each.about.unseen for each in self.ranks.values() if each.about.unseen), "")
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is DDP's own exchange that is seen, and nothing is compressed."""
+        stock = any(each.about.codec == "ddp" for each in self.ranks.values())
+        return stock and not self.unseen
+
 
 def run_folder(folder: str | Path) -> Path:
     """``folder``, or the only run in it where it is none itself."""

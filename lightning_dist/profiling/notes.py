@@ -11,10 +11,15 @@ from lightning_dist.profiling.findings import Findings
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import longer, two_digits
 from lightning_dist.profiling.parts import Uneven
-from lightning_dist.profiling.sample import Sample
+from lightning_dist.profiling.passes import passes_of
+from lightning_dist.profiling.sample import Sample, spread
 from lightning_dist.profiling.totals import mean
 from lightning_dist.profiling.traffic import ONE_HOST, is_one_host
 
+_ENOUGH = 50
+"""Steps of each rank that tell how often gradients travel."""
+_OFTEN = 0.1
+"""Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
 _LEAST_DIFFERENCE = 0.01
 """Share of a step below which steps in detail are said to be as long as all steps."""
 
@@ -37,9 +42,11 @@ def notes_of(
     """
     return [
         *_ended_by(run),
+        *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
         *_outside(uneven, len(found.ranks)),
+        *_exchanges(chosen),
         *_doubts(run, chosen, found),
         *_divergence(run),
         *_over_budget(run, overhead),
@@ -74,6 +81,27 @@ def _outside(uneven: Sequence[Uneven], ranks: int) -> list[str]:
         note += f"; who is late is then rank {', '.join(map(str, sorted(first.ranks)))}, "
         note += f"by what it takes longer in {first.phase}"
     return [note]
+
+
+def _exchanges(chosen: Sample) -> list[str]:
+    """Whether gradients travel more often than an optimizer makes a step."""
+    steps = spread(chosen.steps, _ENOUGH)
+    records = [each.steps[step] for each in chosen.ranks.values() for step in steps]
+    passes = [len(passes_of(record)) for record in records if record.buckets]
+    stepped = sum(any(phase.name == "optimizer" for phase in each.phases) for each in records)
+    if passes and mean(passes) >= 1 + _OFTEN:
+        often = f"gradients are exchanged {mean(passes):.2g} times in a step of an optimizer"
+    elif 0 < stepped <= (1 - _OFTEN) * len(records):
+        often = (
+            f"after {stepped / len(records):.0%} of the exchanges of gradients an optimizer has "
+            "made a step, and each exchange is a step here"
+        )
+    else:
+        return []
+    return [
+        f"{often}: passes that only add up gradients need none, under `no_sync()` or with "
+        "Lightning's `accumulate_grad_batches`"
+    ]
 
 
 def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
@@ -119,7 +147,7 @@ def _over_budget(run: Run, overhead: float | None) -> list[str]:
     if took == may:
         return []
     note = f"the profiler took {took} of the time, and its budget is {may}"
-    if any(each.about.codec == "ddp" for each in run.ranks.values()):
+    if run.is_stock:
         note += (
             ": gradients of ddp are seen through a communication hook, which costs its share in "
             "every step, however few are looked at in detail"

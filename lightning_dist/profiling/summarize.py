@@ -30,8 +30,6 @@ from lightning_dist.profiling.totals import MS, RankTotals, mean
 from lightning_dist.profiling.traffic import gbps, gone, traffic_of
 from lightning_dist.profiling.uneven import uneven_phases, waits_explain
 
-_NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
-
 _LEAST_WAITING = 0.02
 """Share of the step below which nobody is called a straggler."""
 
@@ -57,13 +55,15 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["step_ms"] = reasons["overhead"] = chosen.reason
         reasons["steps"] = chosen.whole_reason
     if not found.buckets:
-        reasons["buckets"] = chosen.reason or _why_nothing(run, _NO_BUCKET)
+        reasons["buckets"] = chosen.reason or _why_nothing(run, _no_bucket(run))
     if found.is_blind and run.world_size > 1:
         for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait"):
-            reasons[name] = _NO_BUCKET
+            reasons[name] = _no_bucket(run)
         found.forget_exposed()
-    if chosen.detailed and _about(run).get("codec") == "ddp":
+    if chosen.detailed and run.is_stock:
         reasons["codec"] = "DDP itself exchanges the gradients, without a codec"
+    elif chosen.detailed and run.unseen:
+        reasons["codec"] = run.unseen
     if chosen.detailed and not any(map(_has_forward, _records(chosen))):
         reasons["forward"] = "the passes ran within each other; both are in backward"
     found.leave_out(reasons)
@@ -270,8 +270,14 @@ def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:
     return "one rank exchanges nothing" if run.world_size < 2 else otherwise
 
 
+def _no_bucket(run: Run) -> str:
+    return run.unseen or "no bucket of gradients was seen, nor an exchange"
+
+
 def _why_no_errors(run: Run, chosen: Sample) -> str:
-    if _about(run).get("codec") == "ddp":
+    if run.unseen:
+        return run.unseen
+    if run.is_stock:
         return "DDP itself exchanges the gradients, without a codec"
     last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
     if {bucket.codec for step in last for bucket in step.buckets} == {"none"}:

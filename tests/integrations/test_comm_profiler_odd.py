@@ -175,6 +175,12 @@ def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:
     assert "buckets: n/a, the model has a communication hook already (fp16_compress_hook)" in output
     _, summary = profile(folders["other hook"])
     assert summary["traffic"] is None
+    assert summary["notes"][0].startswith(
+        "buckets: n/a, the model has a communication hook already"
+    )
+    for name in ("buckets", "codec", "exposed_ms", "errors"):
+        assert "fp16_compress_hook" in summary["reasons"][name]
+    assert not any("gradients of ddp" in note for note in summary["notes"])
     assert summary["reasons"]["traffic"]
     assert summary["step_ms"]["mean"] > 0
 

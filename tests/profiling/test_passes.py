@@ -116,3 +116,38 @@ def test_a_bucket_is_counted_once_for_every_pass() -> None:
 def test_nothing_is_predicted_of_it() -> None:
     with pytest.raises(ValueError, match="its steps exchange gradients several times"):
         observe(TWICE)
+
+
+def note_of(run: Run) -> str:
+    found = [each for each in summarize(run).notes if "no_sync" in each]
+    assert len(found) <= 1
+    return "".join(found)
+
+
+def without_optimizer(run: Run, every: int) -> Run:
+    """In all steps but one of so many."""
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: record
+            if step % every == 0
+            else replace(record, phases=[p for p in record.phases if p.name != "optimizer"])
+            for step, record in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+def test_exchanges_that_could_be_spared_are_told() -> None:
+    assert note_of(TWICE).startswith("gradients are exchanged 2 times in a step of an optimizer: ")
+    often = without_optimizer(Planted(steps=32).run(), every=3)
+    assert note_of(often).startswith("after 33% of the exchanges of gradients an optimizer has")
+
+
+def test_steps_that_a_scaler_skips_and_loops_without_optimizers_are_no_such_exchanges() -> None:
+    run = Planted(steps=32).run()
+    assert note_of(run) == ""
+    assert note_of(without_optimizer(run, every=10**6)) == ""  # 0 is left out: none has one
+    rare = run.ranks[0].steps[20]
+    phases = [phase for phase in rare.phases if phase.name != "optimizer"]
+    of_rank = {**run.ranks[0].steps, 20: replace(rare, phases=phases)}
+    assert note_of(replaced(run, 0, steps=of_rank)) == ""
