@@ -25,8 +25,9 @@ class Fault(Exception):
 
 @pytest.fixture(autouse=True)
 def _no_workers_left() -> Iterator[None]:
+    before = {each.pid for each in multiprocessing.active_children()}  # of other files' tests
     yield
-    assert not multiprocessing.active_children()
+    assert not {each.pid for each in multiprocessing.active_children()} - before
 
 
 def ids_of(folder: Path) -> list[list[int]]:
