@@ -18,8 +18,6 @@ from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, 
 from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
 
 NS = 1e9
-_GLOO = 2
-"""Its threads of a group. With NCCL one collective of a group follows the other."""
 _SMALL = 1 << 16
 """Bytes of an exchange below which it is its rounds that take the time."""
 
@@ -103,7 +101,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         [len(ranks) for ranks in hosts.values()],
         link,
         _inside(steps, reasons),
-        at_once=_GLOO if device == "cpu" else 1,
+        at_once=Setting.at_once if device == "cpu" else 1,
     )
     return Observed(
         setting,
