@@ -77,7 +77,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["errors"] = _why_no_errors(run, chosen)
     if not any(each.links for each in run.ranks.values()):
         reasons["links"] = "no link was measured"
-    traffic = traffic_of(run, found.ranks, reasons)
+    traffic = traffic_of(run, found.ranks, reasons, moving_of_hosts=found.moving_of_hosts)
     uneven = uneven_phases(found)
     straggler = _straggler(run, found, uneven, reasons)
     overhead = _overhead(chosen)
