@@ -33,7 +33,7 @@ class Planted:
         shift: by how much a rank's clock is ahead of rank 0's.
         slow_steps: factor on ``transfer`` by step.
         misread: by how much a rank's clock was read too far ahead.
-        uncertainty: of these readings; None: there are none.
+        uncertainty: of these readings, at the begin and the end; None: there are none.
     """
 
     world_size: int = 2
@@ -71,7 +71,8 @@ class Planted:
         shift = round(self.shift.get(rank, 0) * MS)
         read = shift + round(self.misread.get(rank, 0) * MS)
         error = round((self.uncertainty or 0) * MS)
-        reading = ClockRecord(at=shift, offset=-read, uncertainty=error)
+        last = max((step.begin + step.duration for step in steps), default=shift + 1)
+        readings = [ClockRecord(at, offset=-read, uncertainty=error) for at in (shift, last)]
         return RankRun(
             RankRecord(
                 rank=rank,
@@ -86,7 +87,7 @@ class Planted:
                 versions={"torch": "2.13.0"},
             ),
             {each.step: each for each in steps},
-            clocks=[reading] if rank and self.uncertainty is not None else [],
+            clocks=readings if rank and self.uncertainty is not None else [],
             end=EndRecord("finished"),
         )
 
