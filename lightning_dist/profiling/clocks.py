@@ -105,7 +105,7 @@ def _answer(
     while not question.item():
         receive(question, source=asker, group=group)
         now = clock()
-        answer[0], answer[1] = now + own.offset, uncertainty_at([own], now)
+        answer[0], answer[1] = now + own.offset, uncertainty_at([own], now) or 0
         send(answer, to=asker, group=group)
 
 

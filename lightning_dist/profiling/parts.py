@@ -115,7 +115,7 @@ class RankSummary:
         step_ms: of the steps that the parts are of.
         wait_ms: it waited for others, per step, hidden or not.
         caused_ms: others waited for it, per step, added up over them.
-        clock_uncertainty_ms: of its clock against rank 0's, at the worst step; None: never compared.
+        clock_uncertainty_ms: of its clock, at the worst step; None: never compared.
         intra_gbps, inter_gbps: what it sent over the time something was under way.
         phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
             ``Summary.parts_ms``; empty: not recorded.
