@@ -45,7 +45,7 @@ def test_a_planted_run() -> None:
     assert found["rate"] == "0.533 Gbit/s of what was sent"
     assert found["use"] == "of link 67 %"
     assert found["0"] == "host-a 150 ms 83 ms 50 ms 0 ms"
-    assert found["1"] == "host-b 150 ms 33 ms 0 ms 50 ms ± 0.0204 ms"
+    assert found["1"] == "host-b 150 ms 33 ms 0 ms 50 ms ± 0.02 ms"
     assert found["note:"] == "weather [bold]"
 
 
