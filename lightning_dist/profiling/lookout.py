@@ -12,13 +12,11 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from lightning_dist.profiling.whatif.setting import GLOO_AT_ONCE
 from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
 
 Ended = Callable[[Moment], None]
 _Given: TypeAlias = tuple[dist.Work, Ended]
-
-_AT_ONCE = 2
-"""Collectives of one group that gloo has under way at a time; the others queue behind them."""
 
 
 class Lookout(Protocol):
@@ -105,7 +103,7 @@ class ThreadLookout:
             of = self._groups.setdefault(group, _Group())
             self._unseen += 1
             of.unseen += 1
-            is_short = of.threads < min(of.unseen, _AT_ONCE)
+            is_short = of.threads < min(of.unseen, GLOO_AT_ONCE)
             of.threads += is_short
         of.given.put((work, ended))
         if is_short:
