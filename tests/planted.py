@@ -33,7 +33,7 @@ class Planted:
         shift: by how much a rank's clock is ahead of rank 0's.
         slow_steps: factor on ``transfer`` by step.
         misread: by how much a rank's clock was read too far ahead.
-        uncertainty: of these readings; None: there are none.
+        uncertainty: of these readings, at the begin and the end; None: there are none.
     """
 
     world_size: int = 2
@@ -71,7 +71,8 @@ class Planted:
         shift = round(self.shift.get(rank, 0) * MS)
         read = shift + round(self.misread.get(rank, 0) * MS)
         error = round((self.uncertainty or 0) * MS)
-        reading = ClockRecord(at=shift, offset=-read, uncertainty=error)
+        last = max((step.begin + step.duration for step in steps), default=shift + 1)
+        readings = [ClockRecord(at, offset=-read, uncertainty=error) for at in (shift, last)]
         return RankRun(
             RankRecord(
                 rank=rank,
@@ -86,7 +87,7 @@ class Planted:
                 versions={"torch": "2.13.0"},
             ),
             {each.step: each for each in steps},
-            clocks=[reading] if rank and self.uncertainty is not None else [],
+            clocks=readings if rank and self.uncertainty is not None else [],
             end=EndRecord("finished"),
         )
 
@@ -195,3 +196,50 @@ class Planted:
 def replaced(run: Run, rank: int, **changes: object) -> Run:
     """``run``, where one rank has recorded something else."""
     return Run({**run.ranks, rank: replace(run.ranks[rank], **changes)}, run.notes)
+
+
+def doubled(record: StepRecord) -> StepRecord:
+    """A step with all that it exchanges once more behind it, as a closure that is called twice."""
+    again = record.duration
+    orders = sum(span.phase == "exchange" for span in record.spans)
+    return replace(
+        record,
+        duration=2 * again,
+        phases=[
+            *record.phases,
+            *(
+                replace(each, begin=each.begin + again, end=each.end + again)
+                for each in record.phases
+            ),
+        ],
+        buckets=[
+            *record.buckets,
+            *(
+                replace(each, ready=each.ready + again, done=each.done + again)
+                for each in record.buckets
+            ),
+        ],
+        spans=[
+            *record.spans,
+            *(
+                replace(
+                    each,
+                    begin=each.begin + again,
+                    end=each.end + again,
+                    order=each.order + orders if each.phase == "exchange" else -1,
+                )
+                for each in record.spans
+            ),
+        ],
+    )
+
+
+def twice(run: Run) -> Run:
+    for rank in run.ranks:
+        steps = run.ranks[rank].steps
+        apart = [
+            replace(doubled(each), begin=each.begin + number * each.duration)
+            for number, each in enumerate(steps.values())
+        ]
+        run = replaced(run, rank, steps={each.step: each for each in apart})
+    return run

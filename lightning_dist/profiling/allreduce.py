@@ -46,7 +46,9 @@ class WatchedAllReduce:
         # DDP multiplies as it fills the bucket; here that is a pass of its own.
         gradients.mul_(1.0 / world)
         recorder.is_for(index)
-        see = recorder.launches("all_reduce", group="flat", sent=sent)
+        intra, inter = (0, sent) if self.crosses else (sent, 0)
+        times = BucketTimes(index, 0, 0, sent, intra, inter, "ddp")
+        see = recorder.launches("all_reduce", group="flat", sent=sent, mean=times)
         launched = time.monotonic_ns()
         # As dist.all_reduce does, without making options and looking at arguments every time.
         work = self.group.allreduce([gradients], self._options)
@@ -57,9 +59,6 @@ class WatchedAllReduce:
         recorder.spent += launched - entered + time.monotonic_ns() - returned
         if see is not None:
             see(work)
-            intra, inter = (0, sent) if self.crosses else (sent, 0)
-            times = BucketTimes(index, 0, 0, sent, intra, inter, "ddp")
-            recorder.note_when_ended(work, times, group="flat")
         return mean
 
 

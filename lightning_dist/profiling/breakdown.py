@@ -95,6 +95,10 @@ def timeline(run: Run, step: int, label: str) -> Timeline:
         spans={
             rank: _placed(records[rank], exchanges.get(rank, ()), at) for rank, at in shifts.items()
         },
+        exposed={
+            rank: [(begin + at, end + at) for begin, end in exposed_in(records[rank])]
+            for rank, at in shifts.items()
+        },
     )
 
 

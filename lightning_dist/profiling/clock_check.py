@@ -37,8 +37,8 @@ class ClockCheck:
         self._exchanges += len(step.exchanges)
         self._moved += sum(each.transfer[1] - each.transfer[0] for each in step.exchanges)
 
-    def notes(self, run: Run) -> list[str]:
-        """What the user should know before trusting waiting and transfer."""
+    def notes(self, run: Run, steps: Sequence[int]) -> list[str]:
+        """What the user should know before trusting waiting and transfer of these steps."""
         notes = []
         if strangers := uncompared(run):
             ranks = ", ".join(map(str, strangers))
@@ -54,7 +54,7 @@ class ClockCheck:
                 f"clocks and {by_durations / self._steps / 1e6:.1f} ms by durations: clocks may be "
                 "wrong, trust the latter"
             )
-        uncertainty = max(map(uncertainty_of, run.ranks.values()), key=lambda each: each or 0)
+        uncertainty = max(uncertainty_of(each, steps) or 0 for each in run.ranks.values())
         if uncertainty and self._exchanges:
             moved = self._moved / self._exchanges
             if uncertainty > _SHARE * moved:
@@ -65,10 +65,21 @@ class ClockCheck:
         return notes
 
 
-def uncertainty_of(rank: RankRun) -> int | None:
-    """Of its clock against rank 0's at the worst reading, in nanoseconds; None: never compared."""
-    readings: Sequence[int] = [each.uncertainty for each in rank.clocks]
-    return max(readings, default=None)
+def uncertainty_of(rank: RankRun, steps: Sequence[int]) -> int | None:
+    """Nanoseconds of its clock at the worst of these steps; None: never compared."""
+    if not rank.clocks:
+        return None
+    at_steps = (rank.uncertainty(rank.head(step).begin) for step in steps if step in rank.steps)
+    return max((each or 0 for each in at_steps), default=rank.clocks[0].uncertainty)
+
+
+def mean_uncertainty(run: Run, steps: Sequence[int]) -> int:
+    """The mean over these steps of the rank whose clock is the least certain, in nanoseconds."""
+    worst = [
+        max((uncertainty_of(each, [step]) or 0 for each in run.ranks.values()), default=0)
+        for step in steps
+    ]
+    return round(sum(worst) / max(len(worst), 1))
 
 
 def _by_duration(exchange: Exchange) -> Interval:

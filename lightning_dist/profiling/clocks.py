@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.profiling.drift import uncertainty_at
 from lightning_dist.profiling.machine import this_machine
 from lightning_dist.profiling.peer import receive, send
 from lightning_dist.profiling.records import ClockRecord
@@ -23,9 +24,6 @@ _FAN_OUT = 16
 
 _PATIENCE = 250_000_000
 """Nanoseconds after which a host asks no more: a busy link takes its time for every answer."""
-
-_DRIFT = 10_000
-"""Two clocks part by less than one nanosecond in so many: crystals by one in 20,000."""
 
 
 def read_offset(
@@ -107,8 +105,7 @@ def _answer(
     while not question.item():
         receive(question, source=asker, group=group)
         now = clock()
-        drift = (now - own.at) // _DRIFT if own.uncertainty else 0  # from itself nobody drifts
-        answer[0], answer[1] = now + own.offset, own.uncertainty + drift
+        answer[0], answer[1] = now + own.offset, uncertainty_at([own], now) or 0
         send(answer, to=asker, group=group)
 
 

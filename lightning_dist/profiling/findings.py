@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from lightning_dist.profiling.totals import (
     Reach,
     add_buckets,
     mean,
+    moving_of_hosts,
     slowest,
 )
 
@@ -34,6 +36,7 @@ class Findings:
         exposed_waits: what of them is exposed.
         series: of the steps that were looked at.
         phases: nanoseconds of each, by rank, in every step that was looked at.
+        moving_of_hosts: nanoseconds in which any rank of a host exchanged with other hosts.
     """
 
     ranks: dict[int, RankTotals]
@@ -46,6 +49,7 @@ class Findings:
         default_factory=lambda: Series([], [], {name: [] for name in PARTS}, {}, [])
     )
     phases: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    moving_of_hosts: Counter[str] = field(default_factory=Counter)
 
     @property
     def steps(self) -> int:
@@ -100,6 +104,7 @@ def look(run: Run, chosen: Sample) -> Findings:
     wait_ms: dict[int, list[float]] = {rank: [] for rank in chosen.ranks}
     for step in chosen.detailed:
         of_ranks = analyse(run, step)
+        found.moving_of_hosts.update(moving_of_hosts(run, of_ranks, reach))
         for each in of_ranks:
             found.ranks[each.parts.rank].add(each, reach[each.parts.rank])
             found.clocks.add(each, of_one_clock=of_one_clock[each.parts.rank])

@@ -9,13 +9,13 @@ import gc
 import os
 import re
 import tempfile
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from lightning_dist.profiling.drift import offset_at, uncertainty_at
 from lightning_dist.profiling.lines import from_line, to_line
 from lightning_dist.profiling.records import (
     SCHEMA,
@@ -91,18 +91,12 @@ class RankRun:
         return self.steps.head(step) if isinstance(self.steps, StepLines) else self.steps[step]
 
     def offset(self, at: int) -> int:
-        """Nanoseconds to add to this rank's clock at ``at`` to have rank 0's.
+        """Nanoseconds to add to this rank's clock at ``at`` to have rank 0's."""
+        return offset_at(self.clocks, at)
 
-        Between two readings of the clocks it drifts evenly; outside of them it stays.
-        """
-        if not self.clocks:
-            return 0
-        after = bisect_right(self.clocks, at, key=lambda reading: reading.at)
-        if after in (0, len(self.clocks)):
-            return self.clocks[max(after - 1, 0)].offset
-        left, right = self.clocks[after - 1], self.clocks[after]
-        part = (at - left.at) / max(right.at - left.at, 1)
-        return round(left.offset + part * (right.offset - left.offset))
+    def uncertainty(self, at: int) -> int | None:
+        """By how many nanoseconds that may be off; None: the clocks were never compared."""
+        return uncertainty_at(self.clocks, at)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from lightning_dist.profiling.whatif.setting import GLOO_AT_ONCE
 from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
 
 Ended = Callable[[Moment], None]
+_Given: TypeAlias = tuple[dist.Work, Ended]
 
 
 class Lookout(Protocol):
@@ -69,8 +72,20 @@ class StreamLookout:
         pass
 
 
+@dataclass
+class _Group:
+    """What a group has under way, and how many threads wait for it."""
+
+    given: queue.SimpleQueue[_Given | None] = field(default_factory=queue.SimpleQueue)
+    unseen: int = 0
+    threads: int = 0
+
+
 class ThreadLookout:
-    """Waits for collectives in a thread, one after the other in the order in which they are given.
+    """Waits for collectives in threads, of each group in as many as it has under way at once.
+
+    gloo begins those of a group in their order, and so do its threads here wait for them: always
+    for just those that are under way, of which any may be the first to end.
 
     A callback would run in the thread of gloo that has done the work: waiting there for the
     interpreter holds up every collective behind it.
@@ -78,36 +93,37 @@ class ThreadLookout:
 
     def __init__(self, now: Callable[[], Moment]) -> None:
         self._now = now
-        self._queue: queue.SimpleQueue[tuple[dist.Work, Ended] | threading.Event | None]
-        self._queue = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._given = self._seen = 0
+        self._groups: dict[str, _Group] = {}
+        self._changed = threading.Condition()
+        self._unseen = 0
         self.spent = 0
 
     def see(self, work: dist.Work, ended: Ended, *, group: str) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="comm-lookout", daemon=True)
-            self._thread.start()
-        self._given += 1
-        self._queue.put((work, ended))
+        with self._changed:
+            of = self._groups.setdefault(group, _Group())
+            self._unseen += 1
+            of.unseen += 1
+            is_short = of.threads < min(of.unseen, GLOO_AT_ONCE)
+            of.threads += is_short
+        of.given.put((work, ended))
+        if is_short:
+            name = f"comm-lookout {group}"
+            threading.Thread(target=self._loop, args=(of,), name=name, daemon=True).start()
 
     def catch_up(self, seconds: float) -> bool:
-        if self._seen == self._given:
-            return True
-        mark = threading.Event()
-        self._queue.put(mark)
-        return mark.wait(seconds)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unseen, seconds)
 
     def close(self) -> None:
-        # Of a collective that never ends the thread waits on, and holds up nobody.
-        self._queue.put(None)
-        self._thread = None
+        # Of a collective that never ends a thread waits on, and holds up nobody.
+        groups, self._groups = self._groups, {}
+        for of in groups.values():
+            for _ in range(of.threads):
+                of.given.put(None)
 
-    def _loop(self) -> None:
-        while (given := self._queue.get()) is not None:
-            if isinstance(given, threading.Event):
-                given.set()
-                continue
+    def _loop(self, of: _Group) -> None:
+        before = 0
+        while (given := of.given.get()) is not None:
             work, ended = given
             try:
                 work.wait()
@@ -115,6 +131,12 @@ class ThreadLookout:
                 pass
             else:
                 ended(self._now())
-            self.spent = time.thread_time_ns()
-            self._seen += 1  # last: whoever has caught up reads the rest
             del work, ended, given  # or what was sent lives on until the next one
+            after = time.thread_time_ns()
+            with self._changed:  # last: whoever has caught up reads the rest
+                self.spent += after - before
+                of.unseen -= 1
+                self._unseen -= 1
+                if not self._unseen:
+                    self._changed.notify_all()
+            before = after

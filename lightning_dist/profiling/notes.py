@@ -108,7 +108,8 @@ def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
     if not found.steps:
         return []
     doubts = [found.unknown_wait] if found.unknown_wait else []
-    return [*doubts, *_others_differ(chosen, found.duration_ms), *found.clocks.notes(run)]
+    clocks = found.clocks.notes(run, chosen.detailed)
+    return [*doubts, *_others_differ(chosen, found.duration_ms), *clocks]
 
 
 def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_dist.profiling.intervals import Intervals
 from lightning_dist.profiling.whatif.answer import WhatIf
 
 SCHEMA = 1
@@ -95,6 +96,7 @@ class Timeline:
         phases: by rank: ``(name, begin, end)``.
         buckets: by rank: ``(index, ready, done)``.
         spans: by rank, in the order in which they began.
+        exposed: by rank: when communication was exposed, once for each backward pass.
     """
 
     step: int
@@ -102,6 +104,7 @@ class Timeline:
     phases: Mapping[int, Sequence[tuple[str, int, int]]]
     buckets: Mapping[int, Sequence[tuple[int, int, int]]]
     spans: Mapping[int, Sequence[Placed]]
+    exposed: Mapping[int, Intervals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class RankSummary:
         step_ms: of the steps that the parts are of.
         wait_ms: it waited for others, per step, hidden or not.
         caused_ms: others waited for it, per step, added up over them.
-        clock_uncertainty_ms: of its clock against rank 0's; None: never compared.
+        clock_uncertainty_ms: of its clock, at the worst step; None: never compared.
         intra_gbps, inter_gbps: what it sent over the time something was under way.
         phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
             ``Summary.parts_ms``; empty: not recorded.

@@ -42,7 +42,9 @@ class PendingStep:
         """Its times; only when it is past. ``in_detail``: with phases."""
         begin, duration, phases = self.cut.read(moments)
         buckets, spans = (
-            ((), ()) if self.taken is None else self.taken.read(moments, since=self.cut.begin)
+            ((), ())
+            if self.taken is None
+            else self.taken.read(moments, since=self.cut.begin, begin=begin)
         )
         return StepRecord(
             self.step,

@@ -91,16 +91,22 @@ class Recorder(Observer):
         return over
 
     @override
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
+    def launches(
+        self, op: str, *, group: str, sent: int, mean: BucketTimes | None = None
+    ) -> Callable[[dist.Work], None] | None:
+        """The same as of any observer; ``mean``: of a bucket that is there when it has ended."""
         order = self._orders[group]
         self._orders[group] = order + 1
         if not self.is_on:
             return None
         bucket, begin = self._bucket, self._now()
-        spans = self._spans  # of this step, also where it is over before this has ended
+        # Of this step, also where it is over before this has ended.
+        spans, buckets = self._spans, self._buckets
 
         def ended(end: Moment) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
+            if mean is not None:
+                buckets.append((end, mean))
 
         return lambda work: self._lookout.see(work, ended, group=group)
 
@@ -123,11 +129,6 @@ class Recorder(Observer):
     def note(self, done: Moment, bucket: BucketTimes) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
         self._buckets.append((done, bucket))
-
-    def note_when_ended(self, work: dist.Work, bucket: BucketTimes, *, group: str) -> None:
-        """The mean of a bucket is there when ``work``, of ``group``, has ended."""
-        buckets = self._buckets
-        self._lookout.see(work, lambda end: buckets.append((end, bucket)), group=group)
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""

@@ -118,6 +118,8 @@ class Span:
 class StepRecord:
     """One optimizer step. It begins where the one before it has ended.
 
+    It begins later by as long as evaluations took in between, also by those that interrupted it.
+
     Args:
         step: number of the step, equal on all ranks.
         begin: on this rank's clock.

@@ -170,7 +170,8 @@ class Session:
         until = self._clock() + patience * 1e9
         because = ""
         try:
-            self.set_apart()
+            if (cut := self._timer.end()) is not None:
+                self._close(cut)
             while self._over and self._clock() < until:
                 time.sleep(0.001)
                 self._write_what_is_past()

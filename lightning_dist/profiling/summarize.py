@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_dist.profiling.breakdown import timeline
-from lightning_dist.profiling.clock_check import uncertainty_of
+from lightning_dist.profiling.clock_check import mean_uncertainty, uncertainty_of
 from lightning_dist.profiling.findings import Findings, look
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import headline
@@ -77,7 +77,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         reasons["errors"] = _why_no_errors(run, chosen)
     if not any(each.links for each in run.ranks.values()):
         reasons["links"] = "no link was measured"
-    traffic = traffic_of(run, found.ranks, reasons)
+    traffic = traffic_of(run, found.ranks, reasons, moving_of_hosts=found.moving_of_hosts)
     uneven = uneven_phases(found)
     straggler = _straggler(run, found, uneven, reasons)
     overhead = _overhead(chosen)
@@ -210,7 +210,7 @@ def _ranks(
     for rank, of_rank in chosen.ranks.items():
         totals = found.ranks[rank]
         steps = max(totals.steps, 1) * MS
-        uncertainty = uncertainty_of(of_rank)
+        uncertainty = uncertainty_of(of_rank, steps_of_parts)
         caused = sum(each.waited_for[rank] for each in found.ranks.values())
         summaries.append(
             RankSummary(
@@ -262,7 +262,7 @@ def _waits_elsewhere(found: Findings, rank: int, uneven: Sequence[Uneven]) -> bo
 
 
 def _why_not_last(run: Run, found: Findings, waits: Waits, rank: int) -> str:
-    uncertainty = max((uncertainty_of(each) or 0 for each in run.ranks.values()), default=0)
+    uncertainty = mean_uncertainty(run, found.series.steps)
     return waits.why_not(rank, uncertainty=uncertainty, waiters=max(len(found.ranks) - 1, 1))
 
 

@@ -34,10 +34,16 @@ class Taken:
         yield from (row[3] for row in self.spans)
 
     def read(
-        self, moments: Moments, *, since: Moment
+        self, moments: Moments, *, since: Moment, begin: int | None = None
     ) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
-        """The same in nanoseconds from ``since`` on, when the step began; all of it is past."""
-        (begin,) = moments.read([since], since=since)
+        """The same in nanoseconds from ``begin`` on; all of it is past.
+
+        Args:
+            since: the first moment of the step.
+            begin: None: when that was.
+        """
+        if begin is None:
+            (begin,) = moments.read([since], since=since)
         readies = moments.read([moment for _, moment in self.ready], since=since)
         dones = moments.read([moment for moment, _ in self.done], since=since)
         begins = moments.read([row[2] for row in self.spans], since=since)

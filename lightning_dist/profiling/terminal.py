@@ -119,7 +119,6 @@ def _print_ranks(summary: Summary, console: Console) -> None:
     for column in ("rank", "host", "step", "exposed", "waits", "others wait", "clock"):
         table.add_column(column, justify="left" if column == "host" else "right", no_wrap=True)
     for each in shown:
-        clock = each.clock_uncertainty_ms
         table.add_row(
             Text(str(each.rank), style="red" if each.rank == summary.straggler else ""),
             Text(each.host),
@@ -127,12 +126,19 @@ def _print_ranks(summary: Summary, console: Console) -> None:
             milliseconds(each.exposed_ms),
             milliseconds(each.wait_ms),
             milliseconds(each.caused_ms),
-            "" if clock is None else f"± {milliseconds(clock)}" if clock else "the same",
+            _clock(each.clock_uncertainty_ms),
         )
     console.print(table)
     console.print(Text("waits, others wait: hidden or not; the part wait is what is exposed of it"))
     if phases:
         _print_phases(shown, phases, console)
+
+
+def _clock(uncertainty: float | None) -> str:
+    """With two digits: more would be noise."""
+    if uncertainty is None:
+        return ""
+    return f"± {milliseconds(float(f'{uncertainty:.2g}'))}" if uncertainty else "the same"
 
 
 def _print_phases(ranks: Sequence[RankSummary], phases: Sequence[str], console: Console) -> None:

@@ -21,23 +21,35 @@ class Cut:
 
     Args:
         phases: names, with begin and end; some of them may have taken no time.
+        left_out: begin and end of what lies between phases and is not of the step, as a validation
+            between the micro-batches of an accumulation.
     """
 
     begin: Moment
     end: Moment
     phases: Sequence[tuple[str, Moment, Moment]]
+    left_out: Sequence[tuple[Moment, Moment]] = ()
 
     def read(self, moments: Moments) -> tuple[int, int, tuple[Phase, ...]]:
         """When it began, how long it took, and its phases from its begin on, in nanoseconds.
 
-        Only when ``end`` is past.
+        What is before a part that is left out is moved to the end of that part: exchanges, which
+        come last, stay where they were. Only when ``end`` is past.
         """
         names = [name for name, _, _ in self.phases]
         begin, end = moments.read([self.begin, self.end], since=self.begin)
         begins = moments.read([begin for _, begin, _ in self.phases], since=self.begin)
         ends = moments.read([end for _, _, end in self.phases], since=self.begin)
+        sinces = moments.read([since for since, _ in self.left_out], since=self.begin)
+        untils = moments.read([until for _, until in self.left_out], since=self.begin)
+        left_out = list(zip(sinces, untils, strict=True))
+
+        def moved(time: int) -> int:
+            return time + sum(until - since for since, until in left_out if time <= since)
+
+        begin = moved(begin)
         phases = tuple(
-            Phase(name, at - begin, until - begin)
+            Phase(name, moved(at) - begin, moved(until) - begin)
             for name, at, until in zip(names, begins, ends, strict=True)
             if at < until
         )
@@ -54,6 +66,8 @@ class StepTimer:
     def __init__(self, begin: Moment) -> None:
         self._begin = begin
         self._spans: list[tuple[str, Moment, Moment]] = []
+        self._left_out: list[tuple[Moment, Moment]] = []
+        self._apart: Moment | None = None  # until then an evaluation was, of a step or of none
         self._phase, self._since = "data", begin
         self._synchronised: Moment | None = None
         self._stepped: Moment | None = None
@@ -72,7 +86,9 @@ class StepTimer:
         """
         is_asked_again = self._is_optimizing and self._passes > 0
         self._passes += 1
-        cut = self._cut() if self.has_means and not is_asked_again else None
+        cut = None
+        if not is_asked_again:
+            cut = self.end() if self._apart is None else self._leave_out(self._apart)
         self._enter("forward", now)
         return cut
 
@@ -92,6 +108,7 @@ class StepTimer:
         A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
         """
         self._is_optimizing, self._passes = True, 0
+        self._apart = None
         if exchanged and self._phase == "forward":
             self._phase = "backward"
             self.backward_ended(now, synchronised=True)
@@ -116,22 +133,41 @@ class StepTimer:
             self._stepped = now
 
     def restart(self, now: Moment) -> Cut | None:
-        """What was since the last step is not of the training; the step that is over, if any."""
-        cut = self._cut() if self._synchronised is not None else None
-        self._begin = self._since = now
-        self._phase = "data"
-        self._spans = []
+        """What was since the last event is not of the training; the step that is over, if any.
+
+        Where a pass or a step of an optimizer is to come it may be of the step, as a target that
+        the model computes without gradients: then the next event tells.
+        """
+        if self._phase != "data" and self._stepped is None:
+            self._apart = now
+            return None
+        return self._leave_out(now)
+
+    def end(self) -> Cut | None:
+        """The step that is over, if any."""
+        return self._cut() if self.has_means else None
+
+    def _leave_out(self, until: Moment) -> Cut | None:
+        cut = self.end()
+        since = self._since
+        if self._left_out and self._left_out[-1][1] == since:
+            since, _ = self._left_out.pop()  # another batch of one validation
+        if self._spans:
+            self._left_out.append((since, until))
+        else:
+            self._begin = until
+        self._phase, self._since, self._apart = "data", until, None
         return cut
 
     def _enter(self, phase: str, now: Moment) -> None:
         self._spans.append((self._phase, self._since, now))
-        self._phase, self._since = phase, now
+        self._phase, self._since, self._apart = phase, now, None
 
     def _cut(self) -> Cut:
         assert self._synchronised is not None
         end = self._synchronised if self._stepped is None else self._stepped
         self._enter("data", end)
-        cut = Cut(self._begin, end, self._spans)
-        self._begin, self._spans = end, []
+        cut = Cut(self._begin, end, self._spans, self._left_out)
+        self._begin, self._spans, self._left_out = end, [], []
         self._synchronised = self._stepped = None
         return cut

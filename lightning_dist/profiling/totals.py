@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_dist.profiling.breakdown import Analysed
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.intervals import Interval, length, union
+from lightning_dist.profiling.intervals import Interval, Intervals, length, union
 from lightning_dist.profiling.parts import BucketSummary, StepParts
 from lightning_dist.profiling.passes import passes_of
 from lightning_dist.profiling.records import BucketTimes, RankRecord
@@ -60,19 +60,12 @@ class RankTotals:
         self.parts.update(parts.parts)
         self.waited_for.update(parts.waited_for)
         self.moving += length(step.moving)
-        self.intra_moving += self._moving(step, reach.intra)
-        self.inter_moving += self._moving(step, reach.inter)
+        self.intra_moving += length(_moving_in(step, reach.intra))
+        self.inter_moving += length(_moving_in(step, reach.inter))
         for bucket in step.record.buckets:
             self.raw += bucket.raw
             self.intra += bucket.intra
             self.inter += bucket.inter
-
-    @staticmethod
-    def _moving(step: Analysed, groups: frozenset[str]) -> int:
-        chosen = [each for each in step.exchanges if each.span.group in groups]
-        if len(chosen) == len(step.exchanges):
-            return length(step.moving)
-        return length(union(each.moving for each in chosen))
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,27 @@ class Reach:
                 if host != about.host:
                     inter.add(name)
         return cls(frozenset(intra), frozenset(inter))
+
+
+def moving_of_hosts(run: Run, step: Iterable[Analysed], reach: Mapping[int, Reach]) -> Counter[str]:
+    """Nanoseconds of a step in which any rank of a host exchanged with other hosts, by host.
+
+    Ranks of one host may send at the same time or one after the other: the clock tells.
+    """
+    found: dict[str, list[Interval]] = {}
+    for each in step:
+        rank, begin = each.parts.rank, each.parts.begin
+        found.setdefault(run.ranks[rank].about.host, []).extend(
+            (begin + since, begin + until) for since, until in _moving_in(each, reach[rank].inter)
+        )
+    return Counter({host: length(union(intervals)) for host, intervals in found.items()})
+
+
+def _moving_in(step: Analysed, groups: frozenset[str]) -> Intervals:
+    chosen = [each for each in step.exchanges if each.span.group in groups]
+    if len(chosen) == len(step.exchanges):
+        return step.moving
+    return union(each.moving for each in chosen)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -39,24 +40,28 @@ class LinkUse:
     moving: int
 
 
-def link_uses(run: Run, totals: Mapping[int, RankTotals]) -> list[LinkUse]:
+def link_uses(
+    run: Run, totals: Mapping[int, RankTotals], moving: Mapping[str, int]
+) -> list[LinkUse]:
     """Of every host to others, or where nothing goes to other hosts, of every rank.
 
-    Ranks of one host share its link: their bytes add up, their times lie beside each other.
+    Args:
+        moving: of every host, as in :func:`~lightning_dist.profiling.totals.moving_of_hosts`.
     """
     if not any(each.inter for each in totals.values()):
         return [LinkUse(each.intra, each.intra_moving) for each in totals.values()]
-    of_hosts: dict[str, list[RankTotals]] = {}
+    sent: Counter[str] = Counter()
     for rank, each in totals.items():
-        of_hosts.setdefault(run.ranks[rank].about.host, []).append(each)
-    return [
-        LinkUse(sum(each.inter for each in here), max(each.inter_moving for each in here))
-        for here in of_hosts.values()
-    ]
+        sent[run.ranks[rank].about.host] += each.inter
+    return [LinkUse(nbytes, moving[host]) for host, nbytes in sent.items()]
 
 
 def traffic_of(
-    run: Run, totals: Mapping[int, RankTotals], reasons: dict[str, str]
+    run: Run,
+    totals: Mapping[int, RankTotals],
+    reasons: dict[str, str],
+    *,
+    moving_of_hosts: Mapping[str, int],
 ) -> Traffic | None:
     """Bytes per step and rank, and rates. What is None has its reason added to ``reasons``."""
     of_ranks = totals.values()
@@ -79,7 +84,7 @@ def traffic_of(
     if why_no_rate:
         for name in ("wire_gbps", "effective_gbps"):
             reasons[f"traffic.{name}"] = why_no_rate
-    uses = link_uses(run, totals)
+    uses = link_uses(run, totals, moving_of_hosts)
     peak = _peak(run)
     if peak is None:
         reasons["traffic.peak_gbps"] = "no link was measured"

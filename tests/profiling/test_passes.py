@@ -6,63 +6,14 @@ from dataclasses import replace
 
 import pytest
 from identities import check_identities
-from planted import MS, Planted, replaced
+from planted import MS, Planted, doubled, replaced, twice
 
 from lightning_dist.profiling.breakdown import analyse, exposed_in
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.passes import passes_of
-from lightning_dist.profiling.records import StepRecord
 from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.totals import BucketTotals, add_buckets
 from lightning_dist.profiling.whatif.observe import observe
-
-
-def doubled(record: StepRecord) -> StepRecord:
-    """A step with all that it exchanges once more behind it, as a closure that is called twice."""
-    again = record.duration
-    orders = sum(span.phase == "exchange" for span in record.spans)
-    return replace(
-        record,
-        duration=2 * again,
-        phases=[
-            *record.phases,
-            *(
-                replace(each, begin=each.begin + again, end=each.end + again)
-                for each in record.phases
-            ),
-        ],
-        buckets=[
-            *record.buckets,
-            *(
-                replace(each, ready=each.ready + again, done=each.done + again)
-                for each in record.buckets
-            ),
-        ],
-        spans=[
-            *record.spans,
-            *(
-                replace(
-                    each,
-                    begin=each.begin + again,
-                    end=each.end + again,
-                    order=each.order + orders if each.phase == "exchange" else -1,
-                )
-                for each in record.spans
-            ),
-        ],
-    )
-
-
-def twice(run: Run) -> Run:
-    for rank in run.ranks:
-        steps = run.ranks[rank].steps
-        apart = [
-            replace(doubled(each), begin=each.begin + number * each.duration)
-            for number, each in enumerate(steps.values())
-        ]
-        run = replaced(run, rank, steps={each.step: each for each in apart})
-    return run
-
 
 ONCE = Planted(steps=6).run()
 TWICE = twice(ONCE)

@@ -56,13 +56,22 @@ def launch(taking: Recorder, op: str, group: str, work: Work) -> None:
 
 
 def test_collectives_are_numbered_on_each_group() -> None:
-    taking = recorder()
+    ticks, ticked = count(1000), threading.Semaphore(0)
+
+    def clock() -> int:
+        ticked.release()
+        return next(ticks)
+
+    taking = Recorder(clock)
     taking.is_for(2)
     works = [Work() for _ in range(3)]
     for group, work in zip(("intra", "inter", "intra"), works, strict=True):
         launch(taking, "all_to_all", group, work)
+    for _ in works:
+        assert ticked.acquire(timeout=30)  # of the launch
     for work in works:
         work.end()
+        assert ticked.acquire(timeout=30)  # each group has threads of its own
     _, spans = taken(taking, 1000)
     assert spans == (
         Span("exchange", 2, 0, 3, "all_to_all", "intra", 10, 0),
@@ -95,10 +104,12 @@ def test_one_that_ends_after_its_step_is_in_no_other() -> None:
 def test_the_mean_of_a_bucket_is_there_when_its_collective_has_ended() -> None:
     taking = recorder()
     taking.ready(4)  # 1000
-    launch(taking, "all_reduce", "flat", work := Work().end())  # 1001; seen at 1002
-    taking.note_when_ended(work, BucketTimes(4, 0, 0, 8, 0, 8, "ddp"), group="flat")
+    mean = BucketTimes(4, 0, 0, 8, 0, 8, "ddp")
+    see = taking.launches("all_reduce", group="flat", sent=10, mean=mean)  # 1001
+    assert see is not None
+    see(Work().end())  # seen at 1002
     ((bucket,), (span,)) = taken(taking, 1000)
-    assert bucket == BucketTimes(4, 0, 3, 8, 0, 8, "ddp")
+    assert bucket == BucketTimes(4, 0, 2, 8, 0, 8, "ddp")
     assert span.end == 2
 
 

@@ -62,15 +62,14 @@ class Training:
             gpu.work(OF_BUCKET)
             recorder.ready(bucket)
             recorder.is_for(bucket)
-            see = recorder.launches("all_reduce", group="flat", sent=8)
+            times = BucketTimes(bucket, 0, 0, 8, 0, 8, "ddp")
+            see = recorder.launches("all_reduce", group="flat", sent=8, mean=times)
             until = max(link, gpu.main.until) + EXCHANGE * MS
             work = cast(dist.Work, Collective(gpu, (until - gpu.main.until) / MS, held_up=held_up))
             link = until
             works.append(work)
             if see is not None:
                 see(work)
-                times = BucketTimes(bucket, 0, 0, 8, 0, 8, "ddp")
-                recorder.note_when_ended(work, times, group="flat")
         for work in works:
             work.wait()
         session.backward_ended(synchronised=True)

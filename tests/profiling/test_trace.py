@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import Planted
+from planted import Planted, twice
 from trace_rules import Event, events_of, problems
 
 from lightning_dist.profiling.breakdown import parts_of, timeline
@@ -41,6 +41,7 @@ def step(
         phases={rank: [("forward", 0, 20 * MS), ("backward", 20 * MS, 120 * MS)] for rank in spans},
         buckets={rank: [(0, 40 * MS, 120 * MS)] for rank in spans},
         spans=spans,
+        exposed={rank: [(40 * MS, 120 * MS)] for rank in spans},
     )
 
 
@@ -241,6 +242,17 @@ def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
     assert len(of(events, ph="f")) == len(waits)
 
 
+def test_every_backward_pass_of_a_step_has_its_exposed_part(drawn: Any) -> None:
+    run = twice(Planted(late={1: 50}, shift={1: 700}, steps=3).run())
+    events = drawn(timeline(run, 1, "median step"))
+    for each in parts_of(run, 1):
+        shown = of(events, name="exposed communication", rank=each.rank)
+        assert len(shown) == 2
+        assert sum(event["dur"] for event in shown) * 1000 == each.exposed
+        backward = of(events, name="backward", rank=each.rank)
+        assert sum(event["dur"] for event in backward) * 1000 == each.parts["backward"]
+
+
 def test_no_steps_are_a_trace_too(drawn: Any) -> None:
     assert of(drawn(about={0: "host-a"}), ph="X") == []
 
@@ -276,6 +288,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
             ]
             for rank in ranks
         },
+        exposed={rank: union([draw(st.tuples(TIMES, TIMES))]) for rank in ranks},
     )
 
 

@@ -94,7 +94,8 @@ def _bounds(timeline: Timeline) -> tuple[int, int]:
     phases = [times for each in timeline.phases.values() for _, *times in each]
     ready = [[ready] for each in timeline.buckets.values() for _, ready, _ in each]
     spans = [[span.begin, span.end] for each in timeline.spans.values() for span in each]
-    times = [time for each in (*phases, *ready, *spans) for time in each]
+    exposed = [times for each in timeline.exposed.values() for times in each]
+    times = [time for each in (*phases, *ready, *spans, *exposed) for time in each]
     return min(times, default=0), max(times, default=0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from lightning_dist.profiling.intervals import Intervals, difference
 from lightning_dist.profiling.parts import Placed, Timeline
 from lightning_dist.profiling.report.trace_exchanges import (
     Collective,
@@ -18,7 +19,7 @@ from lightning_dist.profiling.report.trace_exchanges import (
 Event: TypeAlias = dict[str, Any]
 
 EXPOSED = "exposed communication"
-"""From the last gradient to the mean of all."""
+"""From the last gradient to the mean of all, in every backward pass."""
 
 TRACKS = ("step", "phases", "codec", "exchange")
 """Kinds of slices of a rank, in the order in which they are drawn."""
@@ -81,7 +82,7 @@ def slices_of(timeline: Timeline, clock: Clock) -> Iterator[Slice]:
 
 def _phases(timeline: Timeline, clock: Clock) -> Iterator[Slice]:
     for rank, phases in timeline.phases.items():
-        for phase, begin, end in _split(phases, timeline.buckets.get(rank, ())):
+        for phase, begin, end in _split(phases, timeline.exposed.get(rank, ())):
             yield Slice(rank, "phases", phase, clock(begin), clock(end))
         ready = [(index, clock(time)) for index, time, _ in timeline.buckets.get(rank, ())]
         times = [clock(time) for _, *both in phases for time in both] + [at for _, at in ready]
@@ -100,19 +101,15 @@ def _phases(timeline: Timeline, clock: Clock) -> Iterator[Slice]:
 
 
 def _split(
-    phases: Sequence[tuple[str, int, int]], buckets: Sequence[tuple[int, int, int]]
+    phases: Sequence[tuple[str, int, int]], exposed: Intervals
 ) -> Iterator[tuple[str, int, int]]:
-    """The backward pass ends when the means are there: what is exposed is a phase of its own."""
-    ready = max((ready for _, ready, _ in buckets), default=0)
-    done = max((done for *_, done in buckets), default=0)
+    """A backward pass ends when the means are there: what is exposed is a phase of its own."""
     for name, begin, end in phases:
-        if name != "backward" or not (begin < done and ready < min(done, end)):
-            yield name, begin, end
-            continue
-        since, until = max(begin, ready), min(done, end)
-        for each in ((name, begin, since), (EXPOSED, since, until), (name, until, end)):
-            if each[1] < each[2]:
-                yield each
+        whole = [(begin, end)]
+        for each in difference(whole, exposed) if name == "backward" else whole:
+            yield name, *each
+    for each in exposed:
+        yield EXPOSED, *each
 
 
 def _exchange(collective: Collective, clock: Clock, name: str) -> Iterator[Slice]:

@@ -11,7 +11,7 @@ from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.intervals import length, union
 from lightning_dist.profiling.passes import passes_of
 from lightning_dist.profiling.sample import sample
-from lightning_dist.profiling.totals import RankTotals, Reach, mean
+from lightning_dist.profiling.totals import RankTotals, Reach, mean, moving_of_hosts
 from lightning_dist.profiling.traffic import link_uses
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, Link, Setting
@@ -194,7 +194,7 @@ def _link(
         totals = {each.parts.rank: RankTotals() for each in ranks}
         for each in ranks:
             totals[each.parts.rank].add(each, reach[each.parts.rank])
-        uses = link_uses(run, totals)
+        uses = link_uses(run, totals, moving_of_hosts(run, ranks, reach))
         sents.append(max(use.sent for use in uses))
         rates += [use.sent / use.moving for use in uses if use.sent and use.moving]
     if not rates:

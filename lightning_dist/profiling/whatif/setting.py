@@ -14,6 +14,9 @@ FORMS = (FLAT, SHARDED, LEADER)
 PAYLOAD = 1448 / 1514
 """Of a link's rate, what TCP leaves to its payload with frames of 1,514 bytes."""
 
+GLOO_AT_ONCE = 2
+"""Collectives of a group that gloo has under way at once: it has so many threads. Others queue."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -53,7 +56,7 @@ class Setting:
         counts: ranks of every host.
         link: between hosts; inside the host where there is only one.
         inside: inside a host; None: not known.
-        at_once: collectives of a group that travel at once: gloo has two threads, NCCL one stream.
+        at_once: collectives of a group that travel at once: of NCCL, which has one stream, 1.
     """
 
     codec: str
@@ -61,7 +64,7 @@ class Setting:
     counts: Sequence[int]
     link: Link
     inside: Link | None = None
-    at_once: int = 2
+    at_once: int = GLOO_AT_ONCE
 
     @property
     def hosts(self) -> int:
