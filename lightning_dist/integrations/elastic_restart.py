@@ -112,6 +112,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._state: ElasticState | None = None
         self._data: ElasticData | None = None
         self._at: ElasticPosition | None = None
+        self._resumed_own: str | None = None
         self._has_begun = False
         self._epoch_is_due = False
         self._polls_validation = False
@@ -169,7 +170,9 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
                 "from this checkpoint"
             )
         self._life.beat()
-        self._account.resume(self._state, is_own=self._last.found is not None)
+        is_own = self._last.found is not None
+        self._resumed_own = path if is_own else None
+        self._account.resume(self._state, is_own=is_own)
         data = ElasticData(
             trainer,
             policy=self._policy,
@@ -211,6 +214,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             scale_learning_rates(trainer.optimizers, schedulers, factor=factor)
         self._at.restore_metrics()
+        self._take_books(trainer, run=self._account.run_id, resumed=self._resumed_own)
         self._has_begun = True
         self._account.begin(trainer, self._state, self._data)
         self._life.begin()

@@ -10,7 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.checkpoint.disk.scan import saved_by
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.checkpoint_books import forget
 from lightning_dist.integrations.checkpoint_last import folder_of
 
 _PATIENCE = 5.0
@@ -77,6 +79,31 @@ class NewestCheckpoint(AsyncCheckpoint):
                     f"{type(other).__name__} saves into {own} too, and a start would go on from "
                     "its checkpoints; give it a folder of its own with dirpath="
                 )
+
+    def _take_books(self, trainer: pl.Trainer, *, run: str, resumed: str | None) -> None:
+        """Keep the newest that ``run`` has saved here, and remove the rest at the next save.
+
+        What the books in ``resumed`` say is not enough: a killed process may not have removed what
+        they left out, and what is newer was damaged. Collective.
+        """
+        if self._session is None:
+            return
+        self._session.save_for(run)
+        own: list[tuple[str, int]] = []
+        if trainer.is_global_zero:
+            found = saved_by(run, folder_of(self, trainer), resumed=resumed)
+            own = [(each.path, each.origin.step) for each in found if each.origin]
+        own = trainer.strategy.broadcast(own)
+        kept = {path: torch.tensor(step) for path, step in own[-self.save_top_k :]}
+        self.best_k_models = {}
+        forget(self, "", kept="", back=kept)
+        for path, _ in own[: -self.save_top_k]:
+            self._session.remove(path)
+
+    @override
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        """Also what the trainer has resumed from: it is one of the newest, until it is not."""
+        return previous != current
 
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
         """That there are checkpoints is what a restart is for."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.local import LocalStorage, cut_off
-from lightning_dist.checkpoint.disk.manifest import NAME, Origin
+from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 
@@ -66,7 +66,7 @@ class Orders:
         return self._offset + time.monotonic_ns()
 
 
-def saved_by(run: str, folder: str, *, resumed: str | None) -> list[str]:
+def saved_by(run: str, folder: str, *, resumed: str | None) -> list[Description]:
     """Checkpoints in ``folder`` that ``run`` saved under the names they have: it may remove these.
 
     Copies, links and checkpoints of other runs are not among them.
@@ -75,18 +75,17 @@ def saved_by(run: str, folder: str, *, resumed: str | None) -> list[str]:
         resumed: the one that training goes on from. What is newer was passed over, so it comes
             first; the rest follows, the oldest first.
     """
-    own = []
-    for found in reversed(checkpoints(folder)):
-        origin = found.description.origin if found.description else None
-        if origin is not None and origin.run == run and is_original(found.path, origin):
-            own.append(found.path)
-    after = own.index(resumed) + 1 if resumed in own else len(own)
+    found = [each.description for each in reversed(checkpoints(folder)) if each.description]
+    own = [each for each in found if each.origin and each.origin.run == run and is_original(each)]
+    paths = [each.path for each in own]
+    after = paths.index(resumed) + 1 if resumed in paths else len(own)
     return own[after:] + own[:after]
 
 
-def is_original(path: str, origin: Origin) -> bool:
+def is_original(description: Description) -> bool:
     """Whether a checkpoint has the name under which it was saved, so that it may be removed."""
-    return origin.name == path.rstrip("/").rsplit("/", 1)[-1]
+    origin, name = description.origin, description.path.rstrip("/").rsplit("/", 1)[-1]
+    return origin is not None and origin.name == name
 
 
 def newest_valid(folder: str, *, check: bool = True) -> Description | None:

@@ -95,6 +95,7 @@ class LoopRun:
         resumed = None if path is None else self.objects.take_up(saves.load(path), path=path)
         self.life.beat()
         self.account.resume(resumed, is_own=True)
+        saves.save_for(self.account.run_id)
         self.progress = Progress(
             resumed, rank=ranks.rank, world_size=ranks.count, device=self.objects.device
         )
