@@ -28,6 +28,7 @@ from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.pickling import Pickled, pickled
 from lightning_dist.checkpoint.plan import Striped, plan, shape_of
+from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot import Snapshots
 
@@ -60,6 +61,8 @@ class Checkpointer:
         self._rank = 0 if group is None else group.rank()
         self.run = ""
         """Name of the run that saves, for the record."""
+        self.proves_loadable = False
+        """Whether the first save is refused if ``weights_only=True`` could not read it."""
         self._orders = Orders()
         self._locks: dict[str, Lock | None] = {}
         self._alone = True
@@ -143,7 +146,7 @@ class Checkpointer:
         if sharded:
             self._save_part(state, origin, target, striped=by_address)
         else:
-            content, owned = pickled(state), self._snapshots.owned()
+            content, owned = self._pickled(state), self._snapshots.owned()
             divided = plan(content, owned=owned, overlap=self._snapshots.overlap)
             self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
@@ -158,7 +161,7 @@ class Checkpointer:
         content, problem, shape = Pickled(b"", ()), "", 0
         owned = self._snapshots.owned()
         try:
-            content = pickled(state)
+            content = self._pickled(state)
             shape = shape_of(content, owned, striped)
         except Exception as error:  # the others must know before they wait for this rank
             problem = f"{type(error).__name__}: {error}"
@@ -179,6 +182,13 @@ class Checkpointer:
         except Exception as error:
             self._delivery.send(replace(save, pieces=(), dropped=str(error)))
             raise
+
+    def _pickled(self, state: Any) -> Pickled:
+        content = pickled(state)
+        if self.proves_loadable:
+            require_loadable(state, content, name="checkpoint")
+            self.proves_loadable = False
+        return content
 
     def wait_for_turn(self) -> None:
         """Wait until a save would not have to wait for an earlier one."""

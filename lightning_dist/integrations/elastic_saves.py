@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.scan import saved_by
+from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
 from lightning_dist.integrations.checkpoint_books import forget
 from lightning_dist.integrations.checkpoint_last import folder_of
@@ -80,7 +81,9 @@ class NewestCheckpoint(AsyncCheckpoint):
                     "its checkpoints; give it a folder of its own with dirpath="
                 )
 
-    def _take_books(self, trainer: pl.Trainer, *, run: str, resumed: str | None) -> None:
+    def _take_books(
+        self, trainer: pl.Trainer, *, run: str, resumed: str | None, weights_only: bool
+    ) -> None:
         """Keep the newest that ``run`` has saved here, and remove the rest at the next save.
 
         What the books in ``resumed`` say is not enough: a killed process may not have removed what
@@ -88,7 +91,7 @@ class NewestCheckpoint(AsyncCheckpoint):
         """
         if self._session is None:
             return
-        self._session.save_for(run)
+        self._session.save_for(run, weights_only=weights_only)
         own: list[tuple[str, int]] = []
         if trainer.is_global_zero:
             found = saved_by(run, folder_of(self, trainer), resumed=resumed)
@@ -152,6 +155,17 @@ class NewestCheckpoint(AsyncCheckpoint):
             except TimeoutError:
                 return False
         return True
+
+
+def require_loadable_hparams(trainer: pl.Trainer) -> None:
+    """Raise ValueError for what ``save_hyperparameters`` keeps and no start could load."""
+    inner: Any = trainer
+    for each in (trainer.lightning_module, inner.datamodule):
+        hparams = getattr(each, "hparams", None)
+        if hparams:
+            name = f"{type(each).__name__}.hparams"
+            plain = dict(hparams) if isinstance(hparams, dict) else hparams
+            require_loadable(plain, name=name)
 
 
 def _require_keywords(kwargs: dict[str, Any]) -> None:

@@ -54,7 +54,9 @@ def save_sharded(
 
 def save_folder(path: str | Path, content: Path, *, step: int = 0) -> str:
     """A folder of ordinary files."""
-    _done(SaveFolder(origin(path, step), str(path), (), 0, files=((content.name, str(content)),)), b"")
+    _done(
+        SaveFolder(origin(path, step), str(path), (), 0, files=((content.name, str(content)),)), b""
+    )
     return str(path)
 
 

@@ -139,7 +139,7 @@ def test_async_state_does_not_replace_a_copy(tmp_path: Path) -> None:
         state.save_state(tmp_path / "saved")
         state.wait()
         shutil.copytree(tmp_path / "saved", tmp_path / "best")
-        with pytest.raises(ValueError, match="was saved as 'saved'.*choose another name"):
+        with pytest.raises(ValueError, match=r"was saved as .saved.*choose another name"):
             state.save_state(tmp_path / "best")
         state.save_state(tmp_path / "saved")
         state.wait()

@@ -33,13 +33,21 @@ class NewestFew:
         folder: a path or URL that all ranks see.
         keep: how many stay.
         settings: how they are taken and written.
+        weights_only: how they are read, as of ElasticLoop.
         ranks: all of them.
     """
 
     def __init__(
-        self, folder: str, *, keep: int, settings: CheckpointSettings, ranks: Ranks
+        self,
+        folder: str,
+        *,
+        keep: int,
+        settings: CheckpointSettings,
+        weights_only: bool,
+        ranks: Ranks,
     ) -> None:
         self._folder, self._keep, self._settings = folder, keep, settings
+        self._weights_only = weights_only
         self._ranks = ranks
         self._checkpointer = Checkpointer(settings, ranks=ranks.count) if not ranks.rank else None
         self._found: str | None = None
@@ -76,6 +84,7 @@ class NewestFew:
         """Be ``run``: keep no more of its checkpoints, and remove no others."""
         if self._checkpointer is not None:
             self._checkpointer.run = run
+            self._checkpointer.proves_loadable = self._weights_only
             own = saved_by(run, self._folder, resumed=self._found)
             self._kept = [each.path for each in own]
 
@@ -84,11 +93,11 @@ class NewestFew:
 
         Raises:
             FileNotFoundError: on all ranks, if one of them does not see it.
+            ValueError: on all ranks, if ``weights_only`` does not let it be read.
         """
         state, error = None, None
         try:
-            # Schedulers keep objects of their own, and the folder is this run's.
-            state = load(path, check=False, map_location="cpu", weights_only=False)
+            state = load(path, check=False, map_location="cpu", weights_only=self._weights_only)
         except Exception as raised:
             error = raised
         self._ranks.all({}, error=error)
@@ -116,11 +125,21 @@ class NewestFew:
         return False
 
     def save(self, state: Any, name: str, *, step: int) -> None:
-        """Save ``state`` of rank 0 under ``name`` in the folder; other ranks have nothing to do."""
+        """Save ``state`` of rank 0 under ``name`` in the folder. Collective.
+
+        Raises:
+            ValueError: on all ranks, if it cannot be saved, or no start could load it.
+        """
+        target, error = "", None
+        try:
+            if self._checkpointer is not None:
+                target = self._free_path(name)
+                self._checkpointer.save(state, target, step=step)
+        except ValueError as raised:
+            error = raised
+        self._ranks.all({}, error=error)
         if self._checkpointer is None:
             return
-        target = self._free_path(name)
-        self._checkpointer.save(state, target, step=step)
         self._kept = [*(path for path in self._kept if path != target), target]
         for path in self._kept[: -self._keep]:
             self._checkpointer.remove(path)
