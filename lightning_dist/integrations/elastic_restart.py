@@ -119,6 +119,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._data: ElasticData | None = None
         self._at: ElasticPosition | None = None
         self._resumed_own: str | None = None
+        self._foreign: str | None = None
         self._is_restricted = True
         self._has_begun = False
         self._epoch_is_due = False
@@ -137,6 +138,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             return
         require_plain_trainer(trainer)
         self._require_own_folder(trainer)
+        self._stand_last(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._state = self._data = self._at = None
@@ -182,6 +184,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             )
         self._life.beat()
         is_own = self._last.found is not None
+        self._foreign = path if checkpoint and self._state is None else None
         self._resumed_own = path if is_own else None
         self._account.resume(self._state, is_own=is_own)
         data = ElasticData(
@@ -232,7 +235,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             weights_only=self._is_restricted,
         )
         self._has_begun = True
-        self._account.begin(trainer, self._state, self._data)
+        self._account.begin(trainer, self._state, self._data, foreign=self._foreign)
         self._life.begin()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_rng()

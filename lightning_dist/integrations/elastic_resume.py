@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.elastic.plan import Position
@@ -48,6 +49,11 @@ class RestartConnector(_CheckpointConnector):
         if self.trainer.state.fn != TrainerFn.FITTING:  # after a fit that failed
             super().resume_start(checkpoint_path, weights_only=weights_only)
             return
+        if self._path and checkpoint_path and str(checkpoint_path) != self._path:
+            rank_zero_info(
+                f"elastic: goes on from the newest checkpoint of this run, so ckpt_path="
+                f"{str(checkpoint_path)!r} is not loaded"
+            )
         policy = self._weights_only if weights_only is None else weights_only
         super().resume_start(self._path or checkpoint_path, weights_only=policy)
         self._on_loaded(self._loaded_checkpoint, policy)

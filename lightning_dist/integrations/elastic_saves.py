@@ -108,6 +108,11 @@ class NewestCheckpoint(AsyncCheckpoint):
         """Also what the trainer has resumed from: it is one of the newest, until it is not."""
         return previous != current
 
+    def _stand_last(self, trainer: pl.Trainer) -> None:
+        """Let another callback be ``trainer.checkpoint_callback``, which knows what is best."""
+        inner: Any = trainer
+        inner.callbacks = [*(each for each in inner.callbacks if each is not self), self]
+
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
         """That there are checkpoints is what a restart is for."""
 
