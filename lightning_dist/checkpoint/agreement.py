@@ -41,5 +41,10 @@ def agree(
             raise ValueError(f"rank {rank} cannot save its state: {of_rank['problem']}")
     first = facts[0]
     alike = all(of_rank["shape"] == first["shape"] for of_rank in facts)
-    numbers = {"created_ns": int(first["ns"]), "order": int(first["order"])}
-    return replace(origin, save_id=str(first["id"]), **numbers), alike
+    agreed = replace(
+        origin,
+        save_id=str(first["id"]),
+        created_ns=int(first["ns"]),
+        order=int(first["order"]),
+    )
+    return agreed, alike

@@ -50,8 +50,9 @@ class RunAccount(Account):
         if foreign is not None:
             epoch, step = trainer.current_epoch, trainer.global_step
             given = (
-                f"{foreign} (epoch {epoch}, step {step}), which was not saved under ElasticRestart: "
-                f"its samples of epoch {epoch} are not known, and the order of samples begins anew"
+                f"{foreign} (epoch {epoch}, step {step}), which was not saved under "
+                f"ElasticRestart: its samples of epoch {epoch} are not known, and the order of "
+                "samples begins anew"
             )
         line = start_line(state, data.layout, world_size=trainer.world_size, foreign=given)
         rank_zero_info(line)

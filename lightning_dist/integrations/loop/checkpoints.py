@@ -130,12 +130,13 @@ class NewestFew:
         Raises:
             ValueError: on all ranks, if it cannot be saved, or no start could load it.
         """
-        target, error = "", None
+        target = ""
+        error: Exception | None = None
         try:
             if self._checkpointer is not None:
                 target = self._free_path(name)
                 self._checkpointer.save(state, target, step=step)
-        except ValueError as raised:
+        except Exception as raised:
             error = raised
         self._ranks.all({}, error=error)
         if self._checkpointer is None:
