@@ -31,7 +31,7 @@ def agree(
             f"{origin.ranks} ranks write one folder together, so they need a group on CPU, got "
             "group=None; give dist.new_group(backend='gloo')"
         )
-    mine: dict[str, Any] = {"id": origin.save_id, "ns": origin.created_ns}
+    mine: dict[str, Any] = {"id": origin.save_id, "ns": origin.created_ns, "order": origin.order}
     mine |= {"shape": shape, "problem": problem}
     facts = [mine]
     if group is not None:
@@ -41,4 +41,10 @@ def agree(
             raise ValueError(f"rank {rank} cannot save its state: {of_rank['problem']}")
     first = facts[0]
     alike = all(of_rank["shape"] == first["shape"] for of_rank in facts)
-    return replace(origin, save_id=str(first["id"]), created_ns=int(first["ns"])), alike
+    agreed = replace(
+        origin,
+        save_id=str(first["id"]),
+        created_ns=int(first["ns"]),
+        order=int(first["order"]),
+    )
+    return agreed, alike

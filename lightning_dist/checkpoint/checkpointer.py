@@ -24,9 +24,11 @@ from lightning_dist.checkpoint.disk.jobs import (
     SaveFolder,
 )
 from lightning_dist.checkpoint.disk.manifest import Origin
+from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.pickling import Pickled, pickled
 from lightning_dist.checkpoint.plan import Striped, plan, shape_of
+from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot import Snapshots
 
@@ -57,6 +59,11 @@ class Checkpointer:
         self._group = group
         self._ranks = ranks if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
+        self.run = ""
+        """Name of the run that saves, for the record."""
+        self.proves_loadable = False
+        """Whether the first save is refused if ``weights_only=True`` could not read it."""
+        self._orders = Orders()
         self._locks: dict[str, Lock | None] = {}
         self._alone = True
         self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
@@ -84,6 +91,8 @@ class Checkpointer:
         if folder not in self._locks:
             self._locks[folder] = own(folder) if alone and self.is_first else None
             self._delivery.open(folder, alone=alone)
+            if self.is_first:
+                self._orders.begin_after(folder)
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Copy what these optimizers own lazily, and hold their steps back until it is copied."""
@@ -131,13 +140,13 @@ class Checkpointer:
         began = time.perf_counter()
         self._prepare()
         self._metrics.queue_s = time.perf_counter() - began
-        origin = self._origin(step, resumable=resumable)
+        origin = self._origin(step, target, resumable=resumable)
         by_address = {each.whole.untyped_storage().data_ptr(): each for each in striped}
         by_address.pop(0, None)  # of empty tensors
         if sharded:
             self._save_part(state, origin, target, striped=by_address)
         else:
-            content, owned = pickled(state), self._snapshots.owned()
+            content, owned = self._pickled(state), self._snapshots.owned()
             divided = plan(content, owned=owned, overlap=self._snapshots.overlap)
             self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
@@ -152,7 +161,7 @@ class Checkpointer:
         content, problem, shape = Pickled(b"", ()), "", 0
         owned = self._snapshots.owned()
         try:
-            content = pickled(state)
+            content = self._pickled(state)
             shape = shape_of(content, owned, striped)
         except Exception as error:  # the others must know before they wait for this rank
             problem = f"{type(error).__name__}: {error}"
@@ -173,6 +182,13 @@ class Checkpointer:
         except Exception as error:
             self._delivery.send(replace(save, pieces=(), dropped=str(error)))
             raise
+
+    def _pickled(self, state: Any) -> Pickled:
+        content = pickled(state)
+        if self.proves_loadable:
+            require_loadable(state, content, name="checkpoint")
+            self.proves_loadable = False
+        return content
 
     def wait_for_turn(self) -> None:
         """Wait until a save would not have to wait for an earlier one."""
@@ -197,7 +213,7 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         self._prepare()
-        origin, _ = agree(self._origin(step), group=self._group)
+        origin, _ = agree(self._origin(step, target), group=self._group)
         self._delivery.send(
             SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
         )
@@ -247,11 +263,20 @@ class Checkpointer:
         self._delivery.await_slot()
         self._snapshots.wait()  # one copy at a time
 
-    def _origin(self, step: int, *, resumable: bool = True) -> Origin:
+    def _origin(self, step: int, target: str, *, resumable: bool = True) -> Origin:
         save_id = os.urandom(8).hex()
         if not self._alone:  # a name that the owner of the folder does not clear away
             save_id = f"m{save_id}"
-        return Origin(save_id, step, time.time_ns(), self._ranks, resumable)
+        return Origin(
+            save_id,
+            step,
+            time.time_ns(),
+            self._ranks,
+            resumable,
+            order=self._orders.next(),
+            name=target.rstrip("/").rsplit("/", 1)[-1],
+            run=self.run,
+        )
 
     def _on_committed(self, event: Committed) -> None:
         self.last_committed = event

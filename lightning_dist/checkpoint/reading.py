@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_dist.checkpoint.disk.archive import Archive
 from lightning_dist.checkpoint.disk.crc import combined
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME, RECORD, Manifest, Part
 from lightning_dist.checkpoint.disk.storage import Sink, Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import describe, read_manifest, verify
+from lightning_dist.checkpoint.restricted import restricted_load
 
 _SLICE = 8 << 20
 
@@ -40,6 +39,7 @@ def load(
         FileNotFoundError: nothing is there.
         CorruptCheckpointError: it is incomplete, or has changed since it was written.
         CheckpointError: a newer version of this package wrote it, or it holds no state.
+        ValueError: ``weights_only`` does not let it be read.
     """
     path = path.removesuffix(f"/{NAME}")
     storage, inside = storage_of(path)
@@ -50,7 +50,9 @@ def load(
         raise CheckpointError(f"{path} is a folder of AsyncState; load it with AsyncState")
     file: Any = storage.open(inside) if description.kind != "sharded" else None
     with file or _ShardedFile(storage, inside, read_manifest(path, storage, inside)) as file:
-        return torch.load(file, map_location=map_location, weights_only=weights_only)
+        return restricted_load(
+            file, path=path, map_location=map_location, weights_only=weights_only
+        )
 
 
 def consolidate(source: str, target: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from lightning_dist.checkpoint.disk.archive import ROOT
@@ -10,6 +11,9 @@ from lightning_dist.checkpoint.disk.scan import checkpoints, is_checkpoint
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
+_SAVED_AS = re.compile(rb'"name": ("(?:[^"\\]|\\.)*")')
+_HEAD = 4096
+"""Bytes in which the description of a single file is."""
 _FIRST_RECORD = f"{ROOT}/{RECORD}".encode()
 
 
@@ -50,11 +54,15 @@ def checkpoints_at(path: str) -> list[str]:
 
 
 def is_ours(storage: Storage, inside: str) -> bool:
-    """Whether this package wrote what is left of a damaged checkpoint; in doubt it did not."""
+    """Whether this package wrote what is left of a damaged checkpoint, under the name that it has;
+    in doubt it did not."""
     if storage.is_folder(inside):
         names = storage.names(inside)
-        if any(map(_SHARD.fullmatch, names)):
-            return True
-        return NAME in names and FORMAT.encode() in storage.read(f"{inside}/{NAME}")
-    with storage.open(inside) as file:  # the description is the first record
-        return bool(file.read(30 + len(_FIRST_RECORD))[30:] == _FIRST_RECORD)
+        text = storage.read(f"{inside}/{NAME}") if NAME in names else b""
+        known = FORMAT.encode() in text or any(map(_SHARD.fullmatch, names))
+    else:
+        with storage.open(inside) as file:  # the description is the first record
+            text = bytes(file.read(_HEAD))
+        known = text[30 : 30 + len(_FIRST_RECORD)] == _FIRST_RECORD
+    saved_as = _SAVED_AS.search(text)
+    return known and (saved_as is None or json.loads(saved_as[1]) == inside.rsplit("/", 1)[-1])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_dist.checkpoint.disk.scan import Found
+from lightning_dist.checkpoint.disk.scan import Found, is_original
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.cli.ckpt_check import Check
 from lightning_dist.cli.ckpt_folder import is_ours
@@ -35,8 +35,9 @@ def as_fields(planned: Plan) -> dict[str, list[dict[str, str | None]]]:
 def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
     """Keep the ``keep`` newest whole checkpoints, and remove older and damaged ones.
 
-    Names of one save (links, copies) are one checkpoint. Foreign ones, those of a newer version
-    and those that cannot be read are not touched. Nothing is removed unless a whole one is kept.
+    Names of one save (links, copies) are one checkpoint, and only the name under which a run saved
+    it is removed. Foreign ones, those of a newer version and those that cannot be read are not
+    touched. Nothing is removed unless a whole one is kept.
 
     Args:
         found: as :func:`~lightning_dist.checkpoint.disk.scan.checkpoints` gives it.
@@ -45,22 +46,24 @@ def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
     result = Plan()
     damaged: list[tuple[str, str]] = []
     enough, any_whole = 0, False
+    copies = {each.path: why for each in found if (why := _copy_of(each))}
     for paths in _saves(found):
-        named = any(map(_is_protected, paths))
+        named = any(_is_protected(path) or _is_link(path) for path in paths)
         if enough >= keep:
             if named:
                 result.kept += [(path, "protected name, or linked to one") for path in paths]
             else:
-                result.removed += [(path, "older") for path in paths]
+                result.removed += [(path, "older") for path in paths if path not in copies]
+                result.untouched += [(path, copies[path]) for path in paths if path in copies]
             continue
         verdicts = {path: check(path) for path in paths}
         whole = any(not verdict.problem for verdict in verdicts.values())
         any_whole |= whole
-        enough += whole and not all(map(_is_protected, paths))
+        enough += whole and not all(_is_protected(path) or path in copies for path in paths)
         for path, verdict in verdicts.items():
             if not verdict.problem:
                 result.kept.append((path, ""))
-            elif named or not verdict.damaged:
+            elif named or path in copies or not verdict.damaged:
                 result.untouched.append((path, verdict.problem))
             else:
                 damaged.append((path, verdict.problem))
@@ -91,6 +94,19 @@ def _saves(found: Sequence[Found]) -> list[list[str]]:
         if each.description is not None and each.description.origin is not None:
             saves.setdefault(each.description.origin.save_id, []).append(each.path)
     return list(saves.values())
+
+
+def _copy_of(found: Found) -> str:
+    """Why no run has written ``found`` under this name; empty if one has, or nobody knows."""
+    description = found.description
+    if description is None or description.origin is None or is_original(description):
+        return ""
+    return f"saved as {description.origin.name!r}; this is a copy or a link"
+
+
+def _is_link(path: str) -> bool:
+    storage, inside = storage_of(path)
+    return isinstance(storage, LocalStorage) and os.path.islink(inside)
 
 
 def _is_protected(path: str) -> bool:

@@ -187,13 +187,18 @@ def _seed(given: int | None, before: int | None) -> int:
     return secrets.randbits(32) if everywhere is None else int(everywhere)
 
 
-def start_line(state: ElasticState | None, now: Layout | None, *, world_size: int) -> str:
+def start_line(
+    state: ElasticState | None, now: Layout | None, *, world_size: int, foreign: str = ""
+) -> str:
     """Where training goes on, for the user.
 
     Args:
         now: the layout; None where samples are not counted.
+        foreign: without ``state``, the checkpoint of somebody else that training goes on from.
     """
-    if state is None:
+    if state is None and foreign:
+        start = f"elastic: world {world_size}, goes on from {foreign}"
+    elif state is None:
         start = f"elastic: world {world_size}, fresh start"
     else:
         start = (

@@ -108,6 +108,11 @@ class CheckpointSession:
             return cannot_open(folder, error)
         return ""
 
+    def save_for(self, run: str, *, weights_only: bool) -> None:
+        """Note the name of the run in what is saved, and prove that it can be read again."""
+        if self._checkpointer is not None:
+            self._checkpointer.run, self._checkpointer.proves_loadable = run, weights_only
+
     def watch_optimizers(self) -> None:
         """Know the optimizers; other ones if a module has put others in their place."""
         optimizers = list(self._trainer.strategy.optimizers)
@@ -182,6 +187,7 @@ class CheckpointSession:
     def claim(self, path: str) -> None:
         """``path`` is about to be written, so it is not doomed any more."""
         self._doomed.discard(path)
+        self._removals = [each for each in self._removals if each != path]
 
     def is_pending(self, path: str) -> bool:
         return self._checkpointer is not None and self._checkpointer.is_pending(path)

@@ -33,9 +33,29 @@ class RunAccount(Account):
             all_agree=lambda fine: strategy.reduce_boolean_decision(fine, all=True),
         )
 
-    def begin(self, trainer: pl.Trainer, state: ElasticState | None, data: ElasticData) -> None:
-        """Say where training goes on."""
-        rank_zero_info(start_line(state, data.layout, world_size=trainer.world_size))
+    def begin(
+        self,
+        trainer: pl.Trainer,
+        state: ElasticState | None,
+        data: ElasticData,
+        *,
+        foreign: str | None,
+    ) -> None:
+        """Say where training goes on.
+
+        Args:
+            foreign: path of a checkpoint that ElasticRestart did not save.
+        """
+        given = ""
+        if foreign is not None:
+            epoch, step = trainer.current_epoch, trainer.global_step
+            given = (
+                f"{foreign} (epoch {epoch}, step {step}), which was not saved under "
+                f"ElasticRestart: its samples of epoch {epoch} are not known, and the order of "
+                "samples begins anew"
+            )
+        line = start_line(state, data.layout, world_size=trainer.world_size, foreign=given)
+        rank_zero_info(line)
         self.start(state, first=data.layouts()[0], world_size=trainer.world_size)
 
     def say_nothing_is_left(

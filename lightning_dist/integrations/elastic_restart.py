@@ -24,7 +24,7 @@ from lightning_dist.integrations.elastic_environment import FollowsLauncher, fol
 from lightning_dist.integrations.elastic_life import RunLife
 from lightning_dist.integrations.elastic_position import ElasticPosition
 from lightning_dist.integrations.elastic_resume import RestartConnector, restore_usual
-from lightning_dist.integrations.elastic_saves import NewestCheckpoint
+from lightning_dist.integrations.elastic_saves import NewestCheckpoint, require_loadable_hparams
 from lightning_dist.integrations.elastic_signals import NoticeConnector
 from lightning_dist.integrations.elastic_sources import place_sources
 
@@ -63,6 +63,10 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             the start) after which a process ends itself (exit code 76), so that the launcher starts
             all anew; the bound for a rank that stops answering. While the last checkpoint is
             written it is enough that all ranks answer. None: never.
+        weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
+            no code of theirs, and a state that it could not read is refused before training and at
+            the first save. False: anything is saved and loaded; for folders to which only those can
+            write whom you trust. ``fit(weights_only=...)`` comes first.
         **kwargs: as of :class:`~lightning_dist.AsyncCheckpoint`, without ``monitor``,
             ``save_top_k`` and what goes with them.
 
@@ -84,6 +88,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         poll_s: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
+        weights_only: bool = True,
         format: Literal["single", "sharded"] = "single",
         **kwargs: Any,
     ) -> None:
@@ -99,6 +104,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._policy = batch_policy
         self._exact = exact_data
         self._seed = seed
+        self._weights_only = weights_only
         self._account = RunAccount()
         ending = EndSettings(
             preempted=preempted,
@@ -112,6 +118,9 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._state: ElasticState | None = None
         self._data: ElasticData | None = None
         self._at: ElasticPosition | None = None
+        self._resumed_own: str | None = None
+        self._foreign: str | None = None
+        self._is_restricted = True
         self._has_begun = False
         self._epoch_is_due = False
         self._polls_validation = False
@@ -129,6 +138,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             return
         require_plain_trainer(trainer)
         self._require_own_folder(trainer)
+        self._stand_last(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._state = self._data = self._at = None
@@ -144,7 +154,8 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         inner._checkpoint_connector = RestartConnector(
             inner._checkpoint_connector,
             path=next(iter(found), None),
-            on_loaded=lambda checkpoint: self._take_up(trainer, checkpoint),
+            weights_only=self._weights_only,
+            on_loaded=lambda *loaded: self._take_up(trainer, *loaded),
             on_loops=self._place_loops,
         )
         inner._signal_connector = NoticeConnector(
@@ -157,8 +168,11 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._account.identify(trainer, folder_of(self, trainer))
 
-    def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any], weights_only: bool) -> None:
         """Know where to go on, before anything is restored."""
+        self._is_restricted = weights_only
+        if weights_only:
+            require_loadable_hparams(trainer)
         path = str(trainer._checkpoint_connector._ckpt_path)
         if KEY in checkpoint:
             self._state = ElasticState.from_dict(checkpoint[KEY], path=path)
@@ -169,7 +183,10 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
                 "from this checkpoint"
             )
         self._life.beat()
-        self._account.resume(self._state, is_own=self._last.found is not None)
+        is_own = self._last.found is not None
+        self._foreign = path if checkpoint and self._state is None else None
+        self._resumed_own = path if is_own else None
+        self._account.resume(self._state, is_own=is_own)
         data = ElasticData(
             trainer,
             policy=self._policy,
@@ -211,8 +228,14 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             scale_learning_rates(trainer.optimizers, schedulers, factor=factor)
         self._at.restore_metrics()
+        self._take_books(
+            trainer,
+            run=self._account.run_id,
+            resumed=self._resumed_own,
+            weights_only=self._is_restricted,
+        )
         self._has_begun = True
-        self._account.begin(trainer, self._state, self._data)
+        self._account.begin(trainer, self._state, self._data, foreign=self._foreign)
         self._life.begin()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_rng()

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.elastic.plan import Position
@@ -20,7 +21,9 @@ class RestartConnector(_CheckpointConnector):
     Args:
         usual: the trainer's own, which this stands in for.
         path: of the checkpoint; None for what the script asked for.
-        on_loaded: given the checkpoint before anything of it is restored; empty if there is none.
+        weights_only: how it is read, unless the script said so in ``fit``.
+        on_loaded: given the checkpoint before anything of it is restored, empty if there is none;
+            and how it is read.
         on_loops: called when the loops have their state from the checkpoint.
     """
 
@@ -29,13 +32,15 @@ class RestartConnector(_CheckpointConnector):
         usual: _CheckpointConnector,
         *,
         path: str | None,
-        on_loaded: Callable[[dict[str, Any]], None],
+        weights_only: bool,
+        on_loaded: Callable[[dict[str, Any], bool], None],
         on_loops: Callable[[], None],
     ) -> None:
         super().__init__(usual.trainer)
         self.__dict__.update(usual.__dict__)
         self.usual = usual
         self._path = path
+        self._weights_only = weights_only
         self._on_loaded = on_loaded
         self._on_loops = on_loops
 
@@ -44,8 +49,14 @@ class RestartConnector(_CheckpointConnector):
         if self.trainer.state.fn != TrainerFn.FITTING:  # after a fit that failed
             super().resume_start(checkpoint_path, weights_only=weights_only)
             return
-        super().resume_start(self._path or checkpoint_path, weights_only=weights_only)
-        self._on_loaded(self._loaded_checkpoint)
+        if self._path and checkpoint_path and str(checkpoint_path) != self._path:
+            rank_zero_info(
+                f"elastic: goes on from the newest checkpoint of this run, so ckpt_path="
+                f"{str(checkpoint_path)!r} is not loaded"
+            )
+        policy = self._weights_only if weights_only is None else weights_only
+        super().resume_start(self._path or checkpoint_path, weights_only=policy)
+        self._on_loaded(self._loaded_checkpoint, policy)
 
     @override
     def restore_loops(self) -> None:

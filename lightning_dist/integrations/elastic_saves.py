@@ -10,7 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.checkpoint.disk.scan import saved_by
+from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.checkpoint_books import forget
 from lightning_dist.integrations.checkpoint_last import folder_of
 
 _PATIENCE = 5.0
@@ -78,6 +81,38 @@ class NewestCheckpoint(AsyncCheckpoint):
                     "its checkpoints; give it a folder of its own with dirpath="
                 )
 
+    def _take_books(
+        self, trainer: pl.Trainer, *, run: str, resumed: str | None, weights_only: bool
+    ) -> None:
+        """Keep the newest that ``run`` has saved here, and remove the rest at the next save.
+
+        What the books in ``resumed`` say is not enough: a killed process may not have removed what
+        they left out, and what is newer was damaged. Collective.
+        """
+        if self._session is None:
+            return
+        self._session.save_for(run, weights_only=weights_only)
+        own: list[tuple[str, int]] = []
+        if trainer.is_global_zero:
+            found = saved_by(run, folder_of(self, trainer), resumed=resumed)
+            own = [(each.path, each.origin.step) for each in found if each.origin]
+        own = trainer.strategy.broadcast(own)
+        kept = {path: torch.tensor(step) for path, step in own[-self.save_top_k :]}
+        self.best_k_models = {}
+        forget(self, "", kept="", back=kept)
+        for path, _ in own[: -self.save_top_k]:
+            self._session.remove(path)
+
+    @override
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        """Also what the trainer has resumed from: it is one of the newest, until it is not."""
+        return previous != current
+
+    def _stand_last(self, trainer: pl.Trainer) -> None:
+        """Let another callback be ``trainer.checkpoint_callback``, which knows what is best."""
+        inner: Any = trainer
+        inner.callbacks = [*(each for each in inner.callbacks if each is not self), self]
+
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
         """That there are checkpoints is what a restart is for."""
 
@@ -125,6 +160,17 @@ class NewestCheckpoint(AsyncCheckpoint):
             except TimeoutError:
                 return False
         return True
+
+
+def require_loadable_hparams(trainer: pl.Trainer) -> None:
+    """Raise ValueError for what ``save_hyperparameters`` keeps and no start could load."""
+    inner: Any = trainer
+    for each in (trainer.lightning_module, inner.datamodule):
+        hparams = getattr(each, "hparams", None)
+        if hparams:
+            name = f"{type(each).__name__}.hparams"
+            plain = dict(hparams) if isinstance(hparams, dict) else hparams
+            require_loadable(plain, name=name)
 
 
 def _require_keywords(kwargs: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from snapshots import assert_equal, small_state, trained
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -204,3 +206,31 @@ def test_what_is_written_beside_an_owner_is_not_cleared_away(tmp_path: Path) -> 
     assert isinstance(event, Committed)
     assert event.origin.save_id.startswith("m")
     assert_equal(torch.load(tmp_path / "mine.ckpt"), small_state())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_newest_is_what_was_saved_last_on_a_host_whose_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    now = time.time_ns()
+    for step, behind in ((100, 0), (200, 30), (150, 90)):  # the last one went back on purpose
+        with opened(tmp_path, writer="thread") as checkpointer:
+            monkeypatch.setattr(time, "time_ns", lambda behind=behind: now - behind * 10**9)
+            checkpointer.save(small_state(), f"{tmp_path}/{step}.ckpt", step=step, sharded=sharded)
+            checkpointer.wait(LIMIT)
+        newest = newest_valid(str(tmp_path))
+        assert newest is not None
+        assert newest.path == f"{tmp_path}/{step}.ckpt"
+
+
+def test_a_clock_that_is_set_back_during_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns()
+    with opened(tmp_path, writer="thread") as checkpointer:
+        for step in (1, 2, 3):
+            monkeypatch.setattr(time, "time_ns", lambda step=step: now - step * 10**9)
+            checkpointer.save(small_state(), f"{tmp_path}/{step}.ckpt", step=step)
+            checkpointer.wait(LIMIT)
+    found = [each.description for each in checkpoints(str(tmp_path)) if each.description]
+    assert [each.origin.step for each in found if each.origin] == [3, 2, 1]

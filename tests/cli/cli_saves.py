@@ -21,15 +21,16 @@ RECORDS = {"data.pkl": b"p" * 100, "data/0": bytes(range(256)) * 8, "version": b
 _STEPS = itertools.count(1)
 
 
-def origin(step: int = 0, *, ranks: int = 1) -> Origin:
-    """Of a save that is newer than those before, at ``step`` seconds after the year 2020 began."""
+def origin(path: str | Path, step: int = 0, *, ranks: int = 1) -> Origin:
+    """Of a save to ``path``, newer than those before; ``step`` seconds after 2020 began."""
     step = step or next(_STEPS)
-    return Origin(os.urandom(8).hex(), step, (1_577_836_800 + step) * 10**9, ranks)
+    name = str(path).rsplit("/", 1)[-1]
+    return Origin(os.urandom(8).hex(), step, (1_577_836_800 + step) * 10**9, ranks, name=name)
 
 
 def save_file(path: str | Path, *, step: int = 0, records: dict[str, bytes] = RECORDS) -> str:
     pieces, snapshot = _laid_out(records)
-    _done(SaveFile(origin(step), str(path), pieces), snapshot)
+    _done(SaveFile(origin(path, step), str(path), pieces), snapshot)
     return str(path)
 
 
@@ -37,7 +38,7 @@ def save_sharded(
     path: str | Path, *, step: int = 0, ranks: int = 2, records: dict[str, bytes] = RECORDS
 ) -> str:
     """Every rank has a part of every record."""
-    whole = origin(step, ranks=ranks)
+    whole = origin(path, step, ranks=ranks)
 
     def write(rank: int) -> None:
         spans = {n: (len(c) * rank // ranks, len(c) * (rank + 1) // ranks)
@@ -53,7 +54,9 @@ def save_sharded(
 
 def save_folder(path: str | Path, content: Path, *, step: int = 0) -> str:
     """A folder of ordinary files."""
-    _done(SaveFolder(origin(step), str(path), (), 0, files=((content.name, str(content)),)), b"")
+    _done(
+        SaveFolder(origin(path, step), str(path), (), 0, files=((content.name, str(content)),)), b""
+    )
     return str(path)
 
 

@@ -167,6 +167,7 @@ def fit(
     validate: bool = True,
     elastic: Mapping[str, Any] | None = None,
     ckpt_path: str | None = None,
+    fitting: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> tuple[L.Trainer, L.LightningModule]:
     settings = {"every_n_train_steps": 2, "seed": 5, "writer": "thread", **(elastic or {})}
@@ -190,5 +191,5 @@ def fit(
     module = module or Net()
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
     validation = make_loader(shuffle=False) if validate else None
-    trainer.fit(module, loader(), validation, ckpt_path=ckpt_path)
+    trainer.fit(module, loader(), validation, ckpt_path=ckpt_path, **(fitting or {}))
     return trainer, module

@@ -24,11 +24,18 @@ class Origin:
     save_id: str
     step: int
     created_ns: int
-    """of the snapshot, in nanoseconds since 1970: the newest checkpoint is the latest of these."""
+    """Wall-clock time of the snapshot, in nanoseconds since 1970; for people, not for ordering."""
     ranks: int = 1
     """World size of the job."""
     resumable: bool = True
     """Whether a training can go on from it; weights alone are not enough."""
+    order: int = 0
+    """Greater than that of every checkpoint that was in the folder before, whatever the clocks of
+    the hosts say: the newest checkpoint has the greatest."""
+    name: str = ""
+    """Name under which it was saved. A copy or link that somebody else made has another one."""
+    run: str = ""
+    """Run that saved it; empty where runs have no names."""
 
     def to_json(self) -> bytes:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()

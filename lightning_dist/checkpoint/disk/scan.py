@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
@@ -31,8 +32,9 @@ class Found:
 def checkpoints(folder: str) -> list[Found]:
     """Everything in ``folder`` that is a checkpoint or should be one, the newest first.
 
-    Files and folders whose name ends in ``.ckpt``, and folders with a manifest. Damaged ones come
-    last, foreign ones are sorted in by nothing but their name, before those.
+    Files and folders whose name ends in ``.ckpt``, and folders with a manifest. The newest is the
+    one with the greatest :attr:`.Origin.order`. Damaged ones come last, foreign ones are sorted in
+    by nothing but their name, before those.
     """
     storage, inside = storage_of(folder)
     base = folder.rstrip("/")
@@ -46,6 +48,44 @@ def checkpoints(folder: str) -> list[Found]:
     if isinstance(storage, LocalStorage):
         found += [_describe(path) for path in cut_off(storage, inside)]
     return sorted(found, key=_age)
+
+
+class Orders:
+    """Numbers for :attr:`.Origin.order`: they grow with time, also where the clock goes back."""
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.monotonic_ns()
+
+    def begin_after(self, folder: str) -> None:
+        """Be greater than the checkpoints of ``folder``, which a host with another clock wrote."""
+        found = (each.description.origin for each in checkpoints(folder) if each.description)
+        newest = max((origin.order for origin in found if origin is not None), default=0)
+        self._offset = max(self._offset, newest + 1 - time.monotonic_ns())
+
+    def next(self) -> int:
+        return self._offset + time.monotonic_ns()
+
+
+def saved_by(run: str, folder: str, *, resumed: str | None) -> list[Description]:
+    """Checkpoints in ``folder`` that ``run`` saved under the names they have: it may remove these.
+
+    Copies, links and checkpoints of other runs are not among them.
+
+    Args:
+        resumed: the one that training goes on from. What is newer was passed over, so it comes
+            first; the rest follows, the oldest first.
+    """
+    found = [each.description for each in reversed(checkpoints(folder)) if each.description]
+    own = [each for each in found if each.origin and each.origin.run == run and is_original(each)]
+    paths = [each.path for each in own]
+    after = paths.index(resumed) + 1 if resumed in paths else len(own)
+    return own[after:] + own[:after]
+
+
+def is_original(description: Description) -> bool:
+    """Whether a checkpoint has the name under which it was saved, so that it may be removed."""
+    origin, name = description.origin, description.path.rstrip("/").rsplit("/", 1)[-1]
+    return origin is not None and origin.name == name
 
 
 def newest_valid(folder: str, *, check: bool = True) -> Description | None:
@@ -112,9 +152,10 @@ def _describe(path: str) -> Found:
         return Found(path, None, str(error))
 
 
-def _age(found: Found) -> tuple[int, int, str]:
+def _age(found: Found) -> tuple[int, int, int, int, str]:
     if found.description is None:
-        return 2, 0, found.path
+        return 2, 0, 0, 0, found.path
     if found.description.origin is None:
-        return 1, 0, found.path
-    return 0, -found.description.origin.created_ns, found.path
+        return 1, 0, 0, 0, found.path
+    origin = found.description.origin
+    return 0, -origin.order, -origin.step, -origin.created_ns, found.path

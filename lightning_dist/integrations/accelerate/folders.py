@@ -8,7 +8,7 @@ import re
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.scan import checkpoints
+from lightning_dist.checkpoint.disk.scan import checkpoints, is_original
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,19 @@ def numbers(folder: str) -> set[int]:
     return {number for name in os.listdir(folder) if (number := number_of(name)) is not None}
 
 
+def own_numbers(folder: str) -> set[int]:
+    """Every ``n`` for which AsyncState has saved ``checkpoint_n``: no copies, nor accelerate's."""
+    found = (each.description for each in checkpoints(folder))
+    numbers = (number_of(each.path) for each in found if each is not None and is_original(each))
+    return {number for number in numbers if number is not None}
+
+
 def require_ours(target: str) -> None:
     """Raise ValueError if something is at ``target`` that a save must not replace."""
-    if not os.path.lexists(target) or os.path.exists(os.path.join(target, NAME)):
+    if not os.path.lexists(target):
+        return
+    if os.path.exists(os.path.join(target, NAME)):
+        _require_original(target)
         return
     if not os.path.isdir(target):
         raise ValueError(f"a checkpoint is a folder, and {target} is a file; choose another name")
@@ -53,6 +63,18 @@ def require_ours(target: str) -> None:
         raise ValueError(
             f"{target} holds files and no {NAME}, so AsyncState did not write it and will not "
             "replace it; remove it, or choose another name"
+        )
+
+
+def _require_original(target: str) -> None:
+    try:
+        found = describe(target)
+    except CheckpointError:
+        return  # damaged, and about to be replaced by a whole one
+    if found.origin is not None and not is_original(found):
+        raise ValueError(
+            f"{target} was saved as {found.origin.name!r}, so it is a copy that AsyncState did not "
+            "make and will not replace; remove it, or choose another name"
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dist.integrations.accelerate import residuals
 from lightning_dist.integrations.accelerate.files import as_seen_by
 from lightning_dist.integrations.accelerate.places import Source
+from lightning_dist.integrations.accelerate.restricted import problem_on_load
 from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -22,23 +23,32 @@ _OBJECT = re.compile(r"custom_checkpoint_\d+\.pkl")
 
 
 def load(
-    accelerator: Accelerator, source: Source, *, ranks: Ranks, arguments: Mapping[str, Any]
+    accelerator: Accelerator,
+    source: Source,
+    *,
+    ranks: Ranks,
+    restricted: bool,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Load ``source``, which has been checked. Collective.
 
     Args:
+        restricted: whether objects that would run code are refused.
         arguments: of ``accelerator.load_state``.
 
     Raises:
-        ValueError: a rank cannot read it, or has other objects registered; nothing was loaded.
+        ValueError: a rank cannot read it, or has other objects registered, or ``restricted`` does
+            not let it be read; nothing was loaded.
     """
     path, says = source.path, ranks.rank == 0
-    ranks.all({}, error=_problem(path, accelerator, rank=ranks.rank))
-    rank = ranks.rank
-    if source.ranks not in (None, ranks.count):
-        rank = 0  # which has no files of its own: as accelerate itself would load it
-        if says:
-            _warn_of_other_ranks(path, saved_by=source.ranks, loaded_by=ranks.count)
+    resized = source.ranks not in (None, ranks.count)
+    rank = 0 if resized else ranks.rank  # 0 has no files of its own: as accelerate would load it
+    problem = _problem(path, accelerator, rank=ranks.rank)
+    if problem is None and restricted:
+        problem = problem_on_load(path, rank=rank)
+    ranks.all({}, error=problem)
+    if resized and says:
+        _warn_of_other_ranks(path, saved_by=source.ranks, loaded_by=ranks.count)
     with as_seen_by(rank, path) as view, residuals.in_our_hands(accelerator):
         accelerator.load_state(view, **arguments)
     residuals.load(accelerator, path, says=says)

@@ -111,7 +111,8 @@ class Places:
         number = max({project.iteration - 1, *taken}) + 1
         superseded: list[int] = []
         if project.total_limit is not None:
-            superseded = sorted({*taken, number})[: -max(project.total_limit, 1)]
+            own = folders.own_numbers(folder) | (under_way - {None})
+            superseded = sorted({*own, number})[: -max(project.total_limit, 1)]
         return Destination(
             folders.numbered(folder, number),
             number,

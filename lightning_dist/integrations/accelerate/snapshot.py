@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.integrations.accelerate import residuals
 from lightning_dist.integrations.accelerate.files import names_in, share_of
+from lightning_dist.integrations.accelerate.restricted import problem_on_save
 from lightning_dist.integrations.accelerate.scratch import Scratch, base_for
 from lightning_dist.integrations.ranks import Ranks
 
@@ -35,15 +36,18 @@ def take(
     *,
     ranks: Ranks,
     staging_dir: str | None,
+    restricted: bool,
     arguments: Mapping[str, Any],
 ) -> Snapshot:
     """Have accelerate write its files into a scratch folder. Collective.
 
     Args:
         staging_dir: where to make the scratch folder; None: in memory if there is room.
+        restricted: whether ``weights_only=True`` has to be able to read it.
         arguments: of ``accelerator.save_state``.
 
     Raises:
+        ValueError: on all ranks, if it is not; nothing is left.
         CheckpointError: on all ranks, if one of them could not; nothing is left.
     """
     owed = [reducer.state_dict() for reducer in residuals.reducers(accelerator)]  # collective
@@ -57,6 +61,7 @@ def take(
             _write_own_objects(accelerator, scratch.files)
             residuals.write(owed, scratch.files)
             names = names_in(scratch.files)
+            error = problem_on_save(scratch.files) if restricted else None
         except Exception as raised:
             error = CheckpointError(
                 f"rank {ranks.rank} could not write its files: {raised!r}; if it was for want of "

@@ -58,6 +58,9 @@ class AsyncState:
         host_memory_limit: cannot take effect here; use ``staging_dir``.
         staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
             in, else ``tempfile.gettempdir()``.
+        weights_only: loading runs no code of the files, also where Accelerate unpickles registered
+            objects, and a first save that could not be loaded so is refused. False: anything is
+            saved and loaded; for folders to which only those can write whom you trust.
 
     Raises:
         ValueError: a setting that cannot take effect, or an Accelerator that writes its checkpoints
@@ -76,6 +79,7 @@ class AsyncState:
         on_error: Literal["raise", "warn"] = "raise",
         host_memory_limit: int | None = None,
         staging_dir: str | os.PathLike[str] | None = None,
+        weights_only: bool = True,
     ) -> None:
         require_effect(snapshot=snapshot, host_memory_limit=host_memory_limit)
         require_separable(accelerator)
@@ -83,6 +87,7 @@ class AsyncState:
             snapshot, max_in_flight, on_busy, writer, verify, on_error
         )
         self._staging_dir = staging_folder(staging_dir)
+        self._weights_only = self._to_prove = weights_only
         self._accelerator = accelerator
         group = None
         if accelerator.num_processes > 1:
@@ -137,7 +142,7 @@ class AsyncState:
         Raises:
             CheckpointError: an earlier save has failed. This one was not begun; call again.
             ValueError: the folder belongs to another trainer, to something else, or is not one that
-                all ranks see.
+                all ranks see; or ``weights_only`` would not let this state be loaded.
         """
         began = time.perf_counter()
         self._require_open()
@@ -152,12 +157,14 @@ class AsyncState:
                 self._accelerator,
                 ranks=self._ranks,
                 staging_dir=self._staging_dir,
+                restricted=self._to_prove,
                 arguments={"safe_serialization": safe_serialization, **save_model_func_kwargs},
             )
         except CheckpointError as error:
             self._checkpointer.metrics.failed += 1
             self._saves.complain(CheckpointError(f"{target} was not saved: {error}"))
             return None
+        self._to_prove = False
         self._saves.begin(snapshot, target, step=number if step is None else step)
         if self._ranks.rank == 0:
             for path in destination.superseded:
@@ -180,7 +187,8 @@ class AsyncState:
         Args:
             input_dir: a folder of ours, or of accelerate itself, which cannot be checked. None: the
                 newest complete one of ours in ``project_dir/checkpoints``.
-            load_kwargs: as of ``accelerator.load_state``, like all other arguments.
+            load_kwargs: as of ``accelerator.load_state``, like all other arguments;
+                ``{"weights_only": False}`` for this folder only.
 
         Returns:
             The folder.
@@ -188,14 +196,21 @@ class AsyncState:
         Raises:
             FileNotFoundError: there is none.
             CheckpointError: there are only damaged ones, or the given one is.
-            ValueError: no folder is given and none is known, or it holds something else.
+            ValueError: no folder is given and none is known, or it holds something else, or what
+                ``weights_only`` does not let be read.
         """
         self._require_open()
         self._checkpointer.wait()
         wanted = None if input_dir is None else os.fspath(input_dir)
         source = self._places.to_load(wanted, check=self._settings.verify != "never")
-        arguments = {"load_kwargs": load_kwargs, **load_model_func_kwargs}
-        load(self._accelerator, source, ranks=self._ranks, arguments=arguments)
+        load_kwargs = {"weights_only": self._weights_only, **(load_kwargs or {})}
+        load(
+            self._accelerator,
+            source,
+            ranks=self._ranks,
+            restricted=load_kwargs["weights_only"] is not False,
+            arguments={"load_kwargs": load_kwargs, **load_model_func_kwargs},
+        )
         return source.path
 
     def wait(self, timeout: float | None = None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
+from lightning_dist.checkpoint.disk.scan import newest_valid, saved_by
+from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -30,16 +33,25 @@ class NewestFew:
         folder: a path or URL that all ranks see.
         keep: how many stay.
         settings: how they are taken and written.
+        weights_only: how they are read, as of ElasticLoop.
         ranks: all of them.
     """
 
     def __init__(
-        self, folder: str, *, keep: int, settings: CheckpointSettings, ranks: Ranks
+        self,
+        folder: str,
+        *,
+        keep: int,
+        settings: CheckpointSettings,
+        weights_only: bool,
+        ranks: Ranks,
     ) -> None:
         self._folder, self._keep, self._settings = folder, keep, settings
+        self._weights_only = weights_only
         self._ranks = ranks
         self._checkpointer = Checkpointer(settings, ranks=ranks.count) if not ranks.rank else None
-        self._kept: list[str] = []  # the oldest first
+        self._found: str | None = None
+        self._kept: list[str] = []  # of this run, the oldest first
 
     @property
     def metrics(self) -> Metrics:
@@ -65,23 +77,27 @@ class NewestFew:
         assert self._checkpointer is not None
         self._checkpointer.open(self._folder)  # a writer of the dead may have one to finish
         newest = newest_valid(self._folder, check=self._settings.verify != "never")
-        self._kept = [
-            each.path
-            for each in reversed(checkpoints(self._folder))
-            if each.description is not None and each.description.origin is not None
-        ]
-        return None if newest is None else newest.path
+        self._found = None if newest is None else newest.path
+        return self._found
+
+    def save_for(self, run: str) -> None:
+        """Be ``run``: keep no more of its checkpoints, and remove no others."""
+        if self._checkpointer is not None:
+            self._checkpointer.run = run
+            self._checkpointer.proves_loadable = self._weights_only
+            own = saved_by(run, self._folder, resumed=self._found)
+            self._kept = [each.path for each in own]
 
     def load(self, path: str) -> Any:
         """What was saved as ``path``, which has been checked. Collective.
 
         Raises:
             FileNotFoundError: on all ranks, if one of them does not see it.
+            ValueError: on all ranks, if ``weights_only`` does not let it be read.
         """
         state, error = None, None
         try:
-            # Schedulers keep objects of their own, and the folder is this run's.
-            state = load(path, check=False, map_location="cpu", weights_only=False)
+            state = load(path, check=False, map_location="cpu", weights_only=self._weights_only)
         except Exception as raised:
             error = raised
         self._ranks.all({}, error=error)
@@ -109,15 +125,36 @@ class NewestFew:
         return False
 
     def save(self, state: Any, name: str, *, step: int) -> None:
-        """Save ``state`` of rank 0 under ``name`` in the folder; other ranks have nothing to do."""
+        """Save ``state`` of rank 0 under ``name`` in the folder. Collective.
+
+        Raises:
+            ValueError: on all ranks, if it cannot be saved, or no start could load it.
+        """
+        target = ""
+        error: Exception | None = None
+        try:
+            if self._checkpointer is not None:
+                target = self._free_path(name)
+                self._checkpointer.save(state, target, step=step)
+        except Exception as raised:
+            error = raised
+        self._ranks.all({}, error=error)
         if self._checkpointer is None:
             return
-        target = f"{self._folder.rstrip('/')}/{name}"
-        self._checkpointer.save(state, target, step=step)
         self._kept = [*(path for path in self._kept if path != target), target]
         for path in self._kept[: -self._keep]:
             self._checkpointer.remove(path)
         self._kept = self._kept[-self._keep :]
+
+    def _free_path(self, name: str) -> str:
+        """A path in the folder where nothing is that this run did not write."""
+        stem, suffix = os.path.splitext(f"{self._folder.rstrip('/')}/{name}")
+        for version in itertools.count():
+            path = f"{stem}-v{version}{suffix}" if version else f"{stem}{suffix}"
+            storage, inside = storage_of(path)
+            if path in self._kept or not storage.exists(inside):
+                break
+        return path
 
     def is_saved_within(self, seconds: float | None) -> bool:
         """Wait for what this rank writes, for so long; whether all of it is durable."""

@@ -54,6 +54,10 @@ class ElasticLoop:
         accumulate: passes per optimizer step of the first start.
         device: where batches are moved to. None: they stay where the loader makes them.
         seed: of the order of the samples; None: a random one that the run keeps.
+        weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
+            no code of theirs, and a state that it could not read is refused at the start and at the
+            first save. False: anything is saved and loaded; for folders to which only those can
+            write whom you trust.
         signals: that end the training at a checkpoint of all ranks.
         preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
             is about to go.
@@ -81,6 +85,7 @@ class ElasticLoop:
         accumulate: int = 1,
         device: Any = None,
         seed: int | None = None,
+        weights_only: bool = True,
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         preempted: Callable[[], bool] | None = None,
         poll_s: float = 5.0,
@@ -97,6 +102,7 @@ class ElasticLoop:
             accumulate=accumulate,
             device=device,
             seed=seed,
+            weights_only=weights_only,
             signals=tuple(signals),
         )
         self._loader, self._given = loader, state

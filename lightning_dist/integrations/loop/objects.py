@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer
@@ -65,10 +66,17 @@ class Objects:
         found = (reducer_of(ddp.module) for ddp in self._wrapped)
         return [reducer for reducer in found if reducer is not None]
 
+    def require_loadable(self) -> None:
+        """Raise ValueError if a state cannot be read by ``torch.load(weights_only=True)``."""
+        require_loadable(self._states(), name="state")
+
+    def _states(self) -> dict[str, Any]:
+        return {name: _inside(each).state_dict() for name, each in self._given.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Collective; residuals are on rank 0 only."""
         return {
-            "objects": {name: _inside(each).state_dict() for name, each in self._given.items()},
+            "objects": self._states(),
             "reducers": [reducer.state_dict() for reducer in self._reducers],
         }
 

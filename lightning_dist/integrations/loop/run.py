@@ -81,6 +81,8 @@ class LoopRun:
         """Find the newest checkpoint, load it and deal ``loader``; collective."""
         ranks, settings = self._ranks, self._settings
         self.objects = Objects(given, world_size=ranks.count)
+        if settings.weights_only:
+            self.objects.require_loadable()
         self.account.open(
             settings.folder,
             rank=ranks.rank,
@@ -89,12 +91,17 @@ class LoopRun:
             all_agree=lambda fine: all(each["fine"] for each in ranks.all({"fine": fine})),
         )
         self._checkpoints = saves = NewestFew(
-            settings.folder, keep=settings.keep, settings=self._saving, ranks=ranks
+            settings.folder,
+            keep=settings.keep,
+            settings=self._saving,
+            weights_only=settings.weights_only,
+            ranks=ranks,
         )
         path = saves.open()
         resumed = None if path is None else self.objects.take_up(saves.load(path), path=path)
         self.life.beat()
         self.account.resume(resumed, is_own=True)
+        saves.save_for(self.account.run_id)
         self.progress = Progress(
             resumed, rank=ranks.rank, world_size=ranks.count, device=self.objects.device
         )

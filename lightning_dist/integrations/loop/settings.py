@@ -26,6 +26,7 @@ class LoopSettings:
     accumulate: int
     device: Any
     seed: int | None
+    weights_only: bool
     signals: tuple[signal.Signals, ...]
 
     def __post_init__(self) -> None:

@@ -1,0 +1,215 @@
+"""What is read runs no code unless the user says so, and what is written can be read that way."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from elastic_runs import FailAt, Fault, Net, fit
+from loop_runs import net, numbered, train
+from torch import nn
+
+from lightning_dist import ElasticLoop
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.state import KEY
+
+ODD = {
+    "path": (pathlib.PurePosixPath("data"), "PurePosixPath"),
+    "class": (nn.Linear, "class torch.nn.modules.linear.Linear"),
+    "partial": (functools.partial(max, 1), "functools.partial"),
+}
+
+
+class WithHparams(Net):
+    """Keeps its arguments in the checkpoint, as most modules do."""
+
+    def __init__(self, nested: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Adds(L.Callback):
+    """A callback with a state that the restricted unpickler does not read."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = [torch.ones(2), pathlib.PurePosixPath("data")]
+
+
+@pytest.fixture
+def allow_paths() -> Iterator[None]:
+    with torch.serialization.safe_globals([pathlib.PurePosixPath]):
+        yield
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_hyperparameters_that_no_start_could_load_are_refused_before_training(
+    tmp_path: Path, name: str
+) -> None:
+    value, said = ODD[name]
+    module = WithHparams({"lr": 0.1, "odd": value})
+    with pytest.raises(ValueError, match=said) as refused:
+        fit(tmp_path, FailAt("on_train_batch_start", 0), module=module, validate=False)
+    text = str(refused.value)
+    assert "['nested']['odd']" in text
+    for remedy in ("str(path)", "torch.serialization.add_safe_globals", "weights_only=False"):
+        assert remedy in text
+
+
+def test_what_hooks_add_is_proved_at_the_first_save(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\['added'\]\[1\] is a pathlib"):
+        fit(tmp_path, Adds(), FailAt("on_train_batch_start", 3), validate=False)
+    assert not list((tmp_path / "ckpt").glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("how", ["callback", "fit", "allowed"])
+def test_a_user_who_trusts_the_folder_goes_on(
+    tmp_path: Path, how: str, request: pytest.FixtureRequest
+) -> None:
+    if how == "allowed":
+        request.getfixturevalue("allow_paths")
+    elastic = {"weights_only": False} if how == "callback" else {}
+
+    def start(*callbacks: L.Callback) -> int:
+        module = WithHparams({"odd": ODD["path"][0]})
+        arguments = {"weights_only": False} if how == "fit" else {}
+        trainer, _ = fit(
+            tmp_path, *callbacks, module=module, validate=False, elastic=elastic, fitting=arguments
+        )
+        return trainer.global_step
+
+    with pytest.raises(Fault):
+        start(FailAt("on_train_batch_start", 5))
+    assert start() == 36
+
+
+def test_a_checkpoint_of_another_policy_says_what_to_do(tmp_path: Path) -> None:
+    module = WithHparams({"odd": ODD["path"][0]})
+    fit(tmp_path, module=module, validate=False, elastic={"weights_only": False}, max_epochs=1)
+    with pytest.raises(ValueError, match=r"PurePosixPath.*weights_only=False"):
+        fit(tmp_path, module=Net(), validate=False)
+
+
+class Crafted:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return pathlib.Path.touch, (self.file,)
+
+
+def craft(folder: Path, file: Path) -> None:
+    """A checkpoint that is newer than those in ``folder``, as anybody could write one."""
+    checkpointer = Checkpointer(CheckpointSettings(writer="thread"))
+    checkpointer.open(str(folder))
+    state = {KEY: {"version": 1}, "objects": Crafted(file)}
+    checkpointer.save(state, f"{folder}/epoch=9-step=99.ckpt", step=99)
+    checkpointer.close(30.0)
+
+
+def test_a_crafted_checkpoint_runs_no_code_in_a_loop(tmp_path: Path) -> None:
+    train(tmp_path, "plain", epochs=1)
+    craft(tmp_path / "ckpt", tmp_path / "ran")
+    with pytest.raises(ValueError, match=r"epoch=9-step=99.ckpt.*weights_only=False.*trust"):
+        train(tmp_path, "plain")
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(KeyError):  # it is no state of a loop
+        train(tmp_path, "plain", elastic={"weights_only": False})
+    assert (tmp_path / "ran").exists()
+
+
+class Stateful:
+    """An object of the user's with any state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def loop_with(folder: Path, value: Any, **settings: Any) -> ElasticLoop:
+    state = {"model": net(), "mine": Stateful(value)}
+    return ElasticLoop(folder, loader=numbered(48, noisy=False), state=state, seed=1, **settings)
+
+
+def one_epoch(loop: ElasticLoop) -> None:
+    for _ in loop.epochs(1):
+        for _batch in loop.batches():
+            loop.weighted(torch.ones((), requires_grad=True)).backward()
+            loop.step_ended()
+
+
+def test_a_loop_refuses_at_once_what_it_could_not_load(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"\['mine'\]\['value'\] is a pathlib.*weights_only=False"),
+        loop_with(tmp_path, pathlib.PurePosixPath("data")),
+    ):
+        pass
+    with loop_with(tmp_path, pathlib.PurePosixPath("data"), weights_only=False) as loop:
+        one_epoch(loop)
+    with loop_with(tmp_path, 0, weights_only=False) as loop:
+        assert loop.resumed is not None
+    with pytest.raises(ValueError, match="PurePosixPath"):
+        loop_with(tmp_path, 0).__enter__()
+
+
+def test_a_loop_refuses_at_the_first_save_what_came_later(tmp_path: Path) -> None:
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match=r"\['mine'\]\['value'\] is a pathlib"),
+        loop_with(tmp_path, 0) as loop,
+    ):
+        loop._run.objects._given["mine"].value = pathlib.PurePosixPath("data")
+        one_epoch(loop)
+
+
+def _state(folder: Path, value: Any, **settings: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from lightning_dist.accelerate import AsyncState
+
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(Stateful(value))
+    return AsyncState(accelerator, writer="thread", **settings)
+
+
+def test_an_accelerator_is_not_given_what_runs_code(tmp_path: Path) -> None:
+    file = tmp_path / "ran"
+    with _state(tmp_path, Crafted(file), weights_only=False) as state:
+        state.save_state()
+        state.wait()
+    with (
+        _state(tmp_path, 0) as state,
+        pytest.raises(ValueError, match=r"custom_checkpoint_0.pkl.*weights_only=False"),
+    ):
+        state.load_state()
+    assert not file.exists()
+    with _state(tmp_path, 0, weights_only=False) as state:
+        state.load_state()
+    assert file.exists()
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    with (
+        _state(tmp_path, {"odd": pathlib.PurePosixPath("data")}) as state,
+        pytest.raises(ValueError, match=r"custom_checkpoint_0.pkl.*PurePosixPath.*str\(path\)"),
+    ):
+        state.save_state()
+    with _state(tmp_path, {"odd": "data"}) as state:
+        state.save_state()
+        state.wait()
+        state.load_state()

@@ -1,0 +1,155 @@
+"""Which files a start removes: those that its own run wrote, and no others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_runs import FailAt, Fault, fit
+from loop_runs import train
+from torch import nn
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.suffix == ".ckpt"}
+
+
+def striking(step: int) -> Any:
+    def strike(at: str, steps: int) -> None:
+        if (at, steps) == ("after_step", step):
+            raise Fault
+
+    return strike
+
+
+def loop_until(folder: Path, step: int) -> None:
+    with pytest.raises(Fault):
+        train(folder, "plain", strike=striking(step))
+
+
+def fit_until(folder: Path, step: int) -> None:
+    with pytest.raises(Fault):
+        fit(folder, FailAt("on_train_batch_end", step), validate=False)
+
+
+UNTIL = {"ElasticLoop": loop_until, "ElasticRestart": fit_until}
+FINISH = {
+    "ElasticLoop": lambda folder: train(folder, "plain"),
+    "ElasticRestart": lambda folder: fit(folder, validate=False),
+}
+KINDS = pytest.mark.parametrize("kind", UNTIL)
+
+
+@KINDS
+def test_keep_holds_over_any_number_of_restarts(tmp_path: Path, kind: str) -> None:
+    for step in (5, 11, 17):
+        UNTIL[kind](tmp_path, step)
+        assert len(names(tmp_path / "ckpt")) == 2
+    FINISH[kind](tmp_path)
+    assert {name.split("-")[1] for name in names(tmp_path / "ckpt")} == {
+        "step=34.ckpt",
+        "step=36.ckpt",
+    }
+
+
+@KINDS
+def test_what_users_put_into_the_folder_stays(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run" / "ckpt"
+    UNTIL[kind](tmp_path / "other", 9)
+    UNTIL[kind](tmp_path / "run", 5)
+    torch.save({"weights": torch.ones(3)}, folder / "foreign.ckpt")
+    for name in names(folder):
+        shutil.copy(folder / name, folder / f"best-{name}")
+    for name in names(tmp_path / "other" / "ckpt"):  # of another run, under the names it gave them
+        shutil.copy(tmp_path / "other" / "ckpt" / name, folder / name)
+    os.utime(folder / "foreign.ckpt", (0, 0))
+    theirs = {path.name: path.read_bytes() for path in folder.glob("*.ckpt")}
+    theirs = {name: content for name, content in theirs.items() if _is_theirs(tmp_path, name)}
+    assert len(theirs) >= 5
+    FINISH[kind](tmp_path / "run")
+    assert {name: (folder / name).read_bytes() for name in theirs} == theirs
+
+
+def _is_theirs(tmp_path: Path, name: str) -> bool:
+    return name.startswith(("best-", "foreign")) or name in names(tmp_path / "other" / "ckpt")
+
+
+@KINDS
+def test_what_a_killed_trainer_had_no_time_to_remove_goes(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "ckpt"
+    UNTIL[kind](tmp_path, 5)
+    spared = tmp_path / "spared"
+    shutil.copytree(folder, spared)
+    UNTIL[kind](tmp_path, 13)
+    for name in names(spared):
+        shutil.copy(spared / name, folder / name)
+    assert len(names(folder)) == 4
+    FINISH[kind](tmp_path)
+    assert len(names(folder)) == 2
+
+
+@KINDS
+def test_a_damaged_newest_does_not_count_for_keep(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "ckpt"
+    UNTIL[kind](tmp_path, 9)
+    newest = max(folder.glob("*.ckpt"), key=os.path.getmtime)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    UNTIL[kind](tmp_path, 8)
+    assert {torch.load(folder / name)["lightning_dist_elastic"]["total_steps"]
+            for name in names(folder)} == {6, 8}  # fmt: skip
+
+
+def _state(**project: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from lightning_dist.accelerate import AsyncState
+
+    settings = ProjectConfiguration(automatic_checkpoint_naming=True, **project)
+    accelerator = Accelerator(cpu=True, project_config=settings)
+    accelerator.prepare(nn.Linear(2, 2))
+    return AsyncState(accelerator, writer="thread")
+
+
+def test_total_limit_counts_and_removes_own_checkpoints_only(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_0").mkdir(parents=True)
+    (folder / "checkpoint_0" / "mine.txt").write_text("no checkpoint of AsyncState")
+    with _state(project_dir=str(tmp_path), total_limit=2) as state:
+        state.save_state()
+        state.wait()
+        shutil.copytree(folder / "checkpoint_1", folder / "checkpoint_2")
+        saved = [os.path.basename(state.save_state()) for _ in range(3)]
+        state.wait()
+    assert saved == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    left = {path.name for path in folder.iterdir() if path.name.startswith("checkpoint")}
+    assert left == {"checkpoint_0", "checkpoint_2", "checkpoint_4", "checkpoint_5"}
+
+
+def test_async_state_does_not_replace_a_copy(tmp_path: Path) -> None:
+    with _state(project_dir=str(tmp_path)) as state:
+        state.save_state(tmp_path / "saved")
+        state.wait()
+        shutil.copytree(tmp_path / "saved", tmp_path / "best")
+        with pytest.raises(ValueError, match=r"was saved as .saved.*choose another name"):
+            state.save_state(tmp_path / "best")
+        state.save_state(tmp_path / "saved")
+        state.wait()
+
+
+def test_a_start_that_finds_nothing_whole_removes_nothing(tmp_path: Path) -> None:
+    loop_until(tmp_path, 5)
+    for path in (tmp_path / "ckpt").glob("*.ckpt"):
+        path.write_bytes(path.read_bytes()[:-100])
+    before = names(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+        train(tmp_path, "plain")
+    assert names(tmp_path / "ckpt") == before
