@@ -78,6 +78,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         own(f"{tmp_path}/file")
 
 
+KINDS = ("tmp", "old", "trash")
 IDS = st.text("0123456789abcdef", min_size=16, max_size=16)
 names = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20),
@@ -97,7 +98,7 @@ def is_ours(name: str) -> bool:
         return False
     kind, dash, number = name.rpartition(".")[2].partition("-")
     digits = len(number) == 16 and all(c in "0123456789abcdef" for c in number)
-    return name.rpartition(".")[0] not in ("", ".") and dash and kind in ("tmp", "trash") and digits
+    return name.rpartition(".")[0] not in ("", ".") and dash and kind in KINDS and digits
 
 
 @given(st.sets(names, max_size=6), st.sets(IDS, max_size=2), st.booleans())

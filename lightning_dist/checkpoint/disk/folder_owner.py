@@ -101,7 +101,11 @@ def own(folder: str, *, patience: float = 60.0) -> Lock | None:
     os.pwrite(
         lock.descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0
     )
-    recover(storage, inside)
+    try:
+        recover(storage, inside)
+    except BaseException:
+        lock.release()
+        raise
     _owned[key] = lock
     return lock
 
