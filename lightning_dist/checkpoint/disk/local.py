@@ -196,7 +196,7 @@ def _exchange(one: str, other: str) -> str:
         return one
     aside = _aside(
         other, "old"
-    )  # NFS and some others cannot; `cut_off` finds what is lost in between
+    )  # NFS cannot; `cut_off` finds what is lost in between
     os.rename(other, aside)
     try:
         os.rename(one, other)
