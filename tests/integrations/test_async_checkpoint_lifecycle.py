@@ -258,6 +258,7 @@ trainer:
         verify: always
         on_error: warn
         host_memory_limit: 1000000
+        lock: false
 """
     )
     cli = LightningCLI(Net, run=False, save_config_callback=None, args=["--config", str(config)])
@@ -266,6 +267,7 @@ trainer:
     assert vars(callback.settings) == {
         **{"snapshot": "blocking", "max_in_flight": 2, "on_busy": "skip", "writer": "thread"},
         **{"verify": "always", "on_error": "warn", "host_memory_limit": 1_000_000},
+        "lock": False,
     }
     assert (callback.format, callback.dirpath) == ("sharded", str(tmp_path / "here"))
     assert (callback.monitor, callback.mode, callback.save_top_k) == ("score", "max", 2)

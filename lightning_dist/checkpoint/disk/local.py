@@ -194,9 +194,7 @@ def _exchange(one: str, other: str) -> str:
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: neither is missing in between
     if call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
         return one
-    aside = _aside(
-        other, "old"
-    )  # NFS cannot; `cut_off` finds what is lost in between
+    aside = _aside(other, "old")  # NFS cannot; `cut_off` finds what is lost in between
     os.rename(other, aside)
     try:
         os.rename(one, other)
