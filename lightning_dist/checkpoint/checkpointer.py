@@ -105,6 +105,10 @@ class Checkpointer:
         """Whether a save to ``target`` is under way."""
         return self._delivery.is_pending(target)
 
+    def is_removing(self, target: str) -> bool:
+        """Whether a removal of ``target`` was asked for and is not known to be done."""
+        return self._delivery.is_removing(target)
+
     def save(
         self,
         state: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -22,10 +23,15 @@ from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.memory import SnapshotMemory
 
+log = logging.getLogger(__name__)
+
 Report = Callable[[Event], None]
 
 _START_TIMEOUT = 60.0
 """Seconds; a tenth of one is needed on an idle machine."""
+
+_TAIL = 4096
+"""Bytes of what the writer has said last."""
 
 # The writer needs the standard library and lightning_dist.checkpoint.disk only, and is to be found
 # where this process has found it: the outer package is a stand-in with a path.
@@ -86,12 +92,13 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).resolve().parent.parent)
         options = json.dumps({"trainer": os.getpid(), "read_back": read_back})
+        self._errors = os.memfd_create("lightning_dist-errors", os.MFD_CLOEXEC)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, package, str(theirs.fileno()), options],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # whoever reads the trainer's output need not wait for it
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             start_new_session=True,  # launchers kill the process group of a failed rank
         )
         theirs.close()
@@ -144,10 +151,11 @@ class WriterProcess:
                 f"the checkpoint writer (process {self.pid}) is still at work after {timeout:.0f} "
                 "s; it goes on without this process"
             ) from None
-        self._reader.join()
+        self._reader.join(_START_TIMEOUT)
         self._channel.close()
         if self._process.returncode:  # killed when it was already asked to end
             self._lost(self, self._ended())
+        os.close(self._errors)
 
     def _map(self, memory: SnapshotMemory) -> None:
         with self._sending:
@@ -184,4 +192,11 @@ class WriterProcess:
 
     def _ended(self) -> str:
         code = self._process.wait()
-        return f"the checkpoint writer (process {self.pid}) has ended with exit status {code}"
+        ended = f"the checkpoint writer (process {self.pid}) has ended with exit status {code}"
+        with suppress(OSError):  # closed
+            start = max(os.fstat(self._errors).st_size - _TAIL, 0)
+            said = os.pread(self._errors, _TAIL, start).decode(errors="replace").strip()
+            if said:
+                log.error("%s:\n%s", ended, said)
+                return f"{ended}: {said.splitlines()[-1]}"
+        return ended

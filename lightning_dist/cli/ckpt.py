@@ -135,14 +135,14 @@ def prune(
     leftovers = storage.leftovers(inside)
     lock = None if dry_run or no_lock else own(folder, patience=0, clean=False)
     try:
-        if lock is None and not dry_run:
+        if no_lock:
             leftovers = []  # a writer may be at work on them
         for path in [] if as_json else leftovers:
             _print_item("clear", path, "left by a dead writer")
-        if lock is not None and leftovers:
+        if leftovers and not dry_run:
             if not yes:
                 typer.confirm(f"Finish or remove these {len(leftovers)} leftovers?", abort=True)
-            recover(LocalStorage(), lock.folder)
+            recover(storage, inside)
         found = checkpoints(folder)
         with checking() as check:
             planned = plan(found, keep=keep, check=check)

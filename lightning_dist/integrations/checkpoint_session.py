@@ -132,7 +132,9 @@ class CheckpointSession:
                     io.save_checkpoint(checkpoint, path)
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
-        self.metrics.stall_s = self._stalls[path] = time.perf_counter() - began
+        self.metrics.stall_s = time.perf_counter() - began
+        if self._checkpointer is not None:
+            self._stalls[path] = self.metrics.stall_s
 
     @contextmanager
     def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[IntoCheckpointer]:
@@ -164,9 +166,12 @@ class CheckpointSession:
 
     def flush_removals(self) -> None:
         removals, self._removals = self._removals, []
-        if self._checkpointer is not None and self._checkpointer.is_first:
-            for path in removals:
-                self._checkpointer.remove(path)
+        if self._checkpointer is None or not self._checkpointer.is_first:
+            self._doomed = set()
+            return
+        for path in removals:
+            self._checkpointer.remove(path)
+        self._doomed = set(filter(self._checkpointer.is_removing, self._doomed))
 
     def keep(self, path: str) -> None:
         """Do not remove ``path`` after all."""
@@ -258,11 +263,12 @@ class CheckpointSession:
             return
         for event in self._checkpointer.poll():
             self._outcomes.add(event)
+            stall_s = self._stalls.pop(event.target, 0.0)
             if isinstance(event, Committed) and self._trainer.is_global_zero:
-                self._announce(self._checkpointer, event)
+                self._announce(self._checkpointer, event, stall_s=stall_s)
 
-    def _announce(self, checkpointer: Checkpointer, event: Committed) -> None:
-        rank_zero_info(line(event, stall_s=self._stalls.get(event.target, 0.0)))
+    def _announce(self, checkpointer: Checkpointer, event: Committed, *, stall_s: float) -> None:
+        rank_zero_info(line(event, stall_s=stall_s))
         step = max(self._trainer.global_step - 1, 0)
         log_metrics(self._trainer.loggers, checkpointer, step=step)
         callback: Any = proxy(self._callback)

@@ -274,6 +274,35 @@ trainer:
     assert (callback.save_last, callback._every_n_train_steps) == ("link", 5)
 
 
+def remembered(of: object, seen: set[int]) -> dict[str, int]:
+    """Entries of every list, set and dict of ours that can be reached from an object."""
+    found: dict[str, int] = {}
+    for name, value in vars(of).items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, list | set | dict):
+            found[f"{type(of).__name__}.{name}"] = len(value)
+        elif type(value).__module__.startswith("lightning_dist.") and hasattr(value, "__dict__"):
+            found |= remembered(value, seen)
+    return found
+
+
+def test_what_is_remembered_of_saves_does_not_grow_with_their_number(tmp_path: Path) -> None:
+    counts: list[dict[str, int]] = []
+    callback = AsyncCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last=True)
+
+    def note() -> None:
+        callback.wait()
+        assert callback._session is not None
+        counts.append(remembered(callback._session, {id(callback)}))
+
+    fit(callback, Between({4: note, 29: note}), max_epochs=10)
+    few, many = counts
+    assert len(few) > 8
+    assert {name: (few[name], n) for name, n in many.items() if n > few[name]} == {}
+
+
 @pytest.mark.parametrize("enforced", ["overlap", "blocking", "sync"])
 def test_the_memory_limit_is_kept(enforced: Any, tmp_path: Path) -> None:
     callback = AsyncCheckpoint(tmp_path, snapshot=enforced, host_memory_limit=1000)

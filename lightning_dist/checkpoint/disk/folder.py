@@ -26,7 +26,7 @@ _ORPHAN_TIMEOUT = 10.0
 """Seconds that a writer waits for others once its trainer is dead."""
 
 
-_SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
+SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
 """Bytes per second of a rank that is still believed to be alive."""
 
 
@@ -240,7 +240,7 @@ class SharedFolder:
         while not condition():
             limit = patience or self.save.peer_timeout
             if self._staged == self.target:  # an upload is seen when it is complete
-                limit += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
+                limit += sum(piece.nbytes for piece in self.save.pieces) / SLOWEST_UPLOAD
             written = self.storage.tree_nbytes(self._staged)
             if reading:
                 limit += written / _SLOWEST_READING

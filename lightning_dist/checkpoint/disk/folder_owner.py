@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -14,6 +15,8 @@ from lightning_dist.checkpoint.disk.file_lock import LockFile, NoLocksError, is_
 from lightning_dist.checkpoint.disk.local import LocalStorage
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
+
+log = logging.getLogger(__name__)
 
 LOCK, _MARK = ".lightning_dist.lock", ".lightning_dist.unlocked"
 """The second one is there while a trainer writes that locks nothing."""
@@ -76,7 +79,7 @@ def own(
 ) -> Lock | None:
     """Become the trainer that writes to ``folder``, and remove what dead ones left half done.
 
-    None for object stores, which have no locks.
+    None for object stores, which have no locks: what nobody has touched for a day is removed.
 
     Args:
         patience: seconds to wait for the writer of a trainer that has died, since it last wrote
@@ -90,6 +93,11 @@ def own(
     """
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage):
+        if lock and clean:
+            try:
+                recover(storage, inside)
+            except OSError as error:  # of no importance for what is saved next
+                log.warning("what killed writers left in %s was not removed: %s", folder, error)
         return None
     storage.make_folder(inside)
     key = os.getpid(), os.path.realpath(inside)

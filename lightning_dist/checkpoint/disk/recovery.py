@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from lightning_dist.checkpoint.disk.base import Storage
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.local import LocalStorage, leftovers_by_name
 from lightning_dist.checkpoint.disk.verify import verify
@@ -12,12 +13,17 @@ from lightning_dist.checkpoint.disk.verify import verify
 log = logging.getLogger(__name__)
 
 
-def recover(storage: LocalStorage, folder: str) -> None:
+def recover(storage: Storage, folder: str) -> None:
     """Finish or undo what a killed writer left in ``folder``; touches nothing with another name.
 
     Nothing is removed before its name shows a checkpoint again, and nothing of a name for which a
-    staged checkpoint cannot be read: it may be the newest one.
+    staged checkpoint cannot be read: it may be the newest one. In an object store uploads that
+    nobody can be at work on any more are removed.
     """
+    if not isinstance(storage, LocalStorage):
+        for path in storage.leftovers(folder):
+            storage.remove(path)
+        return
     for name, left in leftovers_by_name(storage, folder).items():
         target = os.path.join(folder, name)
         for paths in left.values():  # several are left only where some could not be read
