@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import own_as_writer
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.memory import SnapshotMemory
@@ -116,8 +117,18 @@ class WriterProcess:
         return self._process.pid
 
     def own(self, folder: str) -> None:
-        # Until it has the lock, a trainer that replaces this one would not wait for it.
         with suppress(CheckpointError):  # its end is reported with what it should have done
+            lock = own_as_writer(folder)
+            if lock is not None and lock.can_be_sent:
+                # It is kept while it is on its way, so nobody has to wait for the writer to start.
+                with self._sending:
+                    self._send(("hold",))
+                    self._send_handle(lock.file.descriptor)
+                lock.file.close()
+                return
+            if lock is not None:
+                lock.file.close()
+            # Until it has the lock, a trainer that replaces this one would not wait for it.
             self._put("own", folder)
             self._await_lock(folder)
 
@@ -160,10 +171,7 @@ class WriterProcess:
     def _map(self, memory: SnapshotMemory) -> None:
         with self._sending:
             self._send(("map", id(memory), memory.nbytes))
-            try:
-                send_handle(self._channel, memory.descriptor, self.pid)
-            except OSError as error:
-                raise CheckpointError(self._ended()) from error
+            self._send_handle(memory.descriptor)
         self._mapped[id(memory)] = memory.generation
 
     def _put(self, *command: object) -> None:
@@ -173,6 +181,12 @@ class WriterProcess:
     def _send(self, command: tuple[object, ...]) -> None:
         try:
             self._channel.send(command)
+        except OSError as error:
+            raise CheckpointError(self._ended()) from error
+
+    def _send_handle(self, descriptor: int) -> None:
+        try:
+            send_handle(self._channel, descriptor, self.pid)
         except OSError as error:
             raise CheckpointError(self._ended()) from error
 

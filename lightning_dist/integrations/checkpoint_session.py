@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from weakref import proxy
 
@@ -83,6 +85,8 @@ class CheckpointSession:
             raise
 
     def _open(self, folder: str) -> None:
+        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
+            import_module("omegaconf")
         problem = self._try_to_open(folder) if self._trainer.is_global_zero else ""
         if problem := self._trainer.strategy.broadcast(problem):
             raise ValueError(problem)

@@ -26,6 +26,7 @@ from checkpoint_runs import (
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from processes import run
 
 from lightning_dist import AsyncCheckpoint
 
@@ -272,6 +273,30 @@ trainer:
     assert (callback.format, callback.dirpath) == ("sharded", str(tmp_path / "here"))
     assert (callback.monitor, callback.mode, callback.save_top_k) == ("score", "max", 2)
     assert (callback.save_last, callback._every_n_train_steps) == ("link", 5)
+
+
+FIRST_SAVE = """
+import sys
+from pathlib import Path
+from checkpoint_runs import Net, fit
+from lightning_dist import AsyncCheckpoint
+from lightning_dist.integrations.checkpoint_session import CheckpointSession
+save, new = CheckpointSession.save, []
+def note(self, *args, **kwargs):
+    before = set(sys.modules)
+    save(self, *args, **kwargs)
+    new.append(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+CheckpointSession.save = note
+fit(AsyncCheckpoint(sys.argv[1], "{step}", every_n_train_steps=1), max_epochs=1)
+print("imported:", new[0])
+"""
+
+
+def test_the_first_save_imports_no_package_anew(tmp_path: Path) -> None:
+    """Which took Lightning most of the time of the first save of a small model."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    finished = run([sys.executable, "-c", FIRST_SAVE, tmp_path], limit=100, PYTHONPATH=path)
+    assert "imported: []" in finished.require_success().output
 
 
 def remembered(of: object, seen: set[int]) -> dict[str, int]:

@@ -41,8 +41,8 @@ class LockFile:
         self.path = path
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _open.add(self)
-        # When a process is killed FUSE tells its server of the end of POSIX locks only.
-        self._posix = sys.platform != "linux" or is_fuse(os.fstat(self.descriptor).st_dev)
+        # POSIX locks; when a process is killed FUSE tells its server of the end of POSIX locks only.
+        self.is_of_process = sys.platform != "linux" or is_fuse(os.fstat(self.descriptor).st_dev)
 
     def take(self, byte: int, *, wait: bool = False, shared: bool = False) -> bool:
         """Lock a byte; returns whether this process has it now.
@@ -63,7 +63,7 @@ class LockFile:
     def _set(self, kind: int, byte: int, *, wait: bool) -> None:
         try:
             try:
-                if not self._posix:
+                if not self.is_of_process:
                     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
                     asked = struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)
                     fcntl.fcntl(self.descriptor, command, asked)
@@ -71,7 +71,7 @@ class LockFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._posix = True  # a system without them
+                self.is_of_process = True  # a system without them
             fcntl.lockf(self.descriptor, _KINDS[kind] | (0 if wait else fcntl.LOCK_NB), 1, byte)
         except OSError as error:
             if error.errno in _UNSUPPORTED:

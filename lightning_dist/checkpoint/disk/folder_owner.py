@@ -53,6 +53,11 @@ class Lock:
     is_real: bool = True
     """Whether others are kept out."""
 
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether a process that is given the descriptor keeps the lock."""
+        return not self.file.is_of_process
+
     def release(self) -> None:
         """Give it back, once for every time it was given."""
         self.owners -= 1
