@@ -41,7 +41,7 @@ class LockFile:
         self.path = path
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _open.add(self)
-        # POSIX locks; when a process is killed FUSE tells its server of the end of POSIX locks only.
+        # With POSIX locks: FUSE tells its server of the end of no others when a process is killed.
         self.is_of_process = sys.platform != "linux" or is_fuse(os.fstat(self.descriptor).st_dev)
 
     def take(self, byte: int, *, wait: bool = False, shared: bool = False) -> bool:
