@@ -13,9 +13,9 @@ import sys
 from lightning_dist.checkpoint.disk import folder_owner
 lock = None
 for call in sys.argv[2:]:
-    if lock is not None:
-        lock.release()
-    lock = getattr(folder_owner, call)(sys.argv[1])
+    before, lock = lock, getattr(folder_owner, call)(sys.argv[1])
+    if before is not None:
+        before.release()
 print("owned", flush=True)
 sys.stdin.read()
 lock.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.agreement import agree
 from lightning_dist.checkpoint.delivery import Delivery
-from lightning_dist.checkpoint.disk.folder_owner import Lock, own
+from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, own
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Failed,
@@ -87,10 +88,11 @@ class Checkpointer:
             ValueError: another trainer writes there, or it is no folder.
             OSError: it cannot be written.
         """
-        self._alone &= alone
+        self._alone &= alone and self.settings.lock
         if folder not in self._locks:
-            self._locks[folder] = own(folder) if alone and self.is_first else None
-            self._delivery.open(folder, alone=alone)
+            takes = alone and self.is_first
+            self._locks[folder] = own(folder, lock=self.settings.lock) if takes else None
+            self._delivery.open(folder, alone=alone and self.settings.lock)
             if self.is_first:
                 self._orders.begin_after(folder)
 
@@ -111,6 +113,10 @@ class Checkpointer:
     def is_pending(self, target: str) -> bool:
         """Whether a save to ``target`` is under way."""
         return self._delivery.is_pending(target)
+
+    def is_removing(self, target: str) -> bool:
+        """Whether a removal of ``target`` was asked for and is not known to be done."""
+        return self._delivery.is_removing(target)
 
     def save(
         self,
@@ -254,9 +260,12 @@ class Checkpointer:
         try:
             self._delivery.close(timeout)
         finally:
-            for lock in self._locks.values():
+            for folder, lock in self._locks.items():
                 if lock is not None:
                     lock.release()
+                elif self._alone:  # the last of the ranks to end removes the lock file
+                    with suppress(OSError):
+                        forget(folder)
             self._locks = {}
 
     def _prepare(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder import SLOWEST_UPLOAD
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Done,
@@ -29,6 +31,8 @@ from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, Write
 Errand = Link | Remove | Keep
 
 _NOTHING = Keep("")
+_PATIENCE = 600.0
+"""Seconds for which a save may wait for an earlier one, beyond what a slow upload takes."""
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Delivery:
         self._removals = Removals()
         self._newest = ""  # target of the last success
         self._closing = False
+        self._patience = _PATIENCE
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: dict[str, bool] = {}  # whether others are kept out
@@ -89,6 +94,11 @@ class Delivery:
             links = (isinstance(e, Link) and e.target == target for e, _ in self._errands)
             return any(saves) or any(links)
 
+    def is_removing(self, target: str) -> bool:
+        """Whether it has been asked to remove it, and does not know that it is gone."""
+        with self._changed:
+            return target in self._removals
+
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
         if _only_here(folder) and isinstance(self._writer, WriterProcess):
@@ -103,9 +113,22 @@ class Delivery:
             self._writer.own(folder)
 
     def await_slot(self) -> None:
-        """Wait until one more save may be under way, and a writer is there to do it."""
+        """Wait until one more save may be under way, and a writer is there to do it.
+
+        Raises:
+            CheckpointError: an earlier save takes longer than any disk that works.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: len(self._in_flight) < self._settings.max_in_flight)
+            # Looking at the files for progress would hang where the file system does.
+            nbytes = sum(p.nbytes for each in self._in_flight.values() for p in each.save.pieces)
+            limit = self._patience + nbytes / SLOWEST_UPLOAD
+            if not self._changed.wait_for(
+                lambda: len(self._in_flight) < self._settings.max_in_flight, limit
+            ):
+                raise CheckpointError(
+                    f"{self._targets()} is still being written after {limit:.1f} s, so no other "
+                    "checkpoint can be taken; is the file system responding, or the writer stopped?"
+                )
         if self._writer is None:  # it has ended, and that was reported
             with self._changed:
                 self._removals.lost()
@@ -171,21 +194,34 @@ class Delivery:
                 lambda: not self._in_flight and not self._errands, timeout
             )
             if not idle:
-                targets = ", ".join(each.save.target for each in self._in_flight.values())
-                raise TimeoutError(f"still writing after {timeout} s: {targets}")
+                raise TimeoutError(f"still writing after {timeout} s: {self._targets()}")
 
     def close(self, timeout: float | None = None) -> None:
-        """Let everything be done, end the writer, give the memory back."""
+        """Let everything be done, end the writer, give the memory back.
+
+        Raises:
+            CheckpointError: not all of it was done within ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            self._closing = True
-        self._thread.shutdown(wait=True)
+            is_first, self._closing = not self._closing, True
+        last = [self._thread.submit(int)] if is_first else []
+        self._thread.shutdown(wait=False)
+        stuck = bool(wait(last, timeout).not_done)
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
-                writer.close(timeout)
+                writer.close(None if deadline is None else max(deadline - time.monotonic(), 1.0))
         finally:
             for memory in self._free:
                 memory.release()
+        if stuck:
+            raise CheckpointError(
+                f"{self._targets()} is still being copied after {timeout:g} s, and is lost"
+            )
+
+    def _targets(self) -> str:
+        return ", ".join(each.save.target for each in self._in_flight.values())
 
     def _prepare_and_put(
         self, save: Save, memory: SnapshotMemory | None, prepare: Callable[[], str]

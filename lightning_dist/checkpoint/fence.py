@@ -10,8 +10,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+
 _CLOSURE_FIRST = ("torch.optim", "lightning_dist")
 """Packages whose optimizers call their closure before they change anything."""
+_PATIENCE = 600.0
+"""Seconds for a copy within this machine."""
 
 
 class Fence:
@@ -27,6 +31,7 @@ class Fence:
         self._open = threading.Event()
         self._open.set()
         self._handles: list[RemovableHandle] = []
+        self._patience = _PATIENCE
         self.waited = 0.0
         """Seconds that steps were held back, in total."""
 
@@ -49,11 +54,21 @@ class Fence:
         self._open.set()
 
     def wait(self) -> None:
-        """Wait until it is open."""
+        """Wait until it is open.
+
+        Raises:
+            CheckpointError: the copy is stuck.
+        """
         if not self._open.is_set():
             began = time.perf_counter()
-            self._open.wait()
+            is_open = self._open.wait(self._patience)
             self.waited += time.perf_counter() - began
+            if not is_open:
+                raise CheckpointError(
+                    "a checkpoint is under way and its copy has not ended within "
+                    f"{self._patience:g} s, so the training cannot go on without spoiling it; is a "
+                    "device hanging, or the writer stopped?"
+                )
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,6 +17,9 @@ class Removals:
     def ask(self, path: str) -> None:
         self._asked[path] = False
 
+    def __contains__(self, path: str) -> bool:
+        return path in self._asked or path in self._again
+
     def cancel(self, path: str) -> None:
         """``path`` is to stay, or is written anew."""
         self._asked.pop(path, None)

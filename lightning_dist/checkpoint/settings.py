@@ -26,6 +26,8 @@ class CheckpointSettings:
         on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
             ``"warn"`` and go on with the earlier one.
         host_memory_limit: bytes that snapshots may take on this rank; None for no limit.
+        lock: keep other trainings from the folder with a file lock. False, for file systems that
+            have none: nobody is kept out, and what a killed writer leaves half done stays.
     """
 
     snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto"
@@ -35,6 +37,7 @@ class CheckpointSettings:
     verify: Literal["resume", "always", "never"] = "resume"
     on_error: Literal["raise", "warn"] = "raise"
     host_memory_limit: int | None = None
+    lock: bool = True
 
     def __post_init__(self) -> None:
         hints: dict[str, Any] = get_type_hints(type(self))
@@ -51,6 +54,8 @@ class CheckpointSettings:
                 f"host_memory_limit is a number of bytes >= 1, or None; got "
                 f"{self.host_memory_limit!r}"
             )
+        if not isinstance(self.lock, bool):
+            raise ValueError(f"lock is True or False; got {self.lock!r}")
         if self.snapshot == "sync" and self.on_busy == "skip":
             raise ValueError(
                 "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; "

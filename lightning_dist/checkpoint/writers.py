@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -18,14 +19,20 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import own_as_writer
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.memory import SnapshotMemory
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[Event], None]
 
 _START_TIMEOUT = 60.0
 """Seconds; a tenth of one is needed on an idle machine."""
+
+_TAIL = 4096
+"""Bytes of what the writer has said last."""
 
 # The writer needs the standard library and lightning_dist.checkpoint.disk only, and is to be found
 # where this process has found it: the outer package is a stand-in with a path.
@@ -86,12 +93,13 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).resolve().parent.parent)
         options = json.dumps({"trainer": os.getpid(), "read_back": read_back})
+        self._errors = os.memfd_create("lightning_dist-errors", os.MFD_CLOEXEC)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, package, str(theirs.fileno()), options],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # whoever reads the trainer's output need not wait for it
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             start_new_session=True,  # launchers kill the process group of a failed rank
         )
         theirs.close()
@@ -109,8 +117,18 @@ class WriterProcess:
         return self._process.pid
 
     def own(self, folder: str) -> None:
-        # Until it has the lock, a trainer that replaces this one would not wait for it.
         with suppress(CheckpointError):  # its end is reported with what it should have done
+            lock = own_as_writer(folder)
+            if lock is not None and lock.can_be_sent:
+                # It is kept while it is on its way, so nobody has to wait for the writer to start.
+                with self._sending:
+                    self._send(("hold",))
+                    self._send_handle(lock.file.descriptor)
+                lock.file.close()
+                return
+            if lock is not None:
+                lock.file.close()
+            # Until it has the lock, a trainer that replaces this one would not wait for it.
             self._put("own", folder)
             self._await_lock(folder)
 
@@ -144,18 +162,16 @@ class WriterProcess:
                 f"the checkpoint writer (process {self.pid}) is still at work after {timeout:.0f} "
                 "s; it goes on without this process"
             ) from None
-        self._reader.join()
+        self._reader.join(_START_TIMEOUT)
         self._channel.close()
         if self._process.returncode:  # killed when it was already asked to end
             self._lost(self, self._ended())
+        os.close(self._errors)
 
     def _map(self, memory: SnapshotMemory) -> None:
         with self._sending:
             self._send(("map", id(memory), memory.nbytes))
-            try:
-                send_handle(self._channel, memory.descriptor, self.pid)
-            except OSError as error:
-                raise CheckpointError(self._ended()) from error
+            self._send_handle(memory.descriptor)
         self._mapped[id(memory)] = memory.generation
 
     def _put(self, *command: object) -> None:
@@ -165,6 +181,12 @@ class WriterProcess:
     def _send(self, command: tuple[object, ...]) -> None:
         try:
             self._channel.send(command)
+        except OSError as error:
+            raise CheckpointError(self._ended()) from error
+
+    def _send_handle(self, descriptor: int) -> None:
+        try:
+            send_handle(self._channel, descriptor, self.pid)
         except OSError as error:
             raise CheckpointError(self._ended()) from error
 
@@ -184,4 +206,11 @@ class WriterProcess:
 
     def _ended(self) -> str:
         code = self._process.wait()
-        return f"the checkpoint writer (process {self.pid}) has ended with exit status {code}"
+        ended = f"the checkpoint writer (process {self.pid}) has ended with exit status {code}"
+        with suppress(OSError):  # closed
+            start = max(os.fstat(self._errors).st_size - _TAIL, 0)
+            said = os.pread(self._errors, _TAIL, start).decode(errors="replace").strip()
+            if said:
+                log.error("%s:\n%s", ended, said)
+                return f"{ended}: {said.splitlines()[-1]}"
+        return ended

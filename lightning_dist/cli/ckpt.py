@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from lightning_dist.checkpoint.disk.folder_owner import Owner, forget, own, owner_of
+from lightning_dist.checkpoint.disk.folder_owner import Owner, own, owner_of
+from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints
-from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
+from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.cli.ckpt_check import checking
 from lightning_dist.cli.ckpt_folder import checkpoints_at, require_folder
 from lightning_dist.cli.ckpt_prune import Plan, as_fields, plan
@@ -109,6 +110,9 @@ def prune(
     keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    no_lock: Annotated[
+        bool, typer.Option("--no-lock", help="Go on where the file system has no locks.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Keep the newest whole checkpoints of a folder and remove older and damaged ones.
@@ -129,23 +133,28 @@ def prune(
     if owner is not None:
         raise ValueError(f"{folder} is in use by {owner}; prune it afterwards")
     leftovers = storage.leftovers(inside)
-    lock = None if dry_run else own(folder, patience=0)
+    lock = None if dry_run or no_lock else own(folder, patience=0, clean=False)
     try:
+        if no_lock:
+            leftovers = []  # a writer may be at work on them
         for path in [] if as_json else leftovers:
             _print_item("clear", path, "left by a dead writer")
+        if leftovers and not dry_run:
+            if not yes:
+                typer.confirm(f"Finish or remove these {len(leftovers)} leftovers?", abort=True)
+            recover(storage, inside)
         found = checkpoints(folder)
         with checking() as check:
             planned = plan(found, keep=keep, check=check)
         if not as_json:
             _print_plan(planned, found)
         if planned.removed and not dry_run:
-            _remove(planned, storage, asks=not yes, says=not as_json)
+            _remove(planned, locked=lock is not None, asks=not yes, says=not as_json)
         if as_json:
             _print_json(folder=folder, dry_run=dry_run, cleared=leftovers, **as_fields(planned))
     finally:
         if lock is not None:
             lock.release()
-            forget(folder)
 
 
 def _print_plan(planned: Plan, found: list[Found]) -> None:
@@ -163,13 +172,13 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
         typer.echo("nothing to remove")
 
 
-def _remove(planned: Plan, storage: Storage, *, asks: bool, says: bool) -> None:
+def _remove(planned: Plan, *, locked: bool, asks: bool, says: bool) -> None:
     if asks:
-        locked = isinstance(storage, LocalStorage)
         hint = "" if locked else " (there are no locks here: no trainer must write to this folder)"
         typer.confirm(f"Remove {len(planned.removed)} checkpoints{hint}?", abort=True)
     for path, _ in planned.removed:
-        storage.remove(storage_of(path)[1])
+        storage, inside = storage_of(path)
+        storage.remove(inside)
     if says:
         typer.echo(f"removed {len(planned.removed)} checkpoints")
 

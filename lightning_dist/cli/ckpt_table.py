@@ -15,6 +15,9 @@ from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.cli.ckpt_check import Verdict, without_path
 from lightning_dist.console import stdout_console
 
+_UNREAD = "not verified"
+"""Of what has whole headers, while nobody has read the rest."""
+
 
 def name_of(path: str) -> str:
     """The last part of a path or URL."""
@@ -39,9 +42,9 @@ def _cells(found: Found) -> tuple[str, ...]:
         return name, "", "", "", "", "", without_path(found.problem, found.path)
     size, origin = decimal(description.nbytes), description.origin
     if origin is None:
-        return name, "", "", size, description.kind, "", "ok"
+        return name, "", "", size, description.kind, "", _UNREAD
     created = f"{_local(origin.created_ns):%Y-%m-%d %H:%M:%S}"
-    return name, str(origin.step), created, size, description.kind, str(origin.ranks), "ok"
+    return name, str(origin.step), created, size, description.kind, str(origin.ranks), _UNREAD
 
 
 def fields(found: Found | Verdict) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def fields(found: Found | Verdict) -> dict[str, Any]:
         "created": origin and _local(origin.created_ns).isoformat(),
         "ranks": origin and origin.ranks,
         "problem": without_path(found.problem, found.path) or None,
+        "verified": isinstance(found, Verdict) and (found.damaged or not found.problem),
     }
 
 

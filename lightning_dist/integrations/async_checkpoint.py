@@ -57,6 +57,8 @@ class AsyncCheckpoint(CheckpointNames):
         on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
             ``"warn"`` and keep the earlier ones.
         host_memory_limit: bytes that the copies may take on a rank.
+        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
+            that have none: nobody is kept out, and what a killed writer leaves half done stays.
         **kwargs: as of ``ModelCheckpoint``.
 
     Raises:
@@ -74,6 +76,7 @@ class AsyncCheckpoint(CheckpointNames):
         verify: Literal["resume", "always", "never"] = "resume",
         on_error: Literal["raise", "warn"] = "raise",
         host_memory_limit: int | None = None,
+        lock: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -87,12 +90,13 @@ class AsyncCheckpoint(CheckpointNames):
             verify=verify,
             on_error=on_error,
             host_memory_limit=host_memory_limit,
+            lock=lock,
         )
         self.format = format
         self._group: dist.ProcessGroup | None = None
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
-        self._last = LastCheckpoint(check=verify != "never")
+        self._last = LastCheckpoint(check=verify != "never", lock=lock)
         self._patience = _PATIENCE
 
     @property

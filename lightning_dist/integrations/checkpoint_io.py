@@ -37,6 +37,8 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             also everything written; ``"never"``.
         on_error: ``"raise"``, or ``"warn"`` and keep the earlier checkpoint.
         host_memory_limit: bytes that the copies may take.
+        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
+            that have none: nobody is kept out, and what a killed writer leaves half done stays.
 
     Raises:
         ValueError: a setting that is out of range.
@@ -50,6 +52,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
         verify: Literal["resume", "always", "never"] = "resume",
         on_error: Literal["raise", "warn"] = "raise",
         host_memory_limit: int | None = None,
+        lock: bool = True,
     ) -> None:
         if snapshot not in ("blocking", "sync"):
             raise ValueError(
@@ -63,6 +66,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             verify=verify,
             on_error=on_error,
             host_memory_limit=host_memory_limit,
+            lock=lock,
         )
         self._checkpointer: Checkpointer | None = None
         self._alone = True

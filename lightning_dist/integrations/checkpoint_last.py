@@ -31,10 +31,11 @@ class LastCheckpoint:
 
     Args:
         check: whether to read everything.
+        lock: whether the folder has a lock; otherwise nothing is cleaned up.
     """
 
-    def __init__(self, *, check: bool) -> None:
-        self._check = check
+    def __init__(self, *, check: bool, lock: bool = True) -> None:
+        self._check, self._has_lock = check, lock
         self._folder = ""
         self._list_others: Callable[[], Iterable[str]] = tuple
         self._problem: Exception | None = None
@@ -66,9 +67,11 @@ class LastCheckpoint:
     def _settle(self, trainer: pl.Trainer) -> None:
         """Let the writer of a dead trainer finish, and what it left half done be removed."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        storage, _ = storage_of(self._folder)
-        if not fitting or not isinstance(storage, LocalStorage) or not is_owned(self._folder):
-            return  # nobody has ever written there
+        storage, inside = storage_of(self._folder)
+        if not fitting or not self._has_lock or not isinstance(storage, LocalStorage):
+            return
+        if not is_owned(self._folder) and not storage.leftovers(inside):
+            return  # whoever has written there has ended in good order
         if trainer.is_global_zero:
             try:
                 self._lock = own(self._folder)

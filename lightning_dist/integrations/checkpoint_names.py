@@ -58,13 +58,22 @@ class CheckpointNames(ModelCheckpoint):
             version += 1
         return path
 
+    @staticmethod
     @override
-    def _link_checkpoint(  # type: ignore[override]  # a static method there
-        self, trainer: pl.Trainer, filepath: str, linkpath: str
-    ) -> None:
-        assert self._session is not None
-        self._claim(trainer, linkpath)
-        self._session.link(filepath, linkpath, symbolic=True)
+    def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        # Static, as in Lightning, whose versions call it on the object or on the class.
+        known = callbacks_of(trainer) if isinstance(trainer, pl.Trainer) else []
+        saved = (
+            c
+            for c in known
+            if (c._last_checkpoint_saved, c.last_model_path) == (filepath, linkpath)
+        )
+        callback = next(saved, None)
+        if callback is None or callback._session is None:
+            ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+        else:
+            callback._claim(trainer, linkpath)
+            callback._session.link(filepath, linkpath, symbolic=True)
 
     @override
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -22,13 +23,9 @@ def line(event: Committed, *, stall_s: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
-        f"{_readable(event.nbytes)} in {event.seconds:.2f} s, for which training stood still "
+        f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
         f"{stall_s * 1e3:.1f} ms"
     )
-
-
-def _readable(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:.1f} kB"
 
 
 def log_metrics(loggers: Iterable[Logger], checkpointer: Checkpointer, *, step: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from weakref import proxy
 
@@ -83,6 +85,8 @@ class CheckpointSession:
             raise
 
     def _open(self, folder: str) -> None:
+        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
+            import_module("omegaconf")
         problem = self._try_to_open(folder) if self._trainer.is_global_zero else ""
         if problem := self._trainer.strategy.broadcast(problem):
             raise ValueError(problem)
@@ -137,7 +141,9 @@ class CheckpointSession:
                     io.save_checkpoint(checkpoint, path)
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
-        self.metrics.stall_s = self._stalls[path] = time.perf_counter() - began
+        self.metrics.stall_s = time.perf_counter() - began
+        if self._checkpointer is not None:
+            self._stalls[path] = self.metrics.stall_s
 
     @contextmanager
     def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[IntoCheckpointer]:
@@ -169,9 +175,12 @@ class CheckpointSession:
 
     def flush_removals(self) -> None:
         removals, self._removals = self._removals, []
-        if self._checkpointer is not None and self._checkpointer.is_first:
-            for path in removals:
-                self._checkpointer.remove(path)
+        if self._checkpointer is None or not self._checkpointer.is_first:
+            self._doomed = set()
+            return
+        for path in removals:
+            self._checkpointer.remove(path)
+        self._doomed = set(filter(self._checkpointer.is_removing, self._doomed))
 
     def keep(self, path: str) -> None:
         """Do not remove ``path`` after all."""
@@ -264,11 +273,12 @@ class CheckpointSession:
             return
         for event in self._checkpointer.poll():
             self._outcomes.add(event)
+            stall_s = self._stalls.pop(event.target, 0.0)
             if isinstance(event, Committed) and self._trainer.is_global_zero:
-                self._announce(self._checkpointer, event)
+                self._announce(self._checkpointer, event, stall_s=stall_s)
 
-    def _announce(self, checkpointer: Checkpointer, event: Committed) -> None:
-        rank_zero_info(line(event, stall_s=self._stalls.get(event.target, 0.0)))
+    def _announce(self, checkpointer: Checkpointer, event: Committed, *, stall_s: float) -> None:
+        rank_zero_info(line(event, stall_s=stall_s))
         step = max(self._trainer.global_step - 1, 0)
         log_metrics(self._trainer.loggers, checkpointer, step=step)
         callback: Any = proxy(self._callback)

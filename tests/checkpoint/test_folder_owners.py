@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,12 +17,23 @@ import pytest
 from folder_owners import owner
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run, run_together
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
-from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk import file_lock
+from lightning_dist.checkpoint.disk.file_lock import is_fuse
+from lightning_dist.checkpoint.disk.folder_owner import (
+    LOCK,
+    forget,
+    is_owned,
+    own,
+    owner_of,
+)
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import LocalStorage
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.settings import CheckpointSettings
 
 STORAGE = LocalStorage()
 
@@ -37,8 +53,8 @@ def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, number: int) -> None:
         other.wait(20)
         lock = own(str(tmp_path))
     assert lock is not None
-    lock.release()
     assert f'"pid": {os.getpid()}}}' in (tmp_path / LOCK).read_text()
+    lock.release()
 
 
 def test_a_lock_that_was_released_is_free_for_others(tmp_path: Path) -> None:
@@ -78,6 +94,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         own(f"{tmp_path}/file")
 
 
+KINDS = ("tmp", "old", "trash")
 IDS = st.text("0123456789abcdef", min_size=16, max_size=16)
 names = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20),
@@ -97,7 +114,7 @@ def is_ours(name: str) -> bool:
         return False
     kind, dash, number = name.rpartition(".")[2].partition("-")
     digits = len(number) == 16 and all(c in "0123456789abcdef" for c in number)
-    return name.rpartition(".")[0] not in ("", ".") and dash and kind in ("tmp", "trash") and digits
+    return name.rpartition(".")[0] not in ("", ".") and dash and kind in KINDS and digits
 
 
 @given(st.sets(names, max_size=6), st.sets(IDS, max_size=2), st.booleans())
@@ -123,7 +140,7 @@ def test_a_complete_folder_without_its_name_gets_it(tmp_path: Path) -> None:
     assert lock is not None
     lock.release()
     assert_equal(load(f"{tmp_path}/x.ckpt"), small_state())
-    assert sorted(os.listdir(tmp_path)) == [LOCK, "x.ckpt"]
+    assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
 def test_a_staged_file_is_not_published_and_replaces_nothing(tmp_path: Path) -> None:
@@ -136,3 +153,183 @@ def test_a_staged_file_is_not_published_and_replaces_nothing(tmp_path: Path) -> 
     recover(STORAGE, str(tmp_path))
     assert os.listdir(tmp_path) == ["x.ckpt"]
     assert_equal(load(f"{tmp_path}/x.ckpt"), small_state(1))
+
+
+def is_refused(folder: Path) -> bool:
+    """Whether another process may not become the trainer of ``folder`` now."""
+    asked = run([sys.executable, "-c", ASK, folder], limit=30)
+    assert asked.returncode in (0, 3), asked.output
+    return asked.returncode == 3
+
+
+ASK = """
+import sys
+from lightning_dist.checkpoint.disk.folder_owner import own
+try:
+    own(sys.argv[1]).release()
+except ValueError:
+    sys.exit(3)
+"""
+
+
+def test_reading_the_lock_file_in_the_trainer_keeps_the_lock(tmp_path: Path) -> None:
+    """As shutil.copytree and trackers that pack the folder do."""
+    folder = tmp_path / "checkpoints"
+    lock = own(str(folder))
+    assert lock is not None
+    shutil.copytree(folder, tmp_path / "copy")
+    assert is_refused(folder)
+    assert is_owned_by_me(folder)
+    lock.release()
+    assert not is_refused(folder)
+
+
+def is_owned_by_me(folder: Path) -> bool:
+    owner = owner_of(str(folder))
+    return owner is not None and owner.pid == os.getpid() and not owner.ended
+
+
+FORKS = """
+import os, sys
+from lightning_dist.checkpoint.disk.folder_owner import own
+lock = own(sys.argv[1])
+if os.fork() == 0:  # as a data loader is
+    if sys.argv[2] == "release":
+        lock.release()  # what it has inherited is not its own
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("child_does", ["release", "nothing"])
+def test_a_process_that_the_trainer_has_forked_does_not_keep_the_lock(
+    tmp_path: Path, child_does: str
+) -> None:
+    command = [sys.executable, "-c", FORKS, tmp_path, child_does]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        child = int(trainer.stdout.readline())
+        assert is_refused(tmp_path), "the child gave the lock of its parent away"
+        trainer.kill()
+        assert trainer.wait(20) == -signal.SIGKILL
+        os.kill(child, 0)  # it lives
+        assert not is_refused(tmp_path)
+        trainer.stdin.close()
+
+
+def test_no_lock_file_is_left_when_the_last_owner_has_ended(tmp_path: Path) -> None:
+    first, second = own(str(tmp_path)), own(str(tmp_path))
+    assert first is not None
+    assert second is not None
+    first.release()
+    assert is_refused(tmp_path)
+    second.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_lock_file_stays_while_a_writer_needs_it(tmp_path: Path) -> None:
+    lock = own(str(tmp_path))
+    assert lock is not None
+    with owner(tmp_path, "own_as_writer"):
+        lock.release()
+        assert os.listdir(tmp_path) == [LOCK]
+    forget(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+OWN_AGAIN_AND_AGAIN = """
+import os, sys
+from lightning_dist.checkpoint.disk.folder_owner import own
+folder, owned = sys.argv[1], 0
+while owned < 40:
+    try:
+        lock = own(folder)
+    except ValueError:
+        continue
+    alone = os.open(f"{folder}/alone", os.O_CREAT | os.O_EXCL)  # fails if somebody else owns it
+    os.unlink(f"{folder}/alone")
+    os.close(alone)
+    lock.release()
+    owned += 1
+"""
+
+
+def test_owners_that_come_and_go_are_never_two_and_leave_nothing(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", OWN_AGAIN_AND_AGAIN, tmp_path]] * 3
+    for finished in run_together(commands, [{}] * 3, limit=60):
+        finished.require_success()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A file system that has none, and says so."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+
+
+NO_LOCKS = pytest.mark.parametrize(
+    "without_locks", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], indirect=True
+)
+
+
+@NO_LOCKS
+def test_without_locks_it_is_refused_with_the_setting_that_goes_on(
+    tmp_path: Path, without_locks: None
+) -> None:
+    with pytest.raises(ValueError, match="has no file locks") as error:
+        own(str(tmp_path))
+    assert "lock=False" in str(error.value)
+    assert owner_of(str(tmp_path)) is None
+
+
+@NO_LOCKS
+def test_without_locks_a_user_can_go_on(tmp_path: Path, without_locks: None) -> None:
+    leftover = tmp_path / ".x.ckpt.tmp-0123456789abcdef"
+    leftover.touch()  # perhaps of a writer that is alive: nobody can say
+    checkpointer = Checkpointer(CheckpointSettings(lock=False))
+    checkpointer.open(str(tmp_path))
+    assert is_owned(str(tmp_path)), "other ranks see that rank 0 writes here"
+    checkpointer.save(small_state(), f"{tmp_path}/1.ckpt", step=1)
+    checkpointer.close()
+    assert_equal(load(f"{tmp_path}/1.ckpt"), small_state())
+    assert sorted(os.listdir(tmp_path)) == [leftover.name, "1.ckpt"]
+
+
+def test_lock_is_true_or_false() -> None:
+    with pytest.raises(ValueError, match="lock is True or False; got 'no'"):
+        CheckpointSettings(lock="no")  # type: ignore[arg-type]
+
+
+MOUNTS = """\
+22 1 0:20 / / rw - ext4 /dev/vda rw
+35 22 0:44 / /mnt/jfs rw,relatime shared:17 - fuse.juicefs JuiceFS:x rw,user_id=0
+36 22 0:45 / /mnt/with\\040space rw - fuse.x x rw
+"""
+
+
+def test_a_fuse_mount_has_locks_of_the_process() -> None:
+    """FUSE tells its server of no unlocking when a killed process had another kind of lock."""
+    assert is_fuse(os.makedev(0, 44), MOUNTS)
+    assert is_fuse(os.makedev(0, 45), MOUNTS)
+    assert not is_fuse(os.makedev(0, 20), MOUNTS)
+    assert not is_fuse(os.makedev(9, 9), MOUNTS)
+
+
+def test_locks_of_the_process_keep_others_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_lock, "is_fuse", lambda *_: True)
+    lock = own(str(tmp_path))
+    assert lock is not None
+    assert is_refused(tmp_path)
+    lock.release()
+    assert not is_refused(tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
 from lightning_dist.checkpoint.disk.recovery import recover
+from lightning_dist.checkpoint.disk.scan import checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage
 from lightning_dist.checkpoint.reading import load
 
@@ -117,6 +119,107 @@ def test_recover_finishes_what_was_cut_between_two_renames(
     recover(STORAGE, str(tmp_path))
     assert_equal(load(str(target)), small_state(1 if cut == 1 else 2))
     assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def cut_between_the_renames(folder: Path, patch: pytest.MonkeyPatch, old: Any, new: Any) -> Path:
+    """A replacement that was killed when the old one had lost its name; the staged twin."""
+    old(str(folder / "x.ckpt"), 1)
+    new(str(folder / "elsewhere"), 2)
+    staged = STORAGE.staging(str(folder / "x.ckpt"), origin(2).save_id)
+    os.rename(folder / "elsewhere", staged)
+    without_renameat2(patch)
+    renames, rename = [], os.rename
+
+    def killed(*paths: str) -> None:
+        renames.append(paths)
+        if len(renames) == 2:
+            raise Killed
+        rename(*paths)
+
+    with patch.context() as only_here:
+        only_here.setattr(os, "rename", killed)
+        with pytest.raises(Killed):
+            STORAGE.publish(staged, str(folder / "x.ckpt"))
+    return Path(staged)
+
+
+def damage(path: Path) -> None:
+    (found,) = [path] if path.is_file() else path.glob("shard-*")
+    content = bytearray(found.read_bytes())
+    content[len(content) // 2] ^= 1
+    found.write_bytes(content)
+
+
+@pytest.mark.parametrize("new", [whole_file, whole_folder])
+def test_recover_gives_the_old_one_its_name_back_where_the_staged_twin_is_damaged(
+    tmp_path: Path, new: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(cut_between_the_renames(tmp_path, monkeypatch, whole_folder, new))
+    recover(STORAGE, str(tmp_path))
+    assert_equal(load(str(tmp_path / "x.ckpt")), small_state(1))
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_recover_gives_the_old_one_its_name_back_where_there_is_no_staged_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = cut_between_the_renames(tmp_path, monkeypatch, whole_folder, whole_folder)
+    STORAGE.remove(str(staged))
+    assert [found.path for found in checkpoints(str(tmp_path))], "nobody finds the old one"
+    recover(STORAGE, str(tmp_path))
+    assert_equal(load(str(tmp_path / "x.ckpt")), small_state(1))
+
+
+class UnreadableStorage(LocalStorage):
+    """A disk that reads nothing of staged files, and says why."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def open(self, path: str) -> Any:
+        if ".tmp-" in path:
+            raise self._error
+        return super().open(path)
+
+
+CANNOT_JUDGE = [OSError(errno.EIO, "I/O error"), OSError(errno.ESTALE, "stale handle")]
+
+
+@pytest.mark.parametrize("error", CANNOT_JUDGE, ids=["EIO", "ESTALE"])
+@pytest.mark.parametrize("cut", [True, False], ids=["between two renames", "before the first"])
+def test_recover_touches_nothing_that_it_cannot_read_and_says_so(
+    tmp_path: Path,
+    cut: bool,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    staged = cut_between_the_renames(tmp_path, monkeypatch, whole_folder, whole_folder)
+    if not cut:
+        for path in tmp_path.iterdir():
+            if path != staged:
+                STORAGE.remove(str(path))
+    before = sorted(os.listdir(tmp_path))
+    recover(UnreadableStorage(error), str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == before
+    assert f"could not read {staged}" in caplog.text
+    assert str(error) in caplog.text
+    recover(STORAGE, str(tmp_path))  # the error was transient
+    assert_equal(load(str(tmp_path / "x.ckpt")), small_state(2))
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_recover_leaves_what_a_newer_version_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    staged = Path(STORAGE.staging(f"{tmp_path}/x.ckpt", origin().save_id))
+    with monkeypatch.context() as newer:
+        newer.setattr("lightning_dist.checkpoint.disk.manifest.VERSION", 2)
+        whole_folder(str(tmp_path / "elsewhere"), 1)
+    os.rename(tmp_path / "elsewhere", staged)
+    recover(STORAGE, str(tmp_path))
+    assert os.listdir(tmp_path) == [staged.name]
+    assert "newer lightning_dist" in caplog.text
 
 
 @pytest.mark.parametrize("old", [None, *MAKERS])

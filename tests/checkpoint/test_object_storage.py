@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import fsspec
@@ -20,6 +21,7 @@ from snapshots import (
 )  # fmt: skip
 from stores import Bucket
 
+from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, Link, Remove
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import ObjectStorage, storage_of
@@ -128,3 +130,35 @@ def test_a_link_to_a_folder_keeps_nothing_of_the_one_before(place: str) -> None:
     assert storage.names(f"{inside}/last") == storage.names(f"{inside}/2")
     assert_equal(load(f"{place}/last"), small_state(2))
     assert_equal(load(f"{place}/last/manifest.json"), small_state(2))
+
+
+def age(place: str, *, days: float) -> None:
+    """Everything below is so old."""
+    filesystem, inside = fsspec.core.url_to_fs(place)
+    for path in filesystem.find(inside):
+        filesystem.store[path].modified -= timedelta(days=days)
+
+
+def test_uploads_that_were_killed_are_removed_when_nobody_can_be_at_work_on_them() -> None:
+    place = f"memory://{uuid.uuid4().hex}/run"
+    storage, inside = storage_of(place)
+    for name, step in (("killed", 1), ("whole", 2), ("replaced", 3), ("under_way", 4), ("odd", 5)):
+        write_folder(folder_saves(f"{place}/{name}.ckpt", small_state(step), 2, step=step))
+    write_file(f"{place}/file.ckpt", small_state())
+    storage.write(f"{inside}/killed.ckpt/.rank-1.{origin(1).save_id}.json", b"{}")
+    storage.write(f"{inside}/killed.ckpt/notes.txt", b"of the user")
+    for name in ("killed", "under_way"):
+        storage.remove(f"{inside}/{name}.ckpt/manifest.json")
+    other = f"shard-00001-of-00002-{origin(9).save_id}.bin"
+    storage.write(f"{inside}/replaced.ckpt/{other}", b"of a save that was killed before it")
+    storage.write(f"{inside}/odd.ckpt/{other}", b"")
+    storage.write(f"{inside}/odd.ckpt/manifest.json", b"damaged")
+    for name in ("killed", "whole", "replaced", "file", "odd"):
+        age(f"{place}/{name}.ckpt", days=2)
+    untouched = {name: names(f"{place}/{name}.ckpt") for name in ("whole", "under_way", "odd")}
+    assert own(place) is None
+    assert names(f"{place}/killed.ckpt") == ["notes.txt"]
+    assert {name: names(f"{place}/{name}.ckpt") for name in untouched} == untouched
+    assert_equal(load(f"{place}/replaced.ckpt"), small_state(3))
+    assert other not in names(f"{place}/replaced.ckpt")
+    assert_equal(load(f"{place}/file.ckpt"), small_state())

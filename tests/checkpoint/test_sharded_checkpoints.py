@@ -9,16 +9,18 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from snapshots import assert_equal
+from rich.filesize import decimal
+from snapshots import assert_equal, folder_saves, write_folder
 from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Manifest
-from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations.checkpoint_report import line
 
 Kind = Literal["process", "thread"]
 LIMIT = 30.0
@@ -147,3 +149,15 @@ def test_a_rank_without_memory_tells_the_others(tmp_path: Path) -> None:
 
     reasons = run_threads(body, 2)
     assert all("host_memory_limit=100" in str(reason) for reason in reasons)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_log_and_ls_say_the_same_size(tmp_path: Path, ranks: int) -> None:
+    """That of the checkpoint, and not of what a rank has written of it."""
+    target = f"{tmp_path}/x.ckpt"
+    events = write_folder(folder_saves(target, {"weight": torch.randn(300_000)}, ranks))
+    listed = decimal(describe(target).nbytes)
+    for event in events:
+        assert isinstance(event, Committed)
+        assert f"is complete: {listed} in " in line(event, stall_s=0.0)
+    assert sum(event.nbytes for event in events) == describe(target).nbytes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-from ckpt_calls import LEFTOVER, ckpt, content, listed, refusal
-from cli_saves import RECORDS, save_file
+from ckpt_calls import LEFTOVER, ckpt, content, listed, refusal, steps
+from cli_saves import RECORDS, damage, save_file
 from folder_owners import owner as owner_of
 
 
@@ -18,14 +19,24 @@ def test_ls_shows_every_kind_the_newest_first(mixed: Path) -> None:
     head, *rows = [line.split() for line in result.stdout.splitlines()]
     assert head == ["name", "step", "created", "size", "kind", "ranks", "status"]
     assert [row[0] for row in rows] == ["c", "b.ckpt", "a.ckpt", "foreign.ckpt", "cut.ckpt"]
-    assert rows[0][-3:] == ["folder", "1", "ok"]
+    assert rows[0][-3:] == ["1", "not", "verified"]
     assert rows[0][4:6] == ["12", "bytes"]
     assert rows[1][1] == "20"
-    assert rows[1][-3:] == ["sharded", "3", "ok"]
-    assert rows[2][-3:] == ["single", "1", "ok"]
-    assert rows[3][-2:] == ["foreign", "ok"]
+    assert rows[1][-3:] == ["3", "not", "verified"]
+    assert rows[2][-3:] == ["1", "not", "verified"]
+    assert rows[3][-3:] == ["foreign", "not", "verified"]
     assert "is not a complete checkpoint: its end is missing" in " ".join(rows[4])
     assert str(mixed) not in result.stdout
+
+
+def test_ls_does_not_say_ok_of_what_it_has_not_read(tmp_path: Path) -> None:
+    steps(tmp_path, 1)
+    damage(tmp_path / "1.ckpt")
+    assert "ok" not in ckpt("ls", tmp_path).stdout.split()
+    result = ckpt("verify", tmp_path, "--json")
+    (verdict,) = json.loads(result.stdout)["checkpoints"]
+    assert (result.exit_code, verdict["verified"]) == (1, True)
+    assert verdict["problem"] is not None
 
 
 def test_times_are_local(mixed: Path) -> None:
@@ -49,6 +60,7 @@ def test_ls_for_programs(mixed: Path) -> None:
         "created": found["b.ckpt"]["created"],
         "ranks": 3,
         "problem": None,
+        "verified": False,
     }
     assert str(found["b.ckpt"]["created"]).startswith(("2020-01-01T", "2019-12-31T"))
     assert found["foreign.ckpt"]["step"] is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import zipfile
 from pathlib import Path
@@ -56,6 +58,35 @@ def test_prune_clears_leftovers(tmp_path: Path) -> None:
     result = ckpt("prune", tmp_path, "--keep", "1", "--yes")
     assert f"clear   {tmp_path}/{LEFTOVER}" in result.stdout
     assert os.listdir(tmp_path) == ["1.ckpt"], "no lock file stays either"
+
+
+def test_prune_asks_before_it_clears_leftovers(tmp_path: Path) -> None:
+    steps(tmp_path, 1)
+    (tmp_path / LEFTOVER).write_bytes(b"half")
+    for answer in ("n\n", ""):
+        result = ckpt("prune", tmp_path, "--keep", "1", stdin=answer)
+        assert result.exit_code == 1
+        assert "Finish or remove these 1 leftovers?" in result.stdout
+        assert sorted(os.listdir(tmp_path)) == [LEFTOVER, "1.ckpt"]
+    assert ckpt("prune", tmp_path, "--keep", "1", stdin="y\n").exit_code == 0
+    assert os.listdir(tmp_path) == ["1.ckpt"]
+
+
+def test_prune_goes_on_without_locks_if_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(tmp_path, 1, 2)
+    (tmp_path / LEFTOVER).write_bytes(b"half")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    assert "--no-lock" in refusal("prune", tmp_path, "--keep", "1", "--yes")
+    (tmp_path / ".lightning_dist.lock").unlink()
+    result = ckpt("prune", tmp_path, "--keep", "1", "--no-lock", stdin="y\n")
+    assert "there are no locks here" in result.stdout
+    assert sorted(os.listdir(tmp_path)) == [LEFTOVER, "2.ckpt"]
 
 
 def test_prune_counts_a_folder_that_only_lacked_its_name(tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def tree(folder: Path) -> list[str]:
     return sorted(
         f"{path.relative_to(folder)}{' -> ' + str(path.readlink()) if path.is_symlink() else ''}"
         for path in folder.rglob("*")
-        if path.name != ".lightning_dist.lock"
     )
 
 

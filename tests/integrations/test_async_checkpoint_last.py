@@ -106,6 +106,7 @@ def test_the_folder_is_at_rest_before_anything_is_looked_for(
     folder, aside = tmp_path / "here", tmp_path / "step=6.ckpt"
     fit(callback(folder), max_epochs=2)
     (folder / aside.name).rename(aside)
+    (folder / LOCK).touch()  # which the dead one could not remove
     held: list[Any] = []
 
     def wait_and_own(path: str) -> Any:
@@ -128,13 +129,14 @@ def test_a_folder_without_a_lock_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_fit_that_never_begins_gives_the_folder_back(tmp_path: Path) -> None:
     fit(callback(tmp_path), max_epochs=1)
-    assert (tmp_path / LOCK).exists()
+    (tmp_path / LOCK).touch()  # as if it had been killed
     trainer = make_trainer(
         callback(tmp_path), callback(tmp_path / "b", verify="never", monitor="x")
     )
     with pytest.raises(ValueError, match="needs the same verify="):
         trainer.fit(Net(), ckpt_path="last")
     assert trainer.checkpoint_callback._last._lock is None
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_verify_never_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from checkpoint_runs import (
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from processes import run
 
 from lightning_dist import AsyncCheckpoint
 
@@ -258,6 +259,7 @@ trainer:
         verify: always
         on_error: warn
         host_memory_limit: 1000000
+        lock: false
 """
     )
     cli = LightningCLI(Net, run=False, save_config_callback=None, args=["--config", str(config)])
@@ -266,10 +268,64 @@ trainer:
     assert vars(callback.settings) == {
         **{"snapshot": "blocking", "max_in_flight": 2, "on_busy": "skip", "writer": "thread"},
         **{"verify": "always", "on_error": "warn", "host_memory_limit": 1_000_000},
+        "lock": False,
     }
     assert (callback.format, callback.dirpath) == ("sharded", str(tmp_path / "here"))
     assert (callback.monitor, callback.mode, callback.save_top_k) == ("score", "max", 2)
     assert (callback.save_last, callback._every_n_train_steps) == ("link", 5)
+
+
+FIRST_SAVE = """
+import sys
+from pathlib import Path
+from checkpoint_runs import Net, fit
+from lightning_dist import AsyncCheckpoint
+from lightning_dist.integrations.checkpoint_session import CheckpointSession
+save, new = CheckpointSession.save, []
+def note(self, *args, **kwargs):
+    before = set(sys.modules)
+    save(self, *args, **kwargs)
+    new.append(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+CheckpointSession.save = note
+fit(AsyncCheckpoint(sys.argv[1], "{step}", every_n_train_steps=1), max_epochs=1)
+print("imported:", new[0])
+"""
+
+
+def test_the_first_save_imports_no_package_anew(tmp_path: Path) -> None:
+    """Which took Lightning most of the time of the first save of a small model."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    finished = run([sys.executable, "-c", FIRST_SAVE, tmp_path], limit=100, PYTHONPATH=path)
+    assert "imported: []" in finished.require_success().output
+
+
+def remembered(of: object, seen: set[int]) -> dict[str, int]:
+    """Entries of every list, set and dict of ours that can be reached from an object."""
+    found: dict[str, int] = {}
+    for name, value in vars(of).items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, list | set | dict):
+            found[f"{type(of).__name__}.{name}"] = len(value)
+        elif type(value).__module__.startswith("lightning_dist.") and hasattr(value, "__dict__"):
+            found |= remembered(value, seen)
+    return found
+
+
+def test_what_is_remembered_of_saves_does_not_grow_with_their_number(tmp_path: Path) -> None:
+    counts: list[dict[str, int]] = []
+    callback = AsyncCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last=True)
+
+    def note() -> None:
+        callback.wait()
+        assert callback._session is not None
+        counts.append(remembered(callback._session, {id(callback)}))
+
+    fit(callback, Between({4: note, 29: note}), max_epochs=10)
+    few, many = counts
+    assert len(few) > 8
+    assert {name: (few[name], n) for name, n in many.items() if n > few[name]} == {}
 
 
 @pytest.mark.parametrize("enforced", ["overlap", "blocking", "sync"])

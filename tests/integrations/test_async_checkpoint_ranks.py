@@ -27,6 +27,13 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run: str, two: 
         assert any(not torch.equal(mine[name], other[name]) for name in mine)
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_no_lock_file_is_left_whichever_rank_ends_last(run: str, two: Results) -> None:
+    two("async_resume")
+    folder = two.folder / f"async-{run.replace(' ', '-')}"
+    assert [path.name for path in folder.rglob("*") if path.name.endswith(".lock")] == []
+
+
 def test_either_format_holds_the_same(two: Results) -> None:
     two("async_resume")
     for name in ("ddp", "int8"):

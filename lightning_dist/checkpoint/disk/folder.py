@@ -26,7 +26,7 @@ _ORPHAN_TIMEOUT = 10.0
 """Seconds that a writer waits for others once its trainer is dead."""
 
 
-_SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
+SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
 """Bytes per second of a rank that is still believed to be alive."""
 
 
@@ -87,8 +87,8 @@ class SharedFolder:
     def _receipt(self, rank: int) -> str:
         return f"{self._staged}/.rank-{rank}.{self.save.origin.save_id}.json"
 
-    def write(self, snapshot: memoryview) -> int:
-        """Write and publish; returns the bytes this rank has written.
+    def write(self, snapshot: memoryview) -> tuple[int, int]:
+        """Write and publish; returns the bytes of this rank, and of all ranks.
 
         Raises:
             CheckpointError: another rank failed, or did nothing for too long.
@@ -108,11 +108,9 @@ class SharedFolder:
         except Exception as error:
             self._give_up(error)
             raise
-        if self.save.rank == 0:
-            self._publish(receipt)
-        else:
-            self._await_publication(receipt)
-        return sum(file.nbytes for file in receipt.files)
+        finish = self._publish if self.save.rank == 0 else self._await_publication
+        total = finish(receipt).nbytes
+        return sum(file.nbytes for file in receipt.files), total
 
     def _contribute(self, snapshot: memoryview) -> Receipt:
         save = self.save
@@ -135,7 +133,7 @@ class SharedFolder:
         placed = zip(save.pieces, parts, strict=True)
         return Receipt(tuple(files), tuple((p.record, p.start, part) for p, part in placed))
 
-    def _publish(self, own: Receipt) -> None:
+    def _publish(self, own: Receipt) -> Manifest:
         save, storage = self.save, self.storage
         try:
             receipts = [own, *(self._await_receipt(rank) for rank in range(1, save.origin.ranks))]
@@ -153,13 +151,14 @@ class SharedFolder:
         for name in storage.names(self.target):  # receipts, and what had these names before
             if name not in kept:
                 storage.remove(f"{self.target}/{name}")
+        return manifest
 
     def _await_receipt(self, rank: int) -> Receipt:
         path = self._receipt(rank)
         self._await(lambda: self.storage.exists(path), f"rank {rank}")
         return Receipt.from_json(self.storage.read(path)).require(rank)
 
-    def _await_publication(self, receipt: Receipt) -> None:
+    def _await_publication(self, receipt: Receipt) -> Manifest:
         own, first = self._receipt(self.save.rank), self._receipt(0)
         self._put_receipt(receipt)
         self._await(
@@ -169,14 +168,16 @@ class SharedFolder:
         )
         if self.storage.exists(first):  # rank 0 has one only to say that it failed
             Receipt.from_json(self.storage.read(first)).require(0)
-        if self._published_id() != self.save.origin.save_id:
+        published = self._published()
+        if published is None or published.origin.save_id != self.save.origin.save_id:
             raise CheckpointError("rank 0 gave this checkpoint up; its error says why")
+        return published
 
-    def _published_id(self) -> str | None:
+    def _published(self) -> Manifest | None:
         path = f"{self.target}/{manifests.NAME}"
         if not self.storage.exists(path):
             return None
-        return Manifest.from_json(self.storage.read(path), path=path).origin.save_id
+        return Manifest.from_json(self.storage.read(path), path=path)
 
     def _put_receipt(self, receipt: Receipt) -> None:
         # Under another name first: nobody may read half of it.
@@ -240,7 +241,7 @@ class SharedFolder:
         while not condition():
             limit = patience or self.save.peer_timeout
             if self._staged == self.target:  # an upload is seen when it is complete
-                limit += sum(piece.nbytes for piece in self.save.pieces) / _SLOWEST_UPLOAD
+                limit += sum(piece.nbytes for piece in self.save.pieces) / SLOWEST_UPLOAD
             written = self.storage.tree_nbytes(self._staged)
             if reading:
                 limit += written / _SLOWEST_READING

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import logging
 import os
 import socket
-import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
+from lightning_dist.checkpoint.disk.file_lock import LockFile, NoLocksError, is_taken
 from lightning_dist.checkpoint.disk.local import LocalStorage
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
 
-LOCK = ".lightning_dist.lock"
-_TRAINER, _WRITER = 0, 1
-"""Bytes of the lock file: one for the trainer, one for the writer that may outlive it."""
+log = logging.getLogger(__name__)
 
-
-_FLOCK = "hhqqi"
-"""``struct flock`` of Linux: type, whence, start, length, process."""
+LOCK, _MARK = ".lightning_dist.lock", ".lightning_dist.unlocked"
+"""The second one is there while a trainer writes that locks nothing."""
+_TRAINER, _WRITER, _SETTLED, _CHANGE = range(4)
+"""Bytes of the lock file: for the trainer; for its writers, which may outlive it; for the trainer
+once it has cleaned up; and for whoever is about to become the trainer or to remove the file."""
 
 
 @dataclass(frozen=True)
@@ -40,81 +41,129 @@ class Owner:
 
 @dataclass
 class Lock:
-    """A POSIX lock on one byte of a folder's lock file; ends with the process, forks lack it.
+    """A folder of which this process is the trainer, or its writer.
 
     Two owners in one process are no conflict, several callbacks may share a folder: they share the
-    lock, which closing any descriptor of the file would end.
+    lock.
     """
 
-    descriptor: int
+    folder: str
+    file: LockFile
     owners: int = 1
+    is_real: bool = True
+    """Whether others are kept out."""
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether a process that is given the descriptor keeps the lock."""
+        return not self.file.is_of_process
 
     def release(self) -> None:
         """Give it back, once for every time it was given."""
         self.owners -= 1
         if self.owners == 0:
-            for folder in [folder for folder, lock in _owned.items() if lock is self]:
-                del _owned[folder]
-            os.close(self.descriptor)
+            for key in [key for key, lock in _owned.items() if lock is self]:
+                del _owned[key]
+            if not self.file.is_open:  # a fork, which owns nothing
+                return
+            named = self.file.is_named()
+            self.file.close()
+            with suppress(OSError):  # the folder may be gone, or read-only by now
+                if self.is_real:
+                    forget(self.folder)
+                elif named:
+                    os.unlink(self.file.path)
 
 
 _owned: dict[tuple[int, str], Lock] = {}
 """By process, since a fork does not inherit locks, and folder."""
 
 
-def own(folder: str, *, patience: float = 60.0) -> Lock | None:
+def own(
+    folder: str, *, patience: float = 60.0, lock: bool = True, clean: bool = True
+) -> Lock | None:
     """Become the trainer that writes to ``folder``, and remove what dead ones left half done.
 
-    None for object stores, which have no locks.
+    None for object stores, which have no locks: what nobody has touched for a day is removed.
 
     Args:
         patience: seconds to wait for the writer of a trainer that has died, since it last wrote
             something.
+        lock: False: keep nobody out, and remove nothing, for a writer may be at work on it.
+        clean: whether to remove what was left half done.
 
     Raises:
-        ValueError: another trainer writes there.
+        ValueError: another trainer writes there, or the file system has no locks.
         OSError: the folder cannot be written.
     """
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage):
+        if lock and clean:
+            try:
+                recover(storage, inside)
+            except OSError as error:  # of no importance for what is saved next
+                log.warning("what killed writers left in %s was not removed: %s", folder, error)
         return None
     storage.make_folder(inside)
     key = os.getpid(), os.path.realpath(inside)
-    if key in _owned and _is_named(_owned[key], inside):
+    if key in _owned and _owned[key].file.is_named():
         _owned[key].owners += 1
         return _owned[key]
-    lock = _open(inside)
-    if not _take(lock, _TRAINER):
-        owner = _owner(lock)
-        lock.release()
-        raise ValueError(
-            f"only one trainer may write to a checkpoint folder, and {folder} belongs to process "
-            f"{owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end it, or give "
-            "this run another dirpath"
-        )
-    if not _is_named(lock, inside):  # somebody has just forgotten it
-        lock.release()
-        return own(folder, patience=patience)
-    _await_writer(lock, storage, inside, patience=patience)
-    fcntl.lockf(lock.descriptor, fcntl.LOCK_UN, 1, _WRITER)
-    os.truncate(lock.descriptor, 0)
-    os.pwrite(
-        lock.descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0
-    )
-    recover(storage, inside)
-    _owned[key] = lock
+    if not lock:
+        owned = Lock(inside, LockFile(os.path.join(inside, _MARK)), is_real=False)
+    else:
+        try:
+            owned = _lock(storage, folder, inside, patience=patience)
+            if clean:
+                _clean(owned, storage)
+        except NoLocksError as error:
+            raise ValueError(
+                f"the file system of {folder} has no file locks ({error}), so nothing would keep "
+                "another training from writing there; if none does, set lock=False (ckpt prune: "
+                "--no-lock)"
+            ) from error
+    _owned[key] = owned
+    return owned
+
+
+def _lock(storage: LocalStorage, folder: str, inside: str, *, patience: float) -> Lock:
+    lock = Lock(inside, _open_to_change(inside))
+    try:
+        taken = lock.file.take(_TRAINER)
+        lock.file.give(_CHANGE)
+        if not taken:
+            owner = _said(lock.file.descriptor)
+            raise ValueError(
+                f"only one trainer may write to a checkpoint folder, and {folder} belongs to "
+                f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
+                "it, or give this run another dirpath"
+            )
+        _await_writer(lock, storage, folder, patience=patience)
+        lock.file.give(_WRITER)
+        _sign(lock)
+    except BaseException:
+        lock.file.close()
+        raise
     return lock
+
+
+def _clean(lock: Lock, storage: LocalStorage) -> None:
+    try:
+        recover(storage, lock.folder)
+        lock.file.take(_SETTLED)
+    except BaseException:
+        lock.release()
+        raise
 
 
 def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: float) -> None:
     """Wait until the writer of a dead trainer has finished; it holds the other byte."""
     seen, since = -1, time.monotonic()
-    while not _take(lock, _WRITER):
-        written = sum(map(storage.tree_nbytes, storage.leftovers(folder)))
+    while not lock.file.take(_WRITER):
+        written = sum(map(storage.tree_nbytes, storage.leftovers(lock.folder)))
         if written != seen:
             seen, since = written, time.monotonic()
         elif time.monotonic() - since > patience:
-            lock.release()
             raise ValueError(
                 f"the trainer before this one has ended, but its writer still holds {folder} and "
                 f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
@@ -126,7 +175,9 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
 def is_owned(folder: str) -> bool:
     """Whether this rank sees the lock that another has taken; always, on object stores."""
     storage, inside = storage_of(folder)
-    return not isinstance(storage, LocalStorage) or storage.exists(os.path.join(inside, LOCK))
+    if not isinstance(storage, LocalStorage):
+        return True
+    return any(storage.exists(os.path.join(inside, name)) for name in (LOCK, _MARK))
 
 
 def owner_of(folder: str) -> Owner | None:
@@ -134,12 +185,12 @@ def owner_of(folder: str) -> Owner | None:
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage):
         return None
-    if (os.getpid(), os.path.realpath(inside)) in _owned:  # asking would give the lock back
+    if (os.getpid(), os.path.realpath(inside)) in _owned:  # asking might give the lock back
         return Owner(socket.gethostname(), os.getpid(), ended=False)
-    trainer, writer, said = _holders(inside)
+    trainer, writer, _, said = _holders(inside)
     if not trainer and not writer:
         return None
-    return Owner(str(said.get("host", "?")), _pid(said), ended=trainer is None)
+    return Owner(str(said.get("host", "?")), _pid(said), ended=not trainer)
 
 
 def is_settled(folder: str) -> bool:
@@ -150,35 +201,38 @@ def is_settled(folder: str) -> bool:
     storage, inside = storage_of(folder)
     if sys.platform != "linux" or not isinstance(storage, LocalStorage):
         return True
-    trainer, writer, said = _holders(inside)
-    if trainer is None:
-        return False
-    if writer is not None:  # of the dead trainer before it, or its own: then it cleaned up before
-        return _pid(said) == trainer
-    return not storage.leftovers(inside)
+    return _holders(inside)[2]
 
 
-def _holders(folder: str) -> tuple[int | None, int | None, dict[str, object]]:
-    """Which other processes hold the trainer's and the writer's byte, and who the owner says to be.
+def _holders(folder: str) -> tuple[bool, bool, bool, dict[str, object]]:
+    """Which of the first three bytes others hold, and who the owner says to be.
 
-    Must not be asked of a folder that this process owns: closing a file gives its locks back.
+    Must not be asked of a folder that this process owns: closing a file gives POSIX locks back.
     """
     path = os.path.join(folder, LOCK)
     if sys.platform != "linux" or not os.path.exists(path):
-        return None, None, {}
+        return False, False, False, {}
     with open(path, "rb") as file:
-        trainer, writer = (_holder(file.fileno(), byte) for byte in (_TRAINER, _WRITER))
         try:
-            said = dict(json.loads(file.read()))
-        except ValueError:
-            said = {}
-    return trainer, writer, said
+            trainer, writer, settled = (
+                is_taken(file.fileno(), byte) for byte in (_TRAINER, _WRITER, _SETTLED)
+            )
+        except OSError:  # no locks: nobody can say
+            return False, False, False, {}
+        return trainer, writer, settled, _said(file.fileno())
 
 
-def _holder(descriptor: int, byte: int) -> int | None:
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    return None if kind == fcntl.F_UNLCK else int(pid)
+def _said(descriptor: int) -> dict[str, object]:
+    try:
+        return dict(json.loads(os.pread(descriptor, 4096, 0)))
+    except ValueError:
+        return {}
+
+
+def _sign(lock: Lock) -> None:
+    said = {"host": socket.gethostname(), "pid": os.getpid()}
+    os.truncate(lock.file.descriptor, 0)
+    os.pwrite(lock.file.descriptor, json.dumps(said).encode(), 0)
 
 
 def _pid(said: dict[str, object]) -> int:
@@ -191,8 +245,8 @@ def own_as_writer(folder: str) -> Lock | None:
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage) or not os.path.isdir(inside):
         return None
-    lock = _open(inside)
-    fcntl.lockf(lock.descriptor, fcntl.LOCK_SH, 1, _WRITER)
+    lock = Lock(inside, LockFile(os.path.join(inside, LOCK)))
+    lock.file.take(_WRITER, wait=True, shared=True)
     return lock
 
 
@@ -204,33 +258,23 @@ def forget(folder: str) -> None:
         return
     if (os.getpid(), os.path.realpath(inside)) in _owned:
         return
-    lock = _open(inside)
-    if _take(lock, _TRAINER) and _take(lock, _WRITER) and _is_named(lock, inside):
-        os.unlink(path)
-    lock.release()
-
-
-def _open(folder: str) -> Lock:
-    return Lock(os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
-
-
-def _is_named(lock: Lock, folder: str) -> bool:
+    file = _open_to_change(inside)
     try:
-        return os.path.samestat(os.fstat(lock.descriptor), os.stat(os.path.join(folder, LOCK)))
-    except FileNotFoundError:
-        return False
+        if file.take(_TRAINER) and file.take(_WRITER):
+            os.unlink(path)
+    finally:
+        file.close()
 
 
-def _take(lock: Lock, byte: int) -> bool:
-    try:
-        fcntl.lockf(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _owner(lock: Lock) -> dict[str, object]:
-    try:
-        return dict(json.loads(os.pread(lock.descriptor, 4096, 0)))
-    except ValueError:
-        return {}
+def _open_to_change(folder: str) -> LockFile:
+    """The lock file that has the name, of which nobody else becomes the owner meanwhile."""
+    while True:
+        file = LockFile(os.path.join(folder, LOCK))
+        try:
+            file.take(_CHANGE, wait=True)
+            if file.is_named():
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # somebody has just removed it

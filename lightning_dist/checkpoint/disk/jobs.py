@@ -87,6 +87,8 @@ class Committed:
     """written by this rank."""
     seconds: float
     """from the start of writing."""
+    total: int
+    """Bytes of the checkpoint, written by all ranks."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning_dist.checkpoint.disk.base import SLICE, Bytes, Sink, Storage, manifest_last
 
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|trash)-[0-9a-f]{16}", re.DOTALL)
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|trash)-[0-9a-f]{16}", re.DOTALL)
+"""What is staged, what a staged one is about to replace, and what is being removed."""
 
 
 class _LocalSink:
@@ -98,8 +99,8 @@ class LocalStorage(Storage):
             os.unlink(path)
         elif os.path.isdir(path):
             trash, leftover = path, _LEFTOVER.fullmatch(os.path.basename(path))
-            if leftover is None or leftover[2] == "tmp":
-                trash = _trash(path)
+            if leftover is None or leftover["kind"] != "trash":
+                trash = _aside(path, "trash")
                 os.rename(path, trash)  # nobody finds some of its files, or adds one meanwhile
             shutil.rmtree(trash)
         else:
@@ -139,20 +140,28 @@ class LocalStorage(Storage):
         ]
 
 
-def cut_off(storage: LocalStorage, folder: str) -> dict[str, str]:
-    """Staged things that were about to get a name that has already been taken from another.
-
-    By path; the name each was to have. Nobody else finds either of the two.
-    """
-    kinds: dict[str, dict[str, str]] = {}
+def leftovers_by_name(storage: LocalStorage, folder: str) -> dict[str, dict[str, list[str]]]:
+    """Paths of leftovers by the name that each was to have or has had, and by kind."""
+    found: dict[str, dict[str, list[str]]] = {}
     for path in storage.leftovers(folder):
-        name, kind = os.path.basename(path)[1:].rsplit(".", 1)
-        kinds.setdefault(name, {})[kind.partition("-")[0]] = path
-    return {
-        paths["tmp"]: os.path.join(folder, name)
-        for name, paths in kinds.items()
-        if {"tmp", "trash"} <= paths.keys() and not os.path.lexists(os.path.join(folder, name))
-    }
+        match = _LEFTOVER.fullmatch(os.path.basename(path))
+        assert match is not None
+        kinds = found.setdefault(match["name"], {"tmp": [], "old": [], "trash": []})
+        kinds[match["kind"]].append(path)
+    return found
+
+
+def cut_off(storage: LocalStorage, folder: str) -> list[str]:
+    """Checkpoints without a name: replacements that were cut between their two renames.
+
+    The staged ones, and those that had the name.
+    """
+    return [
+        path
+        for name, left in leftovers_by_name(storage, folder).items()
+        if left["old"] and not os.path.lexists(os.path.join(folder, name))
+        for path in (*left["tmp"], *left["old"])
+    ]
 
 
 def _sync_folder(path: str) -> None:
@@ -174,9 +183,9 @@ def _hard_link(source: str, target: str) -> None:
             os.fsync(file.fileno())
 
 
-def _trash(path: str) -> str:
+def _aside(path: str, kind: str) -> str:
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.trash-{os.urandom(8).hex()}")
+    return os.path.join(folder, f".{name}.{kind}-{os.urandom(8).hex()}")
 
 
 def _exchange(one: str, other: str) -> str:
@@ -185,7 +194,7 @@ def _exchange(one: str, other: str) -> str:
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: neither is missing in between
     if call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
         return one
-    aside = _trash(other)  # NFS and some others cannot; `cut_off` finds what is lost in between
+    aside = _aside(other, "old")  # NFS cannot; `cut_off` finds what is lost in between
     os.rename(other, aside)
     try:
         os.rename(one, other)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_dist.checkpoint.disk.base import SLICE, Bytes, Sink, Storage, manifest_last
+from lightning_dist.checkpoint.disk.manifest import NAME
+
+_PART = re.compile(r"(?:shard-\d{5}-of-\d{5}-|\.rank-\d+\.)([0-9a-f]{16})\.(?:bin|json)")
+"""Names of what ranks upload before the manifest, with the id of their save."""
+_ABANDONED = 24 * 3600.0
+"""Seconds without an upload after which nobody is at work on a save: there are no locks to ask."""
 
 
 class ObjectStorage(Storage):
@@ -67,6 +76,31 @@ class ObjectStorage(Storage):
 
     def open(self, path: str) -> Any:
         return self._fs.open(path, "rb")
+
+    def leftovers(self, folder: str) -> list[str]:
+        paths = [f"{folder}/{name}" for name in self.names(folder)]
+        return [path for each in paths if self.is_folder(each) for path in self._abandoned(each)]
+
+    def _abandoned(self, folder: str) -> list[str]:
+        """Parts of saves that were killed before their manifest was uploaded."""
+        names = self.names(folder)
+        saves: dict[str, list[str]] = {}
+        for name in names:
+            if match := _PART.fullmatch(name):
+                saves.setdefault(match[1], []).append(f"{folder}/{name}")
+        if NAME in names:
+            if len(saves) < 2:
+                return []
+            try:
+                del saves[json.loads(self.read(f"{folder}/{NAME}"))["body"]["save_id"]]
+            except (ValueError, KeyError):  # damaged: nobody knows what belongs to it
+                return []
+        limit = (time.time() - _ABANDONED) * 1e9
+        try:
+            old = [each for each in saves.values() if max(map(self.modified_ns, each)) < limit]
+        except NotImplementedError:  # a store that does not say
+            return []
+        return [path for each in old for path in each]
 
 
 class _ObjectSink:

@@ -29,6 +29,7 @@ class _Service:
         self._trainer = trainer
         self._snapshots: dict[int, memoryview] = {}
         self._locks: dict[str, Lock | None] = {}
+        self._held: list[int] = []  # locks that the trainer has taken for this process
         self._writer = Writer(report=self._report, read_back=read_back, orphaned=self._orphaned)
 
     def run(self) -> None:
@@ -46,6 +47,9 @@ class _Service:
     def _own(self, folder: str) -> None:
         self._locks[folder] = own_as_writer(folder)
         self._report(Owned(folder))
+
+    def _hold(self) -> None:
+        self._held.append(recv_handle(self._channel))
 
     def _map(self, number: int, nbytes: int) -> None:
         descriptor = recv_handle(self._channel)

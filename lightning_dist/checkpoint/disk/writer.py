@@ -101,15 +101,16 @@ class Writer:
             shared = SharedFolder(
                 save, storage, target, self._orphaned, require_space, self._read_back
             )
-            nbytes = self._save_folder(shared, snapshot)
+            nbytes, total = self._save_folder(shared, snapshot)
         else:
             assert isinstance(save, SaveFile)
             require_space()
-            nbytes = self._save_file(save, storage, target, snapshot)
+            nbytes = total = self._save_file(save, storage, target, snapshot)
         self._failed = False
-        self._report(Committed(save.target, save.origin, nbytes, time.monotonic() - began))
+        seconds = time.monotonic() - began
+        self._report(Committed(save.target, save.origin, nbytes, seconds, total))
 
-    def _save_folder(self, shared: SharedFolder, snapshot: memoryview) -> int:
+    def _save_folder(self, shared: SharedFolder, snapshot: memoryview) -> tuple[int, int]:
         try:
             return shared.write(snapshot)
         except Exception:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.folder_owner import forget, is_owned
+from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.integrations.accelerate import folders
 from lightning_dist.integrations.accelerate.scratch import sweep
 from lightning_dist.integrations.ranks import Ranks
@@ -90,11 +90,6 @@ class Places:
             ValueError: no folder is given and none is known, or it holds something else.
         """
         return Source(**self._ranks.on_first(lambda: asdict(self._source(wanted, check=check))))
-
-    def forget(self) -> None:
-        """Remove the lock files: accelerate's automatic naming trips over foreign names."""
-        for folder in self._owned:
-            forget(folder)
 
     def _given(self, wanted: str) -> Destination:
         target = folders.local(wanted)

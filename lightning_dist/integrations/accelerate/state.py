@@ -56,6 +56,8 @@ class AsyncState:
             also what was written, before anything it replaces is removed. ``"never"``.
         on_error: when a save has failed, ``"raise"`` at the next call, or ``"warn"``.
         host_memory_limit: cannot take effect here; use ``staging_dir``.
+        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
+            that have none: nobody is kept out, and what a killed writer leaves half done stays.
         staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
             in, else ``tempfile.gettempdir()``.
         weights_only: loading runs no code of the files, also where Accelerate unpickles registered
@@ -79,12 +81,13 @@ class AsyncState:
         on_error: Literal["raise", "warn"] = "raise",
         host_memory_limit: int | None = None,
         staging_dir: str | os.PathLike[str] | None = None,
+        lock: bool = True,
         weights_only: bool = True,
     ) -> None:
         require_effect(snapshot=snapshot, host_memory_limit=host_memory_limit)
         require_separable(accelerator)
         self._settings = CheckpointSettings(
-            snapshot, max_in_flight, on_busy, writer, verify, on_error
+            snapshot, max_in_flight, on_busy, writer, verify, on_error, lock=lock
         )
         self._staging_dir = staging_folder(staging_dir)
         self._weights_only = self._to_prove = weights_only
@@ -237,7 +240,6 @@ class AsyncState:
             self._checkpointer.close(timeout)
         finally:
             failures = self._saves.collect()
-            self._places.forget()
         self._saves.report([failures])
 
     def __enter__(self) -> AsyncState:

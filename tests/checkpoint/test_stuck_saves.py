@@ -1,0 +1,115 @@
+"""A copy or a writer that is stuck holds a training up for so long, and no longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from snapshots import small_state, trained
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import Failed
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.writers import WriterProcess
+
+LIMIT = 30.0
+
+
+def ends(action: Callable[[], object]) -> Exception | None:
+    """What ``action`` raises; it fails the test where it does not return."""
+    raised: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            action()
+            raised.append(None)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert raised, f"it did not return within {LIMIT:.0f} s"
+    return raised[0]
+
+
+@contextmanager
+def stuck_copy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Checkpointer, Callable[[], object]]]:
+    """A save whose copy does not end, and the optimizer's next step."""
+    model, optimizer = trained()
+    checkpointer, goes_on = Checkpointer(CheckpointSettings()), threading.Event()
+    monkeypatch.setattr(LaterCopy, "run", lambda self: goes_on.wait(2 * LIMIT) and "")
+    checkpointer.open(str(folder))
+    checkpointer.watch([optimizer])
+    checkpointer.save(model.state_dict(), f"{folder}/1.ckpt", step=1)
+    try:
+        yield checkpointer, optimizer.step
+    finally:
+        goes_on.set()
+
+
+def test_closing_waits_for_a_copy_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stuck_copy(tmp_path, monkeypatch) as (checkpointer, _):
+        error = ends(lambda: checkpointer.close(0.2))
+    assert isinstance(error, CheckpointError)
+    assert "still being copied after 0.2 s" in str(error)
+    assert f"{tmp_path}/1.ckpt" in str(error)
+
+
+def test_a_step_waits_for_a_copy_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stuck_copy(tmp_path, monkeypatch) as (checkpointer, step):
+        monkeypatch.setattr(checkpointer._snapshots._fence, "_patience", 0.2)
+        error = ends(step)
+        assert isinstance(error, CheckpointError)
+        assert "its copy has not ended within 0.2 s" in str(error)
+        ends(lambda: checkpointer.close(0.2))
+
+
+def test_a_save_waits_for_a_stuck_writer_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(str(tmp_path))
+    writer = checkpointer._delivery.writer
+    assert isinstance(writer, WriterProcess)
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+        monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
+        error = ends(lambda: checkpointer.save(small_state(2), f"{tmp_path}/2.ckpt", step=2))
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    assert isinstance(error, CheckpointError)
+    assert f"{tmp_path}/1.ckpt is still being written after" in str(error)
+    checkpointer.close(LIMIT)
+    assert (tmp_path / "1.ckpt").exists()
+
+
+def test_a_writer_that_crashes_says_why(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(str(tmp_path))
+    writer = checkpointer._delivery.writer
+    assert isinstance(writer, WriterProcess)
+    os.kill(writer.pid, signal.SIGSTOP)
+    writer._put("nothing that it knows")
+    checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+    os.kill(writer.pid, signal.SIGCONT)
+    checkpointer.wait(LIMIT)
+    (event,) = [each for each in checkpointer.poll() if isinstance(each, Failed)]
+    assert event.reason.startswith(
+        f"the checkpoint writer (process {writer.pid}) has ended with exit status 1: AttributeError"
+    )
+    checkpointer.close(LIMIT)
