@@ -27,6 +27,7 @@ from lightning_dist.integrations.networks import Groups, network_for
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
+from lightning_dist.reducer.policy import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
@@ -143,12 +144,12 @@ def attach(
     )
     if continue_from is not None:
         reducer.step = continue_from.step
-        reducer.state.keep_only({names[p]: p.numel() for p in names if p.requires_grad})
+        reducer.state.keep_only({names[p]: as_real(p).numel() for p in names if p.requires_grad})
     numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
     if several and should_fuse(settings.compile_kernels, numel=numel, device=device):
         if first:
             log.warning("compiling the codec's kernels (about 20 s the first time)")
-        dtypes = {parameter.dtype for parameter in names if parameter.requires_grad}
+        dtypes = {parameter.dtype.to_real() for parameter in names if parameter.requires_grad}
         for codec in settings.codec.leaves():
             reducer.planner.fuse(codec, dtypes)
 

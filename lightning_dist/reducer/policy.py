@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_dist.codecs import Codec, PowerSGD
@@ -36,17 +37,32 @@ class Slot:
         return bucket[self.offset : self.offset + self.numel]
 
 
+def as_real(parameter: Tensor) -> Tensor:
+    """The parameter as a bucket holds its gradient: pairs of real numbers where it is complex."""
+    return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+
+
 def slots_by_codec(
-    policy: Codec, names: Sequence[str], shapes: Sequence[Shape], *, step: int
+    policy: Codec, names: Sequence[str], parameters: Sequence[Tensor], *, step: int, filling: int
 ) -> Mapping[Codec, Sequence[Slot]]:
-    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not."""
+    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not.
+
+    Args:
+        filling: elements of the bucket.
+    """
     found: dict[Codec, list[Slot]] = {}
     offset = 0
-    for name, shape in zip(names, shapes, strict=True):
-        slot = Slot(name, offset, shape)
+    for name, parameter in zip(names, parameters, strict=True):
+        slot = Slot(name, offset, tuple(as_real(parameter).shape))
         offset += slot.numel
         if slot.numel:
-            found.setdefault(policy.for_tensor(name, shape, step=step), []).append(slot)
+            codec = policy.for_tensor(name, tuple(parameter.shape), step=step)
+            found.setdefault(codec, []).append(slot)
+    # An element that no slot has would keep the local gradient, and replicas would drift apart.
+    assert offset == filling, (
+        f"a bucket has {filling} elements and its parameters {', '.join(names)} have {offset}; "
+        "this is a bug of lightning_dist, please report it"
+    )
     return found
 
 

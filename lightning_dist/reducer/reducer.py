@@ -186,8 +186,9 @@ class Reducer:
         for index in [index for index in self._plans if index >= job.index]:
             del self._plans[index]
         names = [self.names[parameter] for parameter in job.parameters]
-        shapes = [tuple(parameter.shape) for parameter in job.parameters]
-        slots_of = slots_by_codec(policy, names, shapes, step=self.step)
+        slots_of = slots_by_codec(
+            policy, names, job.parameters, step=self.step, filling=job.gradients.numel()
+        )
         lanes = [
             self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
         ]
