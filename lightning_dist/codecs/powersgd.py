@@ -23,8 +23,8 @@ class PowerSGD(Codec):
     the sides exchanged, starting from ``orth(mean P)``. ``two_phase`` (the paper's form, two
     dependent allreduces): ``P = orth(mean(M Q))``, ``Q = mean(M^T P)``, apply ``P Q^T``.
 
-    A tensor of more than two dimensions is ``(shape[0], rest)``. Tensors of fewer than two, and
-    those for which ``r (n + m) >= n m``, travel uncompressed.
+    A tensor of more than two dimensions is ``(shape[0], rest)``, whatever its order in memory.
+    Tensors of fewer than two, and those for which ``r (n + m) >= n m``, travel uncompressed.
 
     Wire bytes per rank and step: ``2 (W-1)/W * 4 r n`` or ``4 r m`` in turn (``two_phase``: both).
     State: a residual per element, and the factors, ``r (n + m)``, equal on all ranks. The residual

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.base import Shape
+from lightning_dist.reducer.strides import as_real, strides_in_bucket
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Slot:
     shape: Shape
     start: int = 0  # elements of the parameter before this part
     rest: int = 0  # and after it
+    strides: Shape | None = None  # of a whole parameter in the bucket; None: row-major
 
     @property
     def numel(self) -> int:
@@ -36,10 +37,11 @@ class Slot:
         """The flat view ``(numel,)`` of this parameter in ``bucket``."""
         return bucket[self.offset : self.offset + self.numel]
 
-
-def as_real(parameter: Tensor) -> Tensor:
-    """The parameter as a bucket holds its gradient: pairs of real numbers where it is complex."""
-    return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of ``flat (numel,)``, which lies as in the bucket, in the shape of the slot."""
+        if self.strides is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.strides)
 
 
 def slots_by_codec(
@@ -53,7 +55,8 @@ def slots_by_codec(
     found: dict[Codec, list[Slot]] = {}
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
-        slot = Slot(name, offset, tuple(as_real(parameter).shape))
+        shape = tuple(as_real(parameter).shape)
+        slot = Slot(name, offset, shape, strides=strides_in_bucket(parameter))
         offset += slot.numel
         if slot.numel:
             codec = policy.for_tensor(name, tuple(parameter.shape), step=step)

@@ -28,6 +28,7 @@ from lightning_dist.reducer.run_config import run_config
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
+from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
 from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane
 from lightning_dist.settings import Settings
@@ -65,6 +66,7 @@ class Reducer:
         self.closed = False
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.names, self._grad_scale = names, grad_scale
+        self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
         shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
@@ -261,8 +263,9 @@ class Reducer:
 
         Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
-        row per outermost group. With ``dgc`` also ``"momenta"``,
-        with ``powersgd`` ``"factors"``.
+        row per outermost group. Rows lie as their parameter does in memory; ``"strides"`` has those
+        of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
+        ``"factors"``.
         """
         network = self.network
         state = self.state.gather(network.data.group, network.rows, device=network.device)
@@ -278,7 +281,8 @@ class Reducer:
         return self._described(state), stripes
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
-        about = {"world_size": self.network.world_size, "step": self.step}
+        strides = {name: list(found) for name, found in self.strides.items() if found is not None}
+        about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
         return {"version": STATE_VERSION, **about, **state}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -292,7 +296,7 @@ class Reducer:
             self.step = 0
             return
         check_state(state)
-        self.state.load(state, self.network.rows)
+        self.state.load(as_laid_out_here(state, self.names), self.network.rows)
         self.step = int(state["step"])
 
     def close(self) -> None:
