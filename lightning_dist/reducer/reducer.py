@@ -2,7 +2,8 @@
 
 The residual is kept only once the step is known to be finite on every rank, so that an overflow
 under a GradScaler leaves no trace. That is known when the last bucket has been encoded; until then
-buckets keep their local gradients and the received payloads wait.
+buckets keep their local gradients and the received payloads wait. If it is not finite, the residual
+of a parameter is kept once an optimizer has applied its gradient (``commit.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.futures import Future
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun
+from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
@@ -84,6 +86,7 @@ class Reducer:
         self._finite: list[Tensor] = []
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._failure: BaseException | None = None
+        self._pending = PendingCommit(names)
 
     def reduce_bucket(self, bucket: Bucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
@@ -130,16 +133,22 @@ class Reducer:
             self._settle(verdict)
 
     def _settle(self, verdict: Verdict | None) -> None:
-        """Decode every bucket of the step and, where all ranks were finite, keep the residuals."""
+        """Decode every bucket of the step and commit its state, where all ranks were finite."""
         jobs = self._in_flight
-        device = self.network.device
-        ok = torch.ones((), dtype=torch.bool, device=device) if verdict is None else verdict.ok()
+        pending = None if verdict is None or verdict.ok() else self._pending
         unused = set() if verdict is None else verdict.unused()
         looked = [observer.looks(sights(jobs, self._scale)) for observer in self._observers]
         for job in jobs:
             with working(self._observers, job.index, "decode"):
                 for lane in job.lanes:
-                    settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
+                    settle_lane(
+                        lane,
+                        job.gradients,
+                        self.state,
+                        scale=self._scale,
+                        unused=unused,
+                        pending=pending,
+                    )
                     self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
                     job.restore(lane, unused)
         for over in looked:
@@ -172,6 +181,7 @@ class Reducer:
                 chunk.wait()
             self._in_flight, self._finite = [], []
         if not self._in_flight:
+            self._pending.drop()
             scale = self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
         self._in_flight.append(job)
@@ -291,6 +301,7 @@ class Reducer:
         With another number of rows every rank starts from the mean residual.
         """
         self._plans.clear()  # they hold views of the old residuals
+        self._pending.drop()
         if state is None:
             self.state.load({}, self.network.rows)
             self.step = 0
@@ -306,6 +317,7 @@ class Reducer:
         """
         self.closed = True
         self._executor.close()
+        self._pending.close()
         if self._usage is not None:
             self._usage.close()
         self._plans.clear()

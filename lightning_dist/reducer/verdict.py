@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane, settle_all
+from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.placing import placed
 from lightning_dist.reducer.state import ReducerState
@@ -43,9 +44,9 @@ class Verdict:
             self._known = True
         return self._flags
 
-    def ok(self) -> Tensor:
-        """0-d bool on the device: every gradient of every rank is finite."""
-        return self._wait()[0] == 0
+    def ok(self) -> bool:
+        """Whether every gradient of every rank is finite. Waits for a GPU."""
+        return float(self._wait()[0]) == 0
 
     def unused(self) -> set[str]:
         """Names of parameters without a gradient on any rank."""
@@ -56,16 +57,35 @@ class Verdict:
 
 
 def settle_lane(
-    lane: Lane, state: ReducerState, *, scale: Tensor, ok: Tensor, unused: set[str]
+    lane: Lane,
+    bucket: Tensor,
+    state: ReducerState,
+    *,
+    scale: Tensor,
+    unused: set[str],
+    pending: PendingCommit | None,
 ) -> None:
-    """Decode ``lane`` into its bucket and commit its state, except that of ``unused`` parameters.
+    """Decode ``lane`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
-    stays owed.
+    stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
+    and ``pending`` is given the new one of all parameters whose mean is finite. The mean of the
+    others becomes NaN in every element: what is not finite must not be applied in part, since its
+    state stays as if the step had never been. All ranks have the same mean, so they agree.
+
+    Args:
+        pending: None where every gradient of every rank was finite.
     """
-    names = [slot.name for slot in lane.slots if slot.name in unused]
-    kept = [part for store in state.stores() for name in names for part in store.parts(name)]
-    before = [tensor.clone() for tensor in kept]
-    settle_all(lane.chunks, scale, ok)
-    for tensor, value in zip(kept, before, strict=True):
+    undone = [s for s in lane.slots if s.name in unused or (pending and lane.keeps_state)]
+    before = [(t, t.clone()) for slot in undone for t in state.tensors(slot.name)]
+    true = torch.ones((), dtype=torch.bool, device=bucket.device)
+    settle_all(lane.chunks, scale, true)
+    if pending is not None and lane.keeps_state:
+        for slot in lane.slots:
+            mean = slot.of(bucket)
+            if not bool(mean.isfinite().all()):
+                mean.fill_(torch.nan)
+            elif slot.name not in unused:
+                pending.add(slot.name, state.tensors(slot.name))
+    for tensor, value in before:
         tensor.copy_(value)
