@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
+from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
@@ -87,6 +88,7 @@ class LowRankChunk(Chunk):
         self._sums = [self._p, self._q]  # those in use at this step, in order
 
     @override
+    @full_precision()
     def encode(self, scale: Tensor, *, step: int) -> None:
         both = [self._p, self._q]
         self._sums = both if self._codec.two_phase else [both[step % 2]]
@@ -113,10 +115,11 @@ class LowRankChunk(Chunk):
         if not self._codec.two_phase:
             return
         self._p.wait()
-        for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
-            # Orthonormal columns hide an inf that the sum still shows.
-            p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
-            torch.mm(matrix.pending.T, p, out=q)
+        with full_precision():  # not while it waits: other reducers would wait for the setting
+            for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
+                # Orthonormal columns hide an inf that the sum still shows.
+                p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
+                torch.mm(matrix.pending.T, p, out=q)
         self._q.issue()
 
     @override
@@ -143,6 +146,10 @@ class LowRankChunk(Chunk):
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         self.wait()
+        self._settle(scale, ok)
+
+    @full_precision()
+    def _settle(self, scale: Tensor, ok: Tensor) -> None:
         # Both wait for a GPU; the branch saves a pass over every residual.
         keep, share = bool(ok), 1.0 / float(scale)
         for i, matrix in enumerate(self._matrices):

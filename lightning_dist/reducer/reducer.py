@@ -32,8 +32,10 @@ from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
 from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
 from lightning_dist.reducer.usage import Usage
-from lightning_dist.reducer.verdict import Verdict, settle_lane
+from lightning_dist.reducer.verdict import Verdict, settle_lane, sum_of_bits
 from lightning_dist.settings import Settings
+
+_COMPARED_EVERY = 100
 
 
 class Reducer:
@@ -84,6 +86,7 @@ class Reducer:
         self._executor = executor_for(network.device)
         self._in_flight: list[Job] = []
         self._finite: list[Tensor] = []
+        self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._failure: BaseException | None = None
         self._pending = PendingCommit(names)
@@ -135,6 +138,8 @@ class Reducer:
     def _settle(self, verdict: Verdict | None) -> None:
         """Decode every bucket of the step and commit its state, where all ranks were finite."""
         jobs = self._in_flight
+        if verdict is not None:
+            verdict.require_equal()
         pending = None if verdict is None or verdict.ok() else self._pending
         unused = set() if verdict is None else verdict.unused()
         looked = [observer.looks(sights(jobs, self._scale)) for observer in self._observers]
@@ -150,6 +155,8 @@ class Reducer:
                         pending=pending,
                     )
                     self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+                    if self.step % _COMPARED_EVERY == 0 and pending is None:
+                        self._compare(lane, job.gradients)
                     job.restore(lane, unused)
         for over in looked:
             over()
@@ -171,7 +178,13 @@ class Reducer:
         if self._usage is not None:
             here = self._usage.take()
             used = {slot.name: slot.name in here for lane in lanes for slot in lane.slots}
-        return Verdict(finite, used, self.network)
+        sums, self._sums = self._sums, []
+        return Verdict(finite, used, sums, self.network)
+
+    def _compare(self, lane: Lane, gradients: Tensor) -> None:
+        """With the other ranks, in the next verdict, where unequal machines may differ."""
+        if not lane.codec.bit_exact:
+            self._sums.append(sum_of_bits(lane, gradients))
 
     def _enter(self, job: Job) -> None:
         if self._in_flight and job.index <= self._in_flight[-1].index:

@@ -25,16 +25,25 @@ class Verdict:
         finite: 0-d bools of this rank.
         used: whether this rank used a parameter, by name, in an order equal on all ranks; empty
             unless DDP looks for unused parameters.
+        sums: of bits that all ranks should have in common, 0-d int64; see :func:`sum_of_bits`.
     """
 
     def __init__(
-        self, finite: Sequence[Tensor], used: Mapping[str, bool], network: Network
+        self,
+        finite: Sequence[Tensor],
+        used: Mapping[str, bool],
+        sums: Sequence[Tensor],
+        network: Network,
     ) -> None:
         self._names = list(used)
-        answers = torch.tensor([False, *used.values()], dtype=torch.float32, device="cpu")
+        answers = torch.tensor([False, *used.values(), 0, 0], dtype=torch.float32, device="cpu")
         self._flags = placed(answers, network.device)
         if finite:
             self._flags[0] = torch.stack(list(finite)).logical_not().any()
+        if sums:
+            # Numbers that float32 holds; if the largest is the smallest, all are equal.
+            self._flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
+            self._flags[-2] = -self._flags[-1]
         self._work = network.control.all_reduce(self._flags, op=dist.ReduceOp.MAX)
         self._known = False
 
@@ -48,12 +57,29 @@ class Verdict:
         """Whether every gradient of every rank is finite. Waits for a GPU."""
         return float(self._wait()[0]) == 0
 
+    def require_equal(self) -> None:
+        """Raise RuntimeError where ranks have given other sums."""
+        least, most = self._wait()[-2:].tolist()
+        if least != -most:
+            raise RuntimeError(
+                "the ranks have applied different gradients of codec 'powersgd', and their weights "
+                "have drifted apart since: matrix products and factorisations are rounded "
+                "differently by unequal hardware or libraries. Go on from the last checkpoint on "
+                "equal hardware, or with a codec that is the same everywhere, such as int4"
+            )
+
     def unused(self) -> set[str]:
         """Names of parameters without a gradient on any rank."""
         if not self._names:
             return set()
-        flags = self._wait()[1:].tolist()
+        flags = self._wait()[1:-2].tolist()
         return {name for name, used in zip(self._names, flags, strict=True) if not used}
+
+
+def sum_of_bits(lane: Lane, bucket: Tensor) -> Tensor:
+    """0-d int64, of the gradients of ``lane``."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[bucket.itemsize]
+    return torch.stack([slot.of(bucket).view(as_int).sum() for slot in lane.slots]).sum()
 
 
 def settle_lane(
