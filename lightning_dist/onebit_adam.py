@@ -73,6 +73,13 @@ class OneBitAdam(torch.optim.Optimizer):
             "step": 0,
         }
         super().__init__(params, defaults)
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        odd = next((parameter.dtype for parameter in every if parameter.is_complex()), None)
+        if odd is not None:
+            raise ValueError(
+                f"OneBitAdam needs real parameters, got one of {odd}; keep its real and imaginary "
+                "part in two, or use torch.optim.AdamW"
+            )
         self._adjusted: set[Tensor] = set()
 
     _reducer: Reducer | None = None
@@ -130,7 +137,7 @@ class OneBitAdam(torch.optim.Optimizer):
             if "exp_avg" not in self.state[parameter]:  # never used so far
                 continue
             momentum = self.state[parameter]["exp_avg"]
-            gradient = _like(slot.of(bucket), parameter)
+            gradient = slot.shaped(slot.of(bucket))
             gradient.copy_((1 - beta) * gradient + beta * momentum * scale)
             self._adjusted.add(parameter)
 
@@ -184,12 +191,3 @@ class OneBitAdam(torch.optim.Optimizer):
                 "strategy='compressed_ddp_sign' (Lightning), CompressedDDPStrategy (Fabric), or "
                 "optimizer.attach(compress_ddp(model, 'sign'))"
             )
-
-
-def _like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a bucket that holds a parameter's gradient, in that parameter's layout."""
-    # DDP lays gradients out in the parameter's own strides where these are dense.
-    extent = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
-    if parameter.numel() and extent + 1 == parameter.numel():
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)

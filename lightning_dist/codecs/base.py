@@ -57,6 +57,8 @@ class Codec(ABC):
         0 compresses everything.
     ``keeps_residual``
         whether ``error_feedback="auto"`` means yes.
+    ``bit_exact``
+        whether every machine decodes the same bytes to the same bits.
     ``contraction``
         whether the codec loses less than it is given, without which error feedback diverges.
     """
@@ -67,6 +69,7 @@ class Codec(ABC):
     lossless: ClassVar[bool] = False
     min_numel: ClassVar[int] = 0
     keeps_residual: ClassVar[bool] = False
+    bit_exact: ClassVar[bool] = True
 
     @property
     def contraction(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.precision import full_precision
 from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.codecs.scales import (
     HEADROOM,
@@ -66,7 +67,8 @@ class Int4(ScaledBlocks):
     def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
         if self.hadamard:
             # Divided by the block size: the rotation back multiplies by 1 and -1 only.
-            x = (x / self.block_size) @ _hadamard(self.block_size, x.dtype, x.device)
+            with full_precision():
+                x = (x / self.block_size) @ _hadamard(self.block_size, x.dtype, x.device)
         scale = block_scale(x.abs().amax(-1, keepdim=True), levels=_LEVELS)
         codes = torch.round(x * per_step(scale)) + _LEVELS
         return scale.to(torch.bfloat16), pack(codes, bits=4)
@@ -75,7 +77,8 @@ class Int4(ScaledBlocks):
         scale, packed = payload
         codes = unpack(packed, bits=4).to(dtype) - _LEVELS
         if self.hadamard:
-            codes = codes @ _hadamard(self.block_size, dtype, packed.device)
+            with full_precision():
+                codes = codes @ _hadamard(self.block_size, dtype, packed.device)
         return codes * scale.to(dtype)
 
     def error_bound(self, x: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ class Threshold(Codec):
 
     How many bytes that is changes from step to step: ranks first tell each other how much they will
     send. Wire bytes per rank and step: ``(W-1) * k (4 + 2)`` for the largest ``k`` of all ranks,
-    plus 8 (W-1) a bucket. State: one residual per element, without which the small ones would never
-    arrive. Prefer ``topk`` where the number of bytes must be known.
+    plus 8 (W-1) a bucket; an index in a bucket of more than 2^31 elements takes 8 bytes instead of
+    4. State: one residual per element, without which the small ones would never arrive. Prefer
+    ``topk`` where the number of bytes must be known.
 
     Strom, "Scalable distributed DNN training using commodity GPU cloud computing" (Interspeech
     2015); as (index, value) in GRACE (Xu et al., ICDCS 2021).
@@ -63,7 +64,7 @@ class Threshold(Codec):
         return _VALUES[self.values]
 
     def select(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """``x (n,)`` -> indices ``(k,)`` int32, ascending, and values ``(k,)``; NaN is taken."""
+        """``x (n,)`` -> indices ``(k,)`` int64, ascending, and values ``(k,)``; NaN is taken."""
         unit = scale
         if self.unit == "rms":
             norm = torch.linalg.vector_norm(x, dtype=torch.float64)
@@ -71,7 +72,7 @@ class Threshold(Codec):
         size = x.abs()
         large = ~(size <= self.tau * unit) | ~size.isfinite()
         indices = large.nonzero().flatten()
-        return indices.to(torch.int32), x[indices].to(self.value_dtype)
+        return indices, x[indices].to(self.value_dtype)
 
     def wire_bytes(self, chosen: int) -> int:
         """Bytes of the payload of ``chosen`` elements."""

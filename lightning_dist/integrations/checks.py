@@ -51,12 +51,29 @@ def require_compressible(module: nn.Module) -> None:
             "the model must have a parameter with requires_grad=True, and has none; unfreeze one, "
             "or run without a distributed strategy"
         )
+    _require_device(module)
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(
                 f"gradients must be dense, and {name or type(child).__name__!r} was made with "
                 "sparse=True; make it with sparse=False"
             )
+
+
+def _require_device(module: nn.Module) -> None:
+    trained = {n: p.device for n, p in module.named_parameters() if p.requires_grad}
+    name, device = next(iter(trained.items()))
+    for other, where in trained.items():
+        if where != device:
+            raise ValueError(
+                f"compressed DDP needs one device per process, and {name!r} is on {device} and "
+                f"{other!r} on {where}; start a process for each device, or use plain DDP"
+            )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"gradients must be on the CPU or on CUDA devices, and {name!r} is on {device}; use "
+            "plain DDP there"
+        )
 
 
 def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> None:

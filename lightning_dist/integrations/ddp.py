@@ -28,6 +28,7 @@ from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
 from lightning_dist.reducer.fusing import should_fuse
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -143,12 +144,21 @@ def attach(
     )
     if continue_from is not None:
         reducer.step = continue_from.step
-        reducer.state.keep_only({names[p]: p.numel() for p in names if p.requires_grad})
-    numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
-    if several and should_fuse(settings.compile_kernels, numel=numel, device=device):
+        numel = {names[p]: as_real(p).numel() for p in names if p.requires_grad}
+        before = continue_from.strides
+        moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
+        if moved and first:
+            log.warning(
+                "the memory format of %s has changed since the last fit: what was owed to them is "
+                "forgotten; to keep it, load a checkpoint of that fit",
+                ", ".join(moved),
+            )
+        reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
+    elements = sum(parameter.numel() for parameter in names if parameter.requires_grad)
+    if several and should_fuse(settings.compile_kernels, numel=elements, device=device):
         if first:
             log.warning("compiling the codec's kernels (about 20 s the first time)")
-        dtypes = {parameter.dtype for parameter in names if parameter.requires_grad}
+        dtypes = {parameter.dtype.to_real() for parameter in names if parameter.requires_grad}
         for codec in settings.codec.leaves():
             reducer.planner.fuse(codec, dtypes)
 

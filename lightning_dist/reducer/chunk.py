@@ -97,6 +97,7 @@ class Lane:
     slots: Sequence[Slot]
     chunks: Sequence[Chunk]
     raw_bytes: int  # what DDP itself would send for these parameters
+    keeps_state: bool  # whether anything is kept from one step to the next, on any rank
 
     @property
     def sent(self) -> Sent:

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
+from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
@@ -46,13 +47,23 @@ class _Sum:
 
 @dataclass
 class _Matrix:
-    """One parameter: views of bucket, state and buffers."""
+    """One parameter: views of bucket, state and buffers.
 
-    gradient: Tensor  # (n, m), of the bucket
-    pending: Tensor  # (n, m), gradient + residual: the bucket's own memory where dtypes agree
-    residual: Tensor | None
+    ``shaped`` is ``(n, m)`` where the bucket can be viewed so, otherwise the parameter's shape: a
+    channels_last one is copied to be a matrix of the same elements as a contiguous one.
+    """
+
+    gradient: Tensor  # shaped, of the bucket
+    pending: Tensor  # (n, m), gradient + residual: the bucket's own memory where that is possible
+    residual: Tensor | None  # shaped
     left: Tensor  # (n, r) orthonormal, equal on all ranks
     right: Tensor  # (m, r)
+
+    @property
+    def shaped(self) -> Tensor:
+        """``pending``, as gradient and residual are."""
+        copied = self.gradient.shape != self.pending.shape
+        return self.pending.view(self.gradient.shape) if copied else self.pending
 
 
 class LowRankChunk(Chunk):
@@ -77,14 +88,15 @@ class LowRankChunk(Chunk):
         self._sums = [self._p, self._q]  # those in use at this step, in order
 
     @override
+    @full_precision()
     def encode(self, scale: Tensor, *, step: int) -> None:
         both = [self._p, self._q]
         self._sums = both if self._codec.two_phase else [both[step % 2]]
         for matrix, p, q in zip(self._matrices, self._p.owns, self._q.owns, strict=True):
             if matrix.pending is not matrix.gradient:
-                matrix.pending.copy_(matrix.gradient)
+                matrix.shaped.copy_(matrix.gradient)
             if matrix.residual is not None:
-                matrix.pending.addcmul_(matrix.residual, scale)
+                matrix.shaped.addcmul_(matrix.residual, scale)
             if self._sums[0] is self._p:
                 torch.mm(matrix.pending, matrix.right, out=p)
             else:
@@ -103,10 +115,11 @@ class LowRankChunk(Chunk):
         if not self._codec.two_phase:
             return
         self._p.wait()
-        for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
-            # Orthonormal columns hide an inf that the sum still shows.
-            p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
-            torch.mm(matrix.pending.T, p, out=q)
+        with full_precision():  # not while it waits: other reducers would wait for the setting
+            for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
+                # Orthonormal columns hide an inf that the sum still shows.
+                p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
+                torch.mm(matrix.pending.T, p, out=q)
         self._q.issue()
 
     @override
@@ -133,18 +146,24 @@ class LowRankChunk(Chunk):
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:
         self.wait()
+        self._settle(scale, ok)
+
+    @full_precision()
+    def _settle(self, scale: Tensor, ok: Tensor) -> None:
         # Both wait for a GPU; the branch saves a pass over every residual.
         keep, share = bool(ok), 1.0 / float(scale)
         for i, matrix in enumerate(self._matrices):
             own, mean = self._products(i)
             if matrix.residual is not None and keep:
                 left, right = own
-                torch.addmm(
-                    matrix.pending, left, right.T, beta=share, alpha=-share, out=matrix.residual
-                )
+                same = matrix.residual.shape == matrix.pending.shape
+                lost = matrix.residual if same else matrix.pending
+                torch.addmm(matrix.pending, left, right.T, beta=share, alpha=-share, out=lost)
+                if not same:
+                    matrix.residual.copy_(matrix.shaped)
             torch.mm(mean[0], mean[1].T, out=matrix.pending)
             if matrix.pending is not matrix.gradient:
-                matrix.gradient.copy_(matrix.pending)
+                matrix.gradient.copy_(matrix.shaped)
             if keep:
                 self._start_next_from(matrix, i)
 
@@ -183,13 +202,18 @@ def _matrix(
 ) -> _Matrix:
     size = matrix_shape(slot.shape)
     dtype = compute_dtype(bucket.dtype)
-    gradient = slot.of(bucket).view(size)
-    pending = gradient if dtype == bucket.dtype else gradient.to(dtype)
+    gradient = slot.shaped(slot.of(bucket))
+    matrix = gradient.reshape(size)
+    if matrix.data_ptr() == gradient.data_ptr():
+        gradient = matrix
+        pending = matrix if dtype == bucket.dtype else matrix.to(dtype)
+    else:  # no view: a copy already
+        pending = matrix.to(dtype)
     left, right = state.low_rank(codec, slot, dtype=dtype, device=bucket.device)
     residual = None
     if error_feedback:
         flat = state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
-        residual = flat.view(size)
+        residual = slot.shaped(flat).view(gradient.shape)
     return _Matrix(gradient, pending, residual, left, right)
 
 

@@ -119,6 +119,7 @@ class Planner:
             slots,
             self.chunks(codec, slots, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
+            keeps_state=self.keeps_state(codec),
         )
         for slot, kind in product(slots, kinds):
             self._state.adopted(kind, slot.name)

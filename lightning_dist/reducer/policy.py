@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.base import Shape
+from lightning_dist.reducer.strides import as_real, strides_in_bucket
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Slot:
     shape: Shape
     start: int = 0  # elements of the parameter before this part
     rest: int = 0  # and after it
+    strides: Shape | None = None  # of a whole parameter in the bucket; None: row-major
 
     @property
     def numel(self) -> int:
@@ -35,18 +37,35 @@ class Slot:
         """The flat view ``(numel,)`` of this parameter in ``bucket``."""
         return bucket[self.offset : self.offset + self.numel]
 
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of ``flat (numel,)``, which lies as in the bucket, in the shape of the slot."""
+        if self.strides is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.strides)
+
 
 def slots_by_codec(
-    policy: Codec, names: Sequence[str], shapes: Sequence[Shape], *, step: int
+    policy: Codec, names: Sequence[str], parameters: Sequence[Tensor], *, step: int, filling: int
 ) -> Mapping[Codec, Sequence[Slot]]:
-    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not."""
+    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not.
+
+    Args:
+        filling: elements of the bucket.
+    """
     found: dict[Codec, list[Slot]] = {}
     offset = 0
-    for name, shape in zip(names, shapes, strict=True):
-        slot = Slot(name, offset, shape)
+    for name, parameter in zip(names, parameters, strict=True):
+        shape = tuple(as_real(parameter).shape)
+        slot = Slot(name, offset, shape, strides=strides_in_bucket(parameter))
         offset += slot.numel
         if slot.numel:
-            found.setdefault(policy.for_tensor(name, shape, step=step), []).append(slot)
+            codec = policy.for_tensor(name, tuple(parameter.shape), step=step)
+            found.setdefault(codec, []).append(slot)
+    # An element that no slot has would keep the local gradient, and replicas would drift apart.
+    assert offset == filling, (
+        f"a bucket has {filling} elements and its parameters {', '.join(names)} have {offset}; "
+        "this is a bug of lightning_dist, please report it"
+    )
     return found
 
 

@@ -2,7 +2,8 @@
 
 The residual is kept only once the step is known to be finite on every rank, so that an overflow
 under a GradScaler leaves no trace. That is known when the last bucket has been encoded; until then
-buckets keep their local gradients and the received payloads wait.
+buckets keep their local gradients and the received payloads wait. If it is not finite, the residual
+of a parameter is kept once an optimizer has applied its gradient (``commit.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.futures import Future
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun
+from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
@@ -28,9 +30,12 @@ from lightning_dist.reducer.run_config import run_config
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
+from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
 from lightning_dist.reducer.usage import Usage
-from lightning_dist.reducer.verdict import Verdict, settle_lane
+from lightning_dist.reducer.verdict import Verdict, settle_lane, sum_of_bits
 from lightning_dist.settings import Settings
+
+_COMPARED_EVERY = 100
 
 
 class Reducer:
@@ -65,6 +70,7 @@ class Reducer:
         self.closed = False
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.names, self._grad_scale = names, grad_scale
+        self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
         self._usage = Usage(names) if find_unused else None
         shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
@@ -80,8 +86,10 @@ class Reducer:
         self._executor = executor_for(network.device)
         self._in_flight: list[Job] = []
         self._finite: list[Tensor] = []
+        self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._failure: BaseException | None = None
+        self._pending = PendingCommit(names)
 
     def reduce_bucket(self, bucket: Bucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
@@ -128,17 +136,27 @@ class Reducer:
             self._settle(verdict)
 
     def _settle(self, verdict: Verdict | None) -> None:
-        """Decode every bucket of the step and, where all ranks were finite, keep the residuals."""
+        """Decode every bucket of the step and commit its state, where all ranks were finite."""
         jobs = self._in_flight
-        device = self.network.device
-        ok = torch.ones((), dtype=torch.bool, device=device) if verdict is None else verdict.ok()
+        if verdict is not None:
+            verdict.require_equal()
+        pending = None if verdict is None or verdict.ok() else self._pending
         unused = set() if verdict is None else verdict.unused()
         looked = [observer.looks(sights(jobs, self._scale)) for observer in self._observers]
         for job in jobs:
             with working(self._observers, job.index, "decode"):
                 for lane in job.lanes:
-                    settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
+                    settle_lane(
+                        lane,
+                        job.gradients,
+                        self.state,
+                        scale=self._scale,
+                        unused=unused,
+                        pending=pending,
+                    )
                     self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+                    if self.step % _COMPARED_EVERY == 0 and pending is None:
+                        self._compare(lane, job.gradients)
                     job.restore(lane, unused)
         for over in looked:
             over()
@@ -160,7 +178,13 @@ class Reducer:
         if self._usage is not None:
             here = self._usage.take()
             used = {slot.name: slot.name in here for lane in lanes for slot in lane.slots}
-        return Verdict(finite, used, self.network)
+        sums, self._sums = self._sums, []
+        return Verdict(finite, used, sums, self.network)
+
+    def _compare(self, lane: Lane, gradients: Tensor) -> None:
+        """With the other ranks, in the next verdict, where unequal machines may differ."""
+        if not lane.codec.bit_exact:
+            self._sums.append(sum_of_bits(lane, gradients))
 
     def _enter(self, job: Job) -> None:
         if self._in_flight and job.index <= self._in_flight[-1].index:
@@ -170,6 +194,7 @@ class Reducer:
                 chunk.wait()
             self._in_flight, self._finite = [], []
         if not self._in_flight:
+            self._pending.drop()
             scale = self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
         self._in_flight.append(job)
@@ -186,8 +211,9 @@ class Reducer:
         for index in [index for index in self._plans if index >= job.index]:
             del self._plans[index]
         names = [self.names[parameter] for parameter in job.parameters]
-        shapes = [tuple(parameter.shape) for parameter in job.parameters]
-        slots_of = slots_by_codec(policy, names, shapes, step=self.step)
+        slots_of = slots_by_codec(
+            policy, names, job.parameters, step=self.step, filling=job.gradients.numel()
+        )
         lanes = [
             self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
         ]
@@ -260,8 +286,9 @@ class Reducer:
 
         Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
-        row per outermost group. With ``dgc`` also ``"momenta"``,
-        with ``powersgd`` ``"factors"``.
+        row per outermost group. Rows lie as their parameter does in memory; ``"strides"`` has those
+        of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
+        ``"factors"``.
         """
         network = self.network
         state = self.state.gather(network.data.group, network.rows, device=network.device)
@@ -277,7 +304,8 @@ class Reducer:
         return self._described(state), stripes
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
-        about = {"world_size": self.network.world_size, "step": self.step}
+        strides = {name: list(found) for name, found in self.strides.items() if found is not None}
+        about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
         return {"version": STATE_VERSION, **about, **state}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -286,12 +314,13 @@ class Reducer:
         With another number of rows every rank starts from the mean residual.
         """
         self._plans.clear()  # they hold views of the old residuals
+        self._pending.drop()
         if state is None:
             self.state.load({}, self.network.rows)
             self.step = 0
             return
         check_state(state)
-        self.state.load(state, self.network.rows)
+        self.state.load(as_laid_out_here(state, self.names), self.network.rows)
         self.step = int(state["step"])
 
     def close(self) -> None:
@@ -301,6 +330,7 @@ class Reducer:
         """
         self.closed = True
         self._executor.close()
+        self._pending.close()
         if self._usage is not None:
             self._usage.close()
         self._plans.clear()

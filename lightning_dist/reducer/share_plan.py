@@ -110,7 +110,8 @@ def _slots_of_share(parts: Sequence[tuple[Slot, tuple[int, int]]]) -> list[Slot]
         whole = end - start == slot.numel
         shape = slot.shape if whole else (end - start,)
         before, after = slot.start + start, slot.rest + slot.numel - end
-        slots.append(Slot(slot.name, offset, shape, start=before, rest=after))
+        strides = slot.strides if whole else None
+        slots.append(Slot(slot.name, offset, shape, start=before, rest=after, strides=strides))
         offset += end - start
     return slots
 

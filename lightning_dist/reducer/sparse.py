@@ -20,6 +20,8 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.state import ReducerState
 
+_INT32_PLACES = 1 << 31
+
 
 class SparseChunk(Chunk):
     """All parameters of one bucket that the codec compresses. Indices count from its start."""
@@ -55,7 +57,11 @@ class SparseChunk(Chunk):
                 pending.addcmul_(self._residuals[i], scale)
         chosen = [self._codec.select(slot.of(self._pending), scale) for slot in self._slots]
         offsets = [slot.offset for slot in self._slots]
-        indices = [where + offset for (where, _), offset in zip(chosen, offsets, strict=True)]
+        numel = self._bucket.numel()
+        indices = [
+            placed_at(where, offset, numel=numel)
+            for (where, _), offset in zip(chosen, offsets, strict=True)
+        ]
         self._own: Payload = torch.cat(indices), torch.cat([values for _, values in chosen])
 
     @override
@@ -128,3 +134,13 @@ class SparseChunk(Chunk):
     def nbytes(self) -> int:
         # Payloads are made anew for every step.
         return self._pending.nbytes if self._pending is not self._bucket else 0
+
+
+def place_dtype(numel: int) -> torch.dtype:
+    """Of places in a bucket of ``numel`` elements, the same on all ranks."""
+    return torch.int32 if numel <= _INT32_PLACES else torch.int64
+
+
+def placed_at(where: Tensor, offset: int, *, numel: int) -> Tensor:
+    """Indices in a parameter, int64 -> places in its bucket, which has ``numel`` elements."""
+    return (where + offset).to(place_dtype(numel))

@@ -39,8 +39,10 @@ class ReducerState:
         """All of ``kind`` that this rank needs for ``name`` was asked for."""
         self._store(kind).adopted(name)
 
-    def stores(self) -> tuple[Store, ...]:
-        return self.residuals, self.momenta
+    def tensors(self, name: str) -> list[Tensor]:
+        """All that this rank keeps for a parameter, as it works with it."""
+        parts = [part for store in (self.residuals, self.momenta) for part in store.parts(name)]
+        return [*parts, *self.factors.get(name, ())]
 
     def _store(self, kind: str) -> Store:
         return {"residual": self.residuals, "momentum": self.momenta}[kind]

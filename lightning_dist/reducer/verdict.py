@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane, settle_all
+from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.placing import placed
 from lightning_dist.reducer.state import ReducerState
@@ -24,16 +25,25 @@ class Verdict:
         finite: 0-d bools of this rank.
         used: whether this rank used a parameter, by name, in an order equal on all ranks; empty
             unless DDP looks for unused parameters.
+        sums: of bits that all ranks should have in common, 0-d int64; see :func:`sum_of_bits`.
     """
 
     def __init__(
-        self, finite: Sequence[Tensor], used: Mapping[str, bool], network: Network
+        self,
+        finite: Sequence[Tensor],
+        used: Mapping[str, bool],
+        sums: Sequence[Tensor],
+        network: Network,
     ) -> None:
         self._names = list(used)
-        answers = torch.tensor([False, *used.values()], dtype=torch.float32, device="cpu")
+        answers = torch.tensor([False, *used.values(), 0, 0], dtype=torch.float32, device="cpu")
         self._flags = placed(answers, network.device)
         if finite:
             self._flags[0] = torch.stack(list(finite)).logical_not().any()
+        if sums:
+            # Numbers that float32 holds; if the largest is the smallest, all are equal.
+            self._flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
+            self._flags[-2] = -self._flags[-1]
         self._work = network.control.all_reduce(self._flags, op=dist.ReduceOp.MAX)
         self._known = False
 
@@ -43,29 +53,65 @@ class Verdict:
             self._known = True
         return self._flags
 
-    def ok(self) -> Tensor:
-        """0-d bool on the device: every gradient of every rank is finite."""
-        return self._wait()[0] == 0
+    def ok(self) -> bool:
+        """Whether every gradient of every rank is finite. Waits for a GPU."""
+        return float(self._wait()[0]) == 0
+
+    def require_equal(self) -> None:
+        """Raise RuntimeError where ranks have given other sums."""
+        least, most = self._wait()[-2:].tolist()
+        if least != -most:
+            raise RuntimeError(
+                "the ranks have applied different gradients of codec 'powersgd', and their weights "
+                "have drifted apart since: matrix products and factorisations are rounded "
+                "differently by unequal hardware or libraries. Go on from the last checkpoint on "
+                "equal hardware, or with a codec that is the same everywhere, such as int4"
+            )
 
     def unused(self) -> set[str]:
         """Names of parameters without a gradient on any rank."""
         if not self._names:
             return set()
-        flags = self._wait()[1:].tolist()
+        flags = self._wait()[1:-2].tolist()
         return {name for name, used in zip(self._names, flags, strict=True) if not used}
 
 
+def sum_of_bits(lane: Lane, bucket: Tensor) -> Tensor:
+    """0-d int64, of the gradients of ``lane``."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[bucket.itemsize]
+    return torch.stack([slot.of(bucket).view(as_int).sum() for slot in lane.slots]).sum()
+
+
 def settle_lane(
-    lane: Lane, state: ReducerState, *, scale: Tensor, ok: Tensor, unused: set[str]
+    lane: Lane,
+    bucket: Tensor,
+    state: ReducerState,
+    *,
+    scale: Tensor,
+    unused: set[str],
+    pending: PendingCommit | None,
 ) -> None:
-    """Decode ``lane`` into its bucket and commit its state, except that of ``unused`` parameters.
+    """Decode ``lane`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
-    stays owed.
+    stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
+    and ``pending`` is given the new one of all parameters whose mean is finite. The mean of the
+    others becomes NaN in every element: what is not finite must not be applied in part, since its
+    state stays as if the step had never been. All ranks have the same mean, so they agree.
+
+    Args:
+        pending: None where every gradient of every rank was finite.
     """
-    names = [slot.name for slot in lane.slots if slot.name in unused]
-    kept = [part for store in state.stores() for name in names for part in store.parts(name)]
-    before = [tensor.clone() for tensor in kept]
-    settle_all(lane.chunks, scale, ok)
-    for tensor, value in zip(kept, before, strict=True):
+    undone = [s for s in lane.slots if s.name in unused or (pending and lane.keeps_state)]
+    before = [(t, t.clone()) for slot in undone for t in state.tensors(slot.name)]
+    true = torch.ones((), dtype=torch.bool, device=bucket.device)
+    settle_all(lane.chunks, scale, true)
+    if pending is not None and lane.keeps_state:
+        for slot in lane.slots:
+            mean = slot.of(bucket)
+            if not bool(mean.isfinite().all()):
+                mean.fill_(torch.nan)
+            elif slot.name not in unused:
+                pending.add(slot.name, state.tensors(slot.name))
+    for tensor, value in before:
         tensor.copy_(value)

@@ -160,3 +160,26 @@ def test_ddps_mixed_precision_is_refused() -> None:
 def test_a_sparse_embedding_is_refused_by_name() -> None:
     model = nn.ModuleDict({"words": nn.EmbeddingBag(5, 3, sparse=True), "out": nn.Linear(3, 1)})
     assert "'words' was made with sparse=True" in _refusal(lambda rank: rank.ddp(model))
+
+
+def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
+    """Its gradients would be sent by the worker for CPUs, from memory that is not the host's."""
+
+    def prepare(rank: Rank) -> nn.Module:
+        return rank.ddp(nn.Linear(2, 2, device="meta"), init_sync=False)
+
+    said = _refusal(prepare)
+    assert "must be on the CPU or on CUDA devices, and 'weight' is on meta; use plain DDP" in said
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    """DDP takes several GPUs; here they are planted once it has taken the model."""
+
+    def prepare(rank: Rank) -> nn.Module:
+        model = rank.ddp(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model.module[1].to_empty(device="meta")  # type: ignore[operator,union-attr]
+        return model
+
+    said = _refusal(prepare)
+    assert "one device per process" in said
+    assert "'0.weight' is on cpu and '1.weight' on meta" in said

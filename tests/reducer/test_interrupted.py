@@ -40,13 +40,28 @@ class Model:
         return futures
 
 
-def trained(rank: Rank, model: Model, *, buckets: int) -> list[str]:
-    """Digests of four steps, the third of which begins anew after ``buckets`` buckets."""
+def idle(reducer: Reducer) -> None:
+    """Wait until the worker has done all that it was given."""
+    done = threading.Event()
+    reducer._executor.submit(done.set)
+    assert done.wait(10), "the worker is gone"
+
+
+def trained(rank: Rank, model: Model, *, buckets: int, bad: bool = False) -> list[str]:
+    """Digests of four steps, the third of which begins anew after ``buckets`` buckets.
+
+    ``bad``: what rank 1 had handed over by then was not finite.
+    """
     digests = []
     try:
         for step in range(4):
             if buckets and step == INTERRUPTED:
-                model.reduce(feed(rank.rank, 77, SHAPES), buckets)
+                aborted = feed(rank.rank, 77, SHAPES)
+                if bad and rank.rank == 1:
+                    aborted["first"][0, 0] = torch.inf
+                model.reduce(aborted, buckets)
+                if bad:  # encoded, in the bucket's memory, before the next step is written there
+                    idle(model.reducer)
             torch.futures.wait_all(model.reduce(feed(rank.rank, step, SHAPES)))
             digests.append(digest([*model.flats.values(), *residuals(model.reducer).values()]))
         assert model.reducer.comm_stats()["steps"] == 4
@@ -65,6 +80,21 @@ def test_the_next_step_is_clean(codec: str, size: int, buckets: int) -> None:
 
     clean = run_threads(lambda rank: body(rank, 0), size)
     assert run_threads(lambda rank: body(rank, buckets), size) == clean
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2"])
+@pytest.mark.parametrize("layout", [None, Layout(PAIRS)], ids=str)
+def test_an_overflow_of_the_pass_that_was_cut_short_is_not_the_next_ones(
+    codec: str, layout: Layout | None
+) -> None:
+    """The next step is finite on every rank, so its residuals are kept."""
+
+    def body(rank: Rank) -> list[list[str]]:
+        ways = (0, False), (1, True), (2, True)
+        return [trained(rank, Model(rank, codec, layout), buckets=n, bad=bad) for n, bad in ways]
+
+    for clean, *interrupted in run_threads(body, layout.size if layout else 2):
+        assert interrupted == [clean] * 2
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp16", "powersgd:rank=2", "threshold:tau=1.5"])
@@ -96,9 +126,7 @@ def test_a_failure_of_what_was_left_over_reaches_the_new_step(
             monkeypatch.setattr(exchange, "wait", fail)
             model.flats = {name: flat.clone() for name, flat in model.flats.items()}
             (future,) = model.reduce(feed(rank.rank, 1, SHAPES), 1)
-            idle = threading.Event()
-            model.reducer._executor.submit(idle.set)
-            assert idle.wait(10), "the worker is gone"
+            idle(model.reducer)
             assert future.done(), "nobody told the new step"
             with pytest.raises(RuntimeError, match="the link broke"):
                 future.value()

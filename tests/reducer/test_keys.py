@@ -147,7 +147,7 @@ def test_a_restart_gives_the_same_bits_whatever_the_buckets(codec: str, size: in
     """The step is counted over the restart, and that is all of the state there is."""
     whole = train(size, range(4), codec=codec, ddp=DIVIDED)
     state = train(size, range(2), codec=codec, ddp=DIVIDED).state
-    assert state == {"version": 1, "world_size": size, "step": 2, "residuals": {}}
+    assert state == {"version": 1, "world_size": size, "step": 2, "strides": {}, "residuals": {}}
     resumed = train(size, range(2, 4), state, codec=codec, ddp=WHOLE)
     assert resumed.digests == [digests[2:] for digests in whole.digests]
     forgot = train(size, range(2, 4), {**state, "step": 0}, codec=codec, ddp=WHOLE)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,7 +91,9 @@ def test_a_bucket_is_sorted_by_codec() -> None:
     """Offsets count the empty parameters' neighbours, not the empty ones."""
     policy = Settings.check("int8").policy
     shapes = [(64, 64), (3,), (0, 5), (128, 64)]
-    found = slots_by_codec(policy, ["a", "b", "empty", "c"], shapes, step=0)
+    parameters = [torch.zeros(shape) for shape in shapes]
+    names = ["a", "b", "empty", "c"]
+    found = slots_by_codec(policy, names, parameters, step=0, filling=4099 + 128 * 64)
     assert found == {
         CODECS["int8"](): [Slot("a", 0, (64, 64)), Slot("c", 4099, (128, 64))],
         Uncompressed(): [Slot("b", 4096, (3,))],

@@ -22,7 +22,13 @@ def test_the_state_is_plain_and_of_all_ranks() -> None:
     trained = train(3, range(2))
     state = trained.state
     residuals = state["residuals"]
-    assert state == {"version": 1, "world_size": 3, "step": 2, "residuals": residuals}
+    assert state == {
+        "version": 1,
+        "world_size": 3,
+        "step": 2,
+        "strides": {},
+        "residuals": residuals,
+    }
     assert set(residuals) == {"first", "second"}
     for name, rows in residuals.items():
         assert torch.equal(rows, torch.stack([held[name] for held in trained.residuals]))

@@ -1,0 +1,157 @@
+"""Parameters that do not lie row by row in memory, such as transposed and channels_last ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from feeding import Tensors, backward, compressed, feed
+from saving import through_a_file
+from torch import Tensor, nn
+from worlds import Rank, run_threads
+
+from lightning_dist.integrations.ddp import attach
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
+
+SHAPES = {"matrix": (40, 48), "filters": (12, 6, 5, 4)}
+DOUBLE = torch.float64
+EVERYTHING = {"min_compress_numel": 0, "error_feedback": True}
+ORDERS = {"matrix": (1, 0), "filters": (0, 2, 3, 1)}  # of dimensions in memory: channels_last
+
+
+def reordered(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same values, with dimension ``order[0]`` outermost in memory."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+class Laid(nn.Module):
+    """``d loss / d p = given[name of p]``; ``other``: in another order than row by row."""
+
+    def __init__(self, *, other: bool, dtype: torch.dtype = DOUBLE) -> None:
+        super().__init__()
+        for name, value in feed(99, 0, SHAPES, dtype).items():
+            laid = reordered(value, ORDERS[name]) if other else value
+            self.register_parameter(name, nn.Parameter(laid))
+
+    def forward(self, given: Tensors) -> Tensor:
+        own = dict(self.named_parameters())
+        return torch.stack([(own[name] * value).sum() for name, value in given.items()]).sum()
+
+
+def logical(reducer: Reducer, name: str) -> Tensor:
+    """The residual of this rank in the shape of its parameter."""
+    parameter = next(p for p, n in reducer.names.items() if n == name)
+    found = torch.empty_like(parameter)  # lies in memory as the parameter does
+    flat = found.as_strided((found.numel(),), (1,))
+    flat.copy_(reducer.residuals[name])
+    return found
+
+
+def test_a_transposed_gradient_of_rank_1_leaves_no_error() -> None:
+    """The power iteration finds it in two steps, however it lies in memory."""
+
+    def body(rank: Rank, other: bool) -> float:
+        ones = {name: torch.ones(shape, dtype=DOUBLE) for name, shape in SHAPES.items()}
+        column = torch.arange(40, dtype=DOUBLE).sin()
+        ones["matrix"] = column.view(-1, 1) * torch.arange(48, dtype=DOUBLE).cos()
+        with compressed(rank, Laid(other=other), "powersgd:rank=1") as (model, reducer):
+            for _ in range(2):
+                backward(model, ones)
+            return float(logical(reducer, "matrix").norm() / ones["matrix"].norm())
+
+    for other in (False, True):
+        assert max(run_threads(lambda rank, o=other: body(rank, o), 2)) < 1e-12, other
+
+
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
+@pytest.mark.parametrize("form", ["powersgd:rank=2", "powersgd:rank=2,two_phase=true"])
+def test_powersgd_does_the_same_in_every_order(form: str, tree: Any, dtype: torch.dtype) -> None:
+    def body(rank: Rank, other: bool) -> list[Tensors]:
+        with compressed(rank, Laid(other=other, dtype=dtype), form, tree=tree) as (model, _):
+            return [backward(model, feed(rank.rank, s, SHAPES, dtype)) for s in range(4)]
+
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == DOUBLE else {"rtol": 0.05, "atol": 0.02}
+    rows, others = (run_threads(lambda rank, o=o: body(rank, o), 3) for o in (False, True))
+    for row, other in zip(rows[0], others[0], strict=True):
+        for name in SHAPES:
+            torch.testing.assert_close(other[name], row[name], **close)
+
+
+@pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2", "dgc:ratio=0.1,block_size=128"])
+def test_a_checkpoint_loads_in_another_order(codec: str, tree: Any) -> None:
+    def trained(rank: Rank, state: Any, other: bool) -> tuple[Any, Tensors]:
+        """The state after two steps, or as it was loaded with the gradients of the next step."""
+        with compressed(rank, Laid(other=other), codec, tree=tree, **EVERYTHING) as (
+            model,
+            reducer,
+        ):
+            if state is None:
+                for step in range(2):
+                    backward(model, feed(rank.rank, step, SHAPES, DOUBLE))
+                return reducer.state_dict(), {}
+            reducer.load_state_dict(state)
+            return reducer.state_dict(), backward(model, feed(rank.rank, 2, SHAPES, DOUBLE))
+
+    for first, then in ((False, True), (True, False)):
+        wrote = through_a_file(run_threads(lambda r, o=first: trained(r, None, o), 3)[0][0])
+        found = run_threads(lambda r, o=then, s=wrote: trained(r, s, o), 3)
+        again = run_threads(lambda r, o=first, s=wrote: trained(r, s, o), 3)
+        kept = [kind for kind in ("residuals", "momenta") if kind in wrote]
+        for kind in kept:
+            for name, shape in SHAPES.items():
+                before, after = wrote[kind][name], found[0][0][kind][name]
+                orders = [ORDERS[name] if other else range(len(shape)) for other in (first, then)]
+                for one, two in zip(before, after, strict=True):
+                    assert one.any()
+                    one, two = (
+                        flat.view([shape[d] for d in order]).permute(
+                            sorted(range(len(shape)), key=list(order).__getitem__)
+                        )
+                        for flat, order in zip((one, two), orders, strict=True)
+                    )
+                    assert torch.equal(one, two), (kind, name)
+        if codec.startswith("powersgd"):  # blocks of other codecs are cut along the memory
+            for name in SHAPES:
+                torch.testing.assert_close(found[0][1][name], again[0][1][name])
+
+
+def test_a_new_memory_format_between_two_fits_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What is owed lies as the parameter did, and would reach other elements."""
+
+    def body(rank: Rank) -> None:
+        with compressed(rank, Laid(other=False), **EVERYTHING) as (model, old):
+            backward(model, feed(rank.rank, 0, SHAPES, DOUBLE))
+        new = rank.ddp(Laid(other=True))
+        new.module.matrix.data = new.module.matrix.data.contiguous()  # type: ignore[union-attr]
+        reducer = attach(new, old.settings, continue_from=old)
+        try:
+            assert reducer.residuals.names() == ["matrix"]
+        finally:
+            reducer.close()
+
+    run_threads(body, 2)
+    assert caplog.text.count("the memory format of filters has changed since the last fit") == 1
+
+
+def test_a_state_without_strides_is_taken_as_it_lies() -> None:
+    """As versions wrote it that did not record how parameters lie in memory."""
+    state = {"version": 1, "step": 1, "residuals": {"matrix": torch.arange(1920.0).view(1, -1)}}
+    parameter = reordered(torch.zeros(SHAPES["matrix"]), (1, 0))
+    assert as_laid_out_here(state, {parameter: "matrix"}) is state
+
+
+def test_strides_are_those_of_the_bucket() -> None:
+    """DDP copies gradients of parameters with gaps or overlaps row by row."""
+    matrix = torch.zeros(6, 4)
+    assert strides_in_bucket(matrix) is None
+    assert strides_in_bucket(matrix.t()) == (1, 4)
+    assert strides_in_bucket(torch.zeros(6, 8)[:, ::2]) is None
+    assert strides_in_bucket(torch.zeros(9).as_strided((3, 3), (2, 2))) is None
+    assert strides_in_bucket(torch.zeros(6, 4, dtype=torch.complex64).t()) == (2, 8, 1)
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert strides_in_bucket(image) == (60, 1, 15, 3)

@@ -1,0 +1,187 @@
+"""Contract 2 where a step is skipped, as a whole or for some parameters: no gradient is lost.
+
+With a learning rate of 1: first weights - last weights + mean residual == sum of the mean gradients
+of the steps that were applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from feeding import SHAPES, Fed, Tensors, compressed, digest, feed, mean
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from worlds import Rank, run_threads
+
+from lightning_dist.reducer.reducer import Reducer
+
+DOUBLE = torch.float64
+STEPS = 8
+BAD = {2: ("second", torch.inf), 3: ("second", torch.nan), 5: ("first", -torch.inf)}
+"""What is not finite on rank 1, by step."""
+
+CODECS = ("int8", "topk:ratio=0.1,block_size=128", "threshold:tau=1.5", "powersgd:rank=2")
+TREES = [None, [[0, 1], [2]]]
+
+
+@dataclass
+class Loop:
+    """A training loop.
+
+    ``groups``: names of the parameters of each optimizer; ``scaled``: under a GradScaler;
+    ``before_step``: what happens to the gradients, True where the step is then left out;
+    ``skipped``: names of the parameters to which a step is not applied that is bad in one.
+    """
+
+    groups: Sequence[Sequence[str]]
+    scaled: bool
+    skipped: Callable[[str], Sequence[str]]
+    before_step: Callable[[nn.Module], bool] = lambda module: False
+    fused: bool = False
+
+
+def replaces(module: nn.Module) -> bool:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return False
+
+
+def leaves_out(module: nn.Module) -> bool:
+    return not all(bool(p.grad.isfinite().all()) for p in module.parameters() if p.grad is not None)
+
+
+ALL, TWO = [["first", "bias", "second"]], [["first", "bias"], ["second"]]
+LOOPS = {
+    "one optimizer, GradScaler": Loop(ALL, True, lambda bad: ALL[0]),
+    "one fused optimizer, GradScaler": Loop(ALL, True, lambda bad: ALL[0], fused=True),
+    "two optimizers, GradScaler": Loop(TWO, True, lambda bad: TWO[bad == "second"]),
+    "nan_to_num": Loop(ALL, False, lambda bad: [bad], replaces),
+    "two optimizers, nan_to_num": Loop(TWO, False, lambda bad: [bad], replaces),
+    "a loop that leaves the step out": Loop(ALL, False, lambda bad: ALL[0], leaves_out),
+}
+
+
+def given(rank: int, step: int) -> Tensors:
+    gradients = feed(rank, step, dtype=DOUBLE)
+    if rank == 1 and step in BAD:
+        name, value = BAD[step]
+        gradients[name].view(-1)[-3] = value
+    return gradients
+
+
+def mean_residuals(reducer: Reducer) -> Tensors:
+    """On rank 0. Parameters that are not compressed owe nothing."""
+    state = reducer.state_dict()
+    rows = {} if state is None else state["residuals"]
+    return {n: rows[n].mean(0).view(s) if n in rows else torch.zeros(s) for n, s in SHAPES.items()}
+
+
+def run(rank: Rank, loop: Loop, codec: str, tree: Any) -> tuple[Tensors, Tensors, Tensors, str]:
+    """What weights have moved, what was applied, what is owed, and a digest of the weights."""
+    module = Fed(dtype=DOUBLE)
+    first = {name: p.detach().clone() for name, p in module.named_parameters()}
+    applied = {name: torch.zeros_like(p) for name, p in first.items()}
+    own = dict(module.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=loop.scaled)
+    optimizers = [
+        torch.optim.SGD([own[name] for name in names], lr=1.0, fused=loop.fused)
+        for names in loop.groups
+    ]
+    settings = {"min_compress_numel": 256, "error_feedback": True, "tree": tree}
+    settings["grad_scaler"] = scaler if loop.scaled else None
+    with compressed(rank, module, codec, **settings) as (model, reducer):
+        for step in range(STEPS):
+            model.zero_grad()
+            scaler.scale(model(given(rank.rank, step))).backward()
+            rank.barrier.wait()  # hooks of optimizers are the process's, and so all ranks' here
+            if not loop.before_step(module):
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+            scaler.update()
+            skipped = loop.skipped(BAD[step][0]) if step in BAD else ()
+            for name in applied.keys() - set(skipped):
+                applied[name] += given(rank.rank, step)[name]
+        owed = mean_residuals(reducer)
+        rank.barrier.wait()
+    moved = {name: first[name] - p.detach() for name, p in module.named_parameters()}
+    return moved, applied, owed, digest(module.parameters())
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_step_is_undone_for_the_parameters_that_it_is_skipped_for(
+    loop: str, codec: str, tree: Any
+) -> None:
+    ranks = run_threads(lambda rank: run(rank, LOOPS[loop], codec, tree), 3)
+    assert len({weights for *_, weights in ranks}) == 1
+    applied = mean([gradients for _, gradients, _, _ in ranks])
+    moved, _, owed, _ = ranks[0]
+    short = {n: float((moved[n] + owed[n] - applied[n]).abs().max()) for n in SHAPES}
+    # Values are sent in a short type, scales too; what that loses is in the residual.
+    assert max(short.values()) < 1e-11, short
+    assert not _global_optimizer_post_hooks
+
+
+def test_a_parameter_with_a_bad_value_is_bad_in_every_element() -> None:
+    """Or the part that is finite would be applied, and its state would not say so."""
+
+    def body(rank: Rank) -> tuple[bool, bool]:
+        with compressed(rank, Fed(), min_compress_numel=256) as (model, _):
+            gradients = feed(rank.rank, 0)
+            if rank.rank == 1:
+                gradients["first"][0, 0] = torch.inf
+            model(gradients).backward()
+            weights = dict(model.module.named_parameters())
+            found: list[Tensor] = [weights[n].grad for n in ("first", "second")]
+            return bool(found[0].isnan().all()), bool(found[1].isfinite().all())
+
+    assert run_threads(body, 3) == [(True, True)] * 3
+
+
+def test_a_gradient_that_is_taken_away_is_not_applied() -> None:
+    """An optimizer that steps leaves out parameters without a gradient."""
+
+    def body(rank: Rank) -> dict[str, bool]:
+        module = Fed(dtype=DOUBLE)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        with compressed(rank, module, min_compress_numel=256) as (model, reducer):
+            model(given(rank.rank, 0)).backward()
+            before = {name: reducer.residuals[name].clone() for name in ("first", "second")}
+            model.zero_grad()
+            bad = feed(rank.rank, 1, dtype=DOUBLE)
+            bad["bias"][0] = torch.nan
+            model(bad).backward()
+            module.second.grad = module.bias.grad = None
+            rank.barrier.wait()
+            optimizer.step()
+            rank.barrier.wait()
+            changed = {n: not torch.equal(reducer.residuals[n], b) for n, b in before.items()}
+        return changed
+
+    assert run_threads(body, 2) == [{"first": True, "second": False}] * 2
+
+
+def test_other_models_and_later_steps_commit_nothing() -> None:
+    def body(rank: Rank) -> bool:
+        module, other = Fed(dtype=DOUBLE), Fed(dtype=DOUBLE)
+        with compressed(rank, module, min_compress_numel=256) as (model, reducer):
+            model(given(rank.rank, 2)).backward()
+            for parameter in other.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            rank.barrier.wait()
+            torch.optim.SGD(other.parameters(), lr=1.0).step()
+            untouched = not reducer.residuals["first"].any()
+            model.zero_grad()
+            model(given(rank.rank, 0)).backward()
+            after = reducer.residuals["first"].clone()
+            torch.optim.SGD(module.parameters(), lr=1.0).step()
+            rank.barrier.wait()
+            return untouched and torch.equal(reducer.residuals["first"], after)
+
+    assert all(run_threads(body, 2))
