@@ -7,17 +7,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dist.integrations.live_profile import LiveProfile, log_summary
+from lightning_dist.integrations.live_profile import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.profiling.divergence import ResidualAlarm
@@ -25,6 +26,10 @@ from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.records import ErrorRecord
 from lightning_dist.profiling.report.write import Wanted
 from lightning_dist.profiling.session import SessionSettings
+
+_NO_WANDB = (
+    "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
+)
 
 
 class CommProfiler(pl.Callback):
@@ -72,9 +77,13 @@ class CommProfiler(pl.Callback):
             (with compiled kernels a codec may take 20 s), to predict the step with other settings.
             False: never measure.
         show: print the summary at the end.
+        upload: files that a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table
+            of the buckets, ``report.html``, and an artifact of the files that rank 0 has made;
+            ``"all"``: the lines of all ranks in the artifact too, which may be gigabytes;
+            ``"none"``: only metrics.
 
     Raises:
-        ValueError: a setting that is out of range.
+        ValueError: a setting that is out of range, or cannot take effect.
     """
 
     def __init__(
@@ -91,8 +100,14 @@ class CommProfiler(pl.Callback):
         csv: bool = False,
         whatif: bool = True,
         show: bool = True,
+        upload: Upload = "report",
     ) -> None:
+        if upload not in get_args(Upload):
+            raise ValueError(f"upload is 'report', 'all' or 'none'; got {upload!r}")
+        if upload == "all" and model is not None:
+            raise ValueError(_NO_WANDB)
         self._model = model
+        self._upload: Upload = upload
         self._dirpath = dirpath
         self._calibrate = calibrate
         self._zoom = zoom
@@ -150,6 +165,8 @@ class CommProfiler(pl.Callback):
                 "use DistributedDataParallel; use strategy='ddp' or 'compressed_ddp'"
             )
             return
+        if self._upload == "all" and not any(isinstance(x, WandbLogger) for x in trainer.loggers):
+            raise ValueError(_NO_WANDB)
         self._live = LiveProfile()
         self._open(model, Path(trainer.default_root_dir) / "comm_profile", trainer.global_step)
 
@@ -195,7 +212,7 @@ class CommProfiler(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close("finished", together=True)
         if self.summary is not None and self._run is not None:
-            log_summary(trainer, self.summary, self._run.folder)
+            log_summary(trainer, self.summary, self._run.folder, upload=self._upload)
 
     @override
     def on_exception(
