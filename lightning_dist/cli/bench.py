@@ -46,7 +46,9 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     to: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the figures to a file too, as JSON."),
+        typer.Option(
+            "--out", metavar="FILE", help="Rank 0 writes the figures to a file too, as JSON."
+        ),
     ] = None,
 ) -> None:
     """Measure how fast ranks exchange bytes. Rank 0 prints a table.
@@ -60,7 +62,8 @@ def bench(
     A slow link:
       ... lightning-dist bench --pairs --sizes 8MB
     """
-    if to is not None and not to.parent.is_dir():
+    writes = nproc is not None or os.environ.get("RANK", "0") == "0"
+    if to is not None and writes and not to.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {to.parent} for --out {to}")
     _require_ranks(nproc)
 

@@ -7,17 +7,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dist.integrations.live_profile import LiveProfile, log_summary
+from lightning_dist.integrations.live_profile import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.profiling.divergence import ResidualAlarm
@@ -25,6 +26,11 @@ from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.records import ErrorRecord
 from lightning_dist.profiling.report.write import Wanted
 from lightning_dist.profiling.session import SessionSettings
+
+_NO_WANDB = (
+    "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
+)
+_ONE_PROCESS = "one process exchanges no gradients"
 
 
 class CommProfiler(pl.Callback):
@@ -72,9 +78,13 @@ class CommProfiler(pl.Callback):
             (with compiled kernels a codec may take 20 s), to predict the step with other settings.
             False: never measure.
         show: print the summary at the end.
+        upload: files that a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table
+            of the buckets, ``report.html``, and an artifact of the files that rank 0 has made;
+            ``"all"``: the lines of all ranks in the artifact too, which may be gigabytes;
+            ``"none"``: only metrics.
 
     Raises:
-        ValueError: a setting that is out of range.
+        ValueError: a setting that is out of range, or cannot take effect.
     """
 
     def __init__(
@@ -91,8 +101,14 @@ class CommProfiler(pl.Callback):
         csv: bool = False,
         whatif: bool = True,
         show: bool = True,
+        upload: Upload = "report",
     ) -> None:
+        if upload not in get_args(Upload):
+            raise ValueError(f"upload is 'report', 'all' or 'none'; got {upload!r}")
+        if upload == "all" and model is not None:
+            raise ValueError(_NO_WANDB)
         self._model = model
+        self._upload: Upload = upload
         self._dirpath = dirpath
         self._calibrate = calibrate
         self._zoom = zoom
@@ -105,6 +121,7 @@ class CommProfiler(pl.Callback):
         self._alarm: ResidualAlarm | None = None
         self._signals = ExitStack()
         self._sigterm: Sigterm | None = None
+        self._nothing = ""
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
 
@@ -143,13 +160,15 @@ class CommProfiler(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        model = trainer.strategy.model
-        if not isinstance(model, DistributedDataParallel):
-            rank_zero_warn(
-                f"CommProfiler has nothing to measure: {type(trainer.strategy).__name__} does not "
-                "use DistributedDataParallel; use strategy='ddp' or 'compressed_ddp'"
-            )
+        self.summary = self._run = self._live = None
+        self._nothing = _why_nothing(trainer)
+        if self._nothing:
+            rank_zero_warn(self._nothing)
             return
+        model = trainer.strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        if self._upload == "all" and not any(isinstance(x, WandbLogger) for x in trainer.loggers):
+            raise ValueError(_NO_WANDB)
         self._live = LiveProfile()
         self._open(model, Path(trainer.default_root_dir) / "comm_profile", trainer.global_step)
 
@@ -193,9 +212,11 @@ class CommProfiler(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._nothing and self._show and trainer.is_global_zero:
+            print(self._nothing)  # a reader looks here, and Python shows a warning once
         self._close("finished", together=True)
         if self.summary is not None and self._run is not None:
-            log_summary(trainer, self.summary, self._run.folder)
+            log_summary(trainer, self.summary, self._run.folder, upload=self._upload)
 
     @override
     def on_exception(
@@ -226,6 +247,20 @@ class CommProfiler(pl.Callback):
             print(f"CommProfiler: {run.folder}")
 
 
+def _why_nothing(trainer: pl.Trainer) -> str:
+    """A sentence for the user where this training is not profiled; empty if it is."""
+    because = ""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        because = "fast_dev_run only tries the training out"
+    elif not isinstance(trainer.strategy.model, DistributedDataParallel):
+        wanted = "strategy='ddp' or 'compressed_ddp'"
+        name = type(trainer.strategy).__name__
+        because = f"{name} does not use DistributedDataParallel; use {wanted}"
+        if trainer.world_size == 1:
+            because = f"{_ONE_PROCESS}; start several, with {wanted}"
+    return because and f"CommProfiler records nothing: {because}"
+
+
 def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     """The DDP module of what Fabric or Accelerate have made."""
     inner = getattr(model, "_forward_module", model)  # of Fabric
@@ -233,7 +268,8 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     if not isinstance(inner, DistributedDataParallel):
         raise ValueError(
             f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "
-            "it the model that DDP, fabric.setup() or accelerator.prepare() returned"
+            "it the model that DDP, fabric.setup() or accelerator.prepare() returned. Without "
+            f"other processes these do not make one: {_ONE_PROCESS}, so leave CommProfiler out"
         )
     return inner
 

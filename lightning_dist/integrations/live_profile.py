@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +18,10 @@ from lightning_dist.profiling.records import ErrorRecord, StepRecord
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
+_OF_ONE_RANK = "*rank*"
+"""Names of files with what one rank has recorded: lines, zooms, flight records."""
+Upload: TypeAlias = Literal["report", "all", "none"]
+"""Files that wandb gets of a profile: those for readers; also those of every rank; or none."""
 _BUCKET_COLUMNS = [field.name for field in fields(BucketSummary)]
 
 
@@ -73,14 +77,18 @@ class LiveProfile:
         return float(mean.compute())
 
 
-def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path) -> None:
-    """Tell the loggers what all ranks together have to say; wandb gets table and files too."""
+def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: Upload) -> None:
+    """Tell the loggers what all ranks together have to say; wandb gets table and files too.
+
+    Args:
+        upload: files of ``folder`` that wandb gets.
+    """
     metrics = metrics_of(summary)
     for logger in trainer.loggers:
         if metrics:  # without a step there are none, and a logger would have a row of nothing
             logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
-        if isinstance(logger, WandbLogger):
-            _log_files(logger, summary, folder)
+        if isinstance(logger, WandbLogger) and upload != "none":
+            _log_files(logger, summary, folder, with_lines=upload == "all")
 
 
 def metrics_of(summary: Summary) -> dict[str, float]:
@@ -114,7 +122,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _log_files(logger: Any, summary: Summary, folder: Path) -> None:
+def _log_files(logger: Any, summary: Summary, folder: Path, *, with_lines: bool) -> None:
     import wandb
 
     run = logger.experiment
@@ -124,5 +132,7 @@ def _log_files(logger: Any, summary: Summary, folder: Path) -> None:
         media["comm/report"] = wandb.Html(report.read_text(), inject=False)
     run.log(media)
     artifact = wandb.Artifact(f"comm-profile-{run.id}", type="comm-profile")
-    artifact.add_dir(str(folder))
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (with_lines or not path.match(_OF_ONE_RANK)):
+            artifact.add_file(str(path))
     run.log_artifact(artifact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ def about(
         budget=budget,
         unseen="" if reducer is not None else why_not_watched(model),
         versions=versions(),
+        script=sys.argv[0],
     )
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -37,8 +35,8 @@ def meta_of(
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
         "schema": SCHEMA,
-        "started": datetime.fromtimestamp(about.unix, UTC).isoformat(timespec="seconds"),
-        "script": sys.argv[0],
+        "started": about.started,
+        "script": about.script,
         "world_size": about.world_size,
         "hosts": list(hosts),
         "groups": about.groups,

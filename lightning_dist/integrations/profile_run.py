@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -241,7 +240,7 @@ class ProfileRun:
             together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         if not together:
             with suppress(OSError):
-                dump_flight_record(self.folder, rank=self.about.rank, environ=os.environ)
+                dump_flight_record(self.folder, rank=self.about.rank)
         self._session.close()
         if self._messenger is not None:
             problems += self._messenger.close(_PATIENCE if together else 0.0)

@@ -36,6 +36,9 @@ _NAME = re.compile(r"rank(\d+)\.jsonl")
 class RankFile:
     """Appends the records of one rank. Whole lines reach the file when they are written.
 
+    Writing raises ``OSError`` where not all of it reaches the file. Nothing may follow then,
+    because the last line may be incomplete.
+
     What an older run has left under its name goes: only rank 0 sees whether the number of a run is
     taken, and only on its own disk.
 
@@ -50,14 +53,15 @@ class RankFile:
         self._handle: int | None = os.open(self.path, flags, 0o644)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append them, in one call of the operating system."""
+        """Append them."""
         self.write_lines([to_line(each) for each in records])
 
     def write_lines(self, lines: Sequence[str]) -> None:
         """The same of what :func:`to_line` has made of them."""
         assert self._handle is not None
-        if lines:
-            os.write(self._handle, "".join(f"{each}\n" for each in lines).encode())
+        content = memoryview("".join(f"{each}\n" for each in lines).encode())
+        while content:  # nearly full disks, quotas and signals let it take a part only
+            content = content[os.write(self._handle, content) :]
 
     def close(self) -> None:
         """Make what was written durable."""

@@ -11,7 +11,7 @@ from lightning_dist.profiling.findings import Findings
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.headline import longer, two_digits
 from lightning_dist.profiling.parts import Uneven
-from lightning_dist.profiling.passes import passes_of
+from lightning_dist.profiling.passes import asks_again, passes_of
 from lightning_dist.profiling.sample import Sample, spread
 from lightning_dist.profiling.totals import mean
 from lightning_dist.profiling.traffic import ONE_HOST, is_one_host
@@ -91,6 +91,12 @@ def _exchanges(chosen: Sample) -> list[str]:
     stepped = sum(any(phase.name == "optimizer" for phase in each.phases) for each in records)
     if passes and mean(passes) >= 1 + _OFTEN:
         often = f"gradients are exchanged {mean(passes):.2g} times in a step of an optimizer"
+        if any(map(asks_again, records)):
+            return [
+                f"{often} that evaluates its closure several times, as LBFGS does: each evaluation "
+                "needs the mean over all ranks; LBFGS's `max_iter` and `max_eval` bound their "
+                "number"
+            ]
     elif 0 < stepped <= (1 - _OFTEN) * len(records):
         often = (
             f"after {stepped / len(records):.0%} of the exchanges of gradients an optimizer has "

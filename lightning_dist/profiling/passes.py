@@ -48,3 +48,9 @@ def passes_of(record: StepRecord) -> list[Pass]:
         seen.add(bucket.index)
     ends = [*(float(group[0].ready) for group in groups[1:]), inf]
     return [Pass(group, end) for group, end in zip(groups, ends, strict=False)]
+
+
+def asks_again(record: StepRecord) -> bool:
+    """Whether a forward pass came after an exchange of the same step: an optimizer's closure."""
+    first = min((bucket.ready for bucket in record.buckets), default=inf)
+    return any(phase.name == "forward" and phase.begin > first for phase in record.phases)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import ClassVar
 
 SCHEMA = 1
@@ -28,6 +29,7 @@ class RankRecord:
         cores: that the processes of this host may use; 0: not known.
         budget: most that the profiler was to take of a step; 0: not known.
         unseen: why no bucket of this model can be seen; empty: they can.
+        script: the program, as it was called; empty: not known.
     """
 
     kind: ClassVar[str] = "rank"
@@ -46,6 +48,15 @@ class RankRecord:
     unseen: str = ""
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
+    script: str = ""
+
+    @property
+    def started(self) -> str | None:
+        """UTC time at which the profile began, in ISO 8601; None where the line has none."""
+        try:
+            return datetime.fromtimestamp(self.unix, UTC).isoformat(timespec="seconds")
+        except (ValueError, OverflowError, OSError):  # a line may say anything
+            return None
 
 
 @dataclass(frozen=True, slots=True)

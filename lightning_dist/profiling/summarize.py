@@ -138,6 +138,8 @@ def _about(run: Run) -> dict[str, Any]:
         "device": about.device,
         "world_size": run.world_size,
         "hosts": [hosts.get(rank) for rank in range(run.world_size)],
+        "script": about.script,
+        "started": about.started,
         "versions": dict(about.versions),
     }
 

@@ -174,8 +174,11 @@ def test_ranks_of_a_launcher(tmp_path: Path, quick_bench: list[str]) -> None:
     hosts, at, to = ["a", "b", "a"], port(), tmp_path / "bench.json"
     command = [*quick_bench, "--pairs", "--group", "intra", "--sizes", "64KB,4KB"]
     command += ["--device", "cpu"]
+    outs = [to, tmp_path / "not on this host" / "bench.json", to]  # only rank 0 writes
     done = run_together(
-        [[*command, "--out", to]] * 3, [of_rank(rank, at, hosts) for rank in range(3)], limit=100
+        [[*command, "--out", out] for out in outs],
+        [of_rank(rank, at, hosts) for rank in range(3)],
+        limit=100,
     )
     first, *others = [each.require_success().output for each in done]
     assert "2 ranks (intra) on a; gloo, cpu" in first

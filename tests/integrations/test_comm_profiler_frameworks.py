@@ -88,6 +88,10 @@ def test_a_callback_of_lightning(strategy: str, folders: dict[str, Path]) -> Non
     profiled, summary = profile(folder / "comm_profile")
     assert profiled.common_steps == list(range(24))  # and no validation among them
     assert summary["run"]["codec"] == ("ddp" if strategy == "ddp" else "Int8(block_size=256)")
+    meta = json.loads((folder / "comm_profile" / "run-0" / "meta.json").read_text())
+    told = summary["run"]["script"], summary["run"]["started"]
+    assert told == (meta["script"], meta["started"])
+    assert Path(told[0]).suffix == ".py"
     output = (folder / "output-0.txt").read_text()
     assert "of the step is exposed communication" in output
     assert "of the step is exposed" not in (folder / "output-1.txt").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_dist.profiling.parts import (
@@ -41,6 +42,24 @@ def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) 
     slowest = [None if rng.random() < 0.1 else late for _ in range(steps)]
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     return Series(list(range(2, 2 + steps)), totals, parts, waits, slowest)
+
+
+def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
+    """The same where only these ``steps`` were looked at in detail."""
+    series = summary.series
+    at = [series.steps.index(step) for step in steps]
+
+    def of(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in at]
+
+    few = Series(
+        list(steps),
+        of(series.step_ms),
+        {name: of(values) for name, values in series.parts_ms.items()},
+        {rank: of(values) for rank, values in series.wait_ms.items()},
+        of(series.slowest),
+    )
+    return replace(summary, series=few, parts_steps=len(at))
 
 
 def a_timeline(
@@ -111,6 +130,8 @@ def a_summary(
             "device": "cpu",
             "world_size": ranks,
             "hosts": list(hosts),
+            "script": "/home/me/train.py",
+            "started": "2026-11-22T22:24:05+00:00",
             "versions": {"torch": "2.13.0", "lightning": "2.6.6"},
         },
         steps=steps,

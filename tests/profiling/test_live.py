@@ -63,5 +63,5 @@ def test_loggers_hear_nothing_of_a_run_without_steps(steps: int, rows: int, tmp_
     heard: list[dict[str, float]] = []
     logger = SimpleNamespace(log_metrics=lambda metrics, step: heard.append(metrics))
     trainer: Any = SimpleNamespace(loggers=[logger], global_step=steps)
-    log_summary(trainer, summarize(Planted(steps=steps).run()), tmp_path)
+    log_summary(trainer, summarize(Planted(steps=steps).run()), tmp_path, upload="report")
     assert len(heard) == rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from browsers import LIMIT_MS
-from summaries import a_summary, a_timeline, a_whatif
+from summaries import a_summary, a_timeline, a_whatif, sampled
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline
@@ -172,6 +172,14 @@ def test_the_figures_are_those_of_the_summary(shown: Opened) -> None:
     assert shown.page.title() == "Communication profile"
 
 
+def test_it_says_which_script_and_when(shown: Opened) -> None:
+    header = shown.page.inner_text("header")
+    assert "train.py, started 2026-11-22 22:24:05 UTC" in header
+    assert "/home/me" not in header
+    cells = shown.page.locator("#run-title ~ .wide td").all_inner_texts()
+    assert cells[cells.index("script") + 1] == "/home/me/train.py"
+
+
 def test_predictions_say_so_and_how_good_they_are(shown: Opened) -> None:
     titles = [shown.page.inner_text(f"#{name}-title") for name in ("whatif", "whatif-steps")]
     assert all("PREDICTION, not measured" in title for title in titles)
@@ -218,6 +226,23 @@ def luminance(colour: str) -> float:
     """From 0, black, to 1, white; near enough."""
     red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
     return 0.21 * red + 0.72 * green + 0.07 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_cell_of_the_heat_map_is_whole(
+    width: int, scheme: str, browser: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, sampled(a_summary(steps=64), [*range(2, 20), *range(22, 66, 4)]), [])
+    with opened(browser, path, scheme=scheme, width=width) as page:
+        cells = page.page.locator("#waits .heatmaplayer image").bounding_box()
+        room = page.page.locator("#waits .draglayer .nsewdrag").bounding_box()
+        for name, size in (("x", "width"), ("y", "height")):
+            assert cells[name] == pytest.approx(room[name], abs=1)
+            assert cells[size] == pytest.approx(room[size], abs=2)
+        assert room["x"] + room["width"] <= width
+        assert page.errors == []
 
 
 def test_a_narrow_screen_scrolls_one_way_only(browser: Any, report: Path) -> None:

@@ -64,6 +64,20 @@ def mixed() -> Run:
     return run
 
 
+def page_of(run: Run) -> str:
+    return body_of(summarize(run))
+
+
+def test_the_page_of_a_run_says_when_it_began_and_what_ran() -> None:
+    run = Planted(world_size=1).run()
+    about = replace(run.ranks[0].about, script="jobs/train.py")
+    new = Run({0: replace(run.ranks[0], about=about)})
+    assert '<p class="origin">train.py, started 2027-01-15 08:00:00 UTC</p>' in page_of(new)
+    assert '<p class="origin">started 2027-01-15 08:00:00 UTC</p>' in page_of(run)  # an older one
+    broken = Run({0: replace(run.ranks[0], about=replace(about, unix=1e300))})
+    assert '<p class="origin">train.py</p>' in page_of(broken)
+
+
 def test_shares_of_the_parts_are_of_their_sum() -> None:
     summary = summarize(mixed())
     assert (summary.step_ms["mean"], summary.parts_step_ms) == pytest.approx((130, 160))

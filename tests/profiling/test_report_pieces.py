@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_pages import body_of, figures_of
-from summaries import a_summary, a_timeline
+from summaries import a_summary, a_timeline, sampled
 
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.lanes import lanes
 from lightning_dist.profiling.parts import PARTS, Placed, Timeline, Traffic
-from lightning_dist.profiling.report.bins import bins, mean, most_frequent
+from lightning_dist.profiling.report.bins import bins, columns, mean, most_frequent
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_timeline import shown
 from lightning_dist.profiling.report.html import write_report
@@ -29,6 +31,60 @@ def test_bars_are_even_and_leave_nothing_out(count: int) -> None:
     assert len(runs) <= 300
     lengths = {run.stop - run.start for run in runs}
     assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "width"),
+    [
+        ([7], 1),
+        (range(2, 252), 1),
+        (range(2, 253), 2),
+        ([2, 3, 9, 40], 1),
+        (range(5, 5000, 16), 20),
+        ([0, 100_000], 401),
+    ],
+)
+def test_columns_are_equal_parts_of_the_axis(steps: Sequence[int], width: int) -> None:
+    found = columns(steps, most=250)
+    assert found.width == width
+    assert len(found.runs) <= 250
+    assert [step for run in found.runs for step in steps[run]] == list(steps)
+    low, high = found.range
+    edges = [(x - width / 2, x + width / 2) for x in found.middles]
+    assert (edges[0][0], edges[-1][1]) == (low, high)
+    assert all(left[1] == right[0] for left, right in pairwise(edges))
+    for run, (begin, end) in zip(found.runs, edges, strict=True):
+        assert all(begin < step < end for step in steps[run])
+
+
+def test_steps_that_were_not_looked_at_are_gaps() -> None:
+    steps = [2, 6, 7, 8, 20]
+    drawn = figures_of(sampled(a_summary(steps=24), steps))
+    heat = drawn["waits"]["data"][0]
+    assert heat["x"] == list(range(2, 21))
+    for row in heat["z"]:
+        assert [x for x, z in zip(heat["x"], row, strict=True) if z is not None] == steps
+    assert not heat["hoverongaps"]
+    assert drawn["waits"]["layout"]["xaxis"]["range"] == [1.5, 20.5]
+    for bars in drawn["steps"]["data"]:
+        assert bars["x"] == steps
+        assert bars["width"] == 0.85
+    marks = drawn["waits"]["data"][1]
+    assert set(marks["x"]) <= set(steps)
+    body = body_of(sampled(a_summary(steps=24), steps))
+    assert (
+        body.count("Steps that were not looked at in detail are blank.") == 2 * 2
+    )  # and its label
+    assert "are blank" not in body_of(a_summary(steps=24))
+
+
+def test_bars_of_many_steps_are_no_wider_than_what_they_are_of() -> None:
+    steps = [*range(2, 302), *range(900, 1002)]
+    drawn = figures_of(sampled(a_summary(steps=1000), steps))
+    for bars in drawn["steps"]["data"]:
+        edges = [(x - bars["width"] / 2, x + bars["width"] / 2) for x in bars["x"]]
+        assert not [edge for edge in edges if 305 < edge[1] < 899]
+        assert all(end - begin == 4 for begin, end in edges)
 
 
 def test_means_and_counts_leave_out_what_is_no_number() -> None:
@@ -75,11 +131,11 @@ def test_many_steps_are_few_bars_with_the_same_mean() -> None:
     summary = a_summary(steps=1000)
     traces = figures_of(summary)["steps"]["data"]
     transfer = next(each for each in traces if each["name"] == "exposed: transfer")
-    assert len(transfer["y"]) == 300
-    steps = sum(transfer["width"])
-    assert steps == 1000
-    weighted = sum(y * width for y, width in zip(transfer["y"], transfer["width"], strict=True))
-    assert weighted / steps == pytest.approx(sum(summary.series.parts_ms["transfer"]) / 1000)
+    assert len(transfer["y"]) == 250
+    assert transfer["width"] * 250 == 1000
+    assert sum(transfer["y"]) / 250 == pytest.approx(
+        sum(summary.series.parts_ms["transfer"]) / 1000
+    )
     assert "up to 4 steps" in body_of(summary)
 
 

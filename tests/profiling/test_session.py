@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from planted import MS, Planted
+from processes import run
 
+from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.lines import from_line, to_line
 from lightning_dist.profiling.recorder import Recorder
 from lightning_dist.profiling.records import (
@@ -151,6 +153,41 @@ def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None
     assert told == [
         f"{path}: No space left on device; the steps of this rank are not kept any more"
     ]
+
+
+def test_lines_stay_whole_where_the_system_takes_them_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, write = Clock(), os.write
+    about = Planted(steps=0).run().ranks[0].about
+    monkeypatch.setattr(os, "write", lambda handle, content: write(handle, bytes(content)[:7]))
+    session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
+    for _ in range(4):
+        step(session, clock, 0.6)
+    session.end("finished")
+    session.close()
+    found = read_run(tmp_path)
+    assert not [note for note in found.notes if "cut short" in note]
+    assert found.common_steps == list(range(4))
+    assert found.ranks[0].end.reason == "finished"
+
+
+FULL_IN_A_LINE = """
+import resource, sys
+from lightning_dist.profiling.folder import RankFile
+file = RankFile(sys.argv[1], rank=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
+try:
+    file.write_lines(["x" * 50])
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_line_is_told(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", FULL_IN_A_LINE, tmp_path], limit=60)
+    assert done.require_success().output == "File too large\n"
+    assert (tmp_path / "rank0.jsonl").read_text() == "x" * 30
 
 
 def test_a_disk_that_fails_at_the_end_is_told(

@@ -50,6 +50,8 @@ def test_a_planted_run_in_numbers() -> None:
         "device": "cpu",
         "world_size": 2,
         "hosts": ["host-a", "host-b"],
+        "script": "",
+        "started": "2027-01-15T08:00:00+00:00",
         "versions": {"torch": "2.13.0"},
     }
     assert json.loads(json.dumps(summary.as_dict()))["steps"] == 4

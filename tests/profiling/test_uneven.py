@@ -190,7 +190,7 @@ def test_phases_of_the_ranks_are_there_for_all_to_see() -> None:
     assert lines == ["rank data forward", "0 52 ms 20 ms", "1 2 ms 70 ms"]
     table = ranks_table(summary)
     titles = [each.title for each in table.columns]
-    assert titles[6:10] == ["data loading", "forward pass", "backward pass", "optimizer"]
+    assert titles[6:10] == ["data, callbacks", "forward pass", "backward pass", "optimizer"]
     assert table.rows[1][6:10] == ("2.00", "70.0", "40.0", "5.00")
     assert "may be waiting outside of exchanges" in body_of(summary)
 

@@ -1,16 +1,23 @@
-"""Many steps as few bars: runs of neighbours of equal length."""
+"""Many steps as few bars: runs of neighbours, or equal parts of an axis of steps."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from lightning_dist.profiling.report.text import finite
 
-MOST_BARS = 300
+MOST_BARS = 250
+"""Half of the steps that a summary is of: where those are spread evenly, no column is empty."""
 FEW_BARS = 80
 """Up to so many there is room for gaps, outlines and marks."""
+
+BLANK = " Steps that were not looked at in detail are blank."
 
 T = TypeVar("T")
 
@@ -43,9 +50,45 @@ def middles(steps: Sequence[int], runs: Sequence[slice]) -> list[float]:
     return [(steps[run][0] + steps[run][-1]) / 2 for run in runs]
 
 
-def ends(steps: Sequence[int]) -> tuple[float, float]:
-    """Of an axis that has room for exactly these steps."""
-    return steps[0] - 0.5, steps[-1] + 0.5
+@dataclass(frozen=True)
+class Columns:
+    """Equal parts of an axis of steps, some of which may have no step.
+
+    Args:
+        first: step of the first column.
+        width: of every column, in steps.
+        runs: slices of the steps, one for each column.
+    """
+
+    first: int
+    width: int
+    runs: Sequence[slice]
+
+    @property
+    def middles(self) -> list[float]:
+        """Where the columns are on the axis."""
+        half = (self.width - 1) / 2
+        return [self.first + self.width * i + half for i in range(len(self.runs))]
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Ends of an axis that has room for exactly these columns."""
+        begin = self.first - 0.5
+        return begin, begin + self.width * len(self.runs)
+
+    @property
+    def gaps(self) -> str:
+        """Part of a caption that says why some columns are empty, if there are such."""
+        return BLANK if any(run.start == run.stop for run in self.runs) else ""
+
+
+def columns(steps: Sequence[int], *, most: int = MOST_BARS) -> Columns:
+    """At most ``most`` columns for the axis from the first of ``steps`` to the last."""
+    length = steps[-1] - steps[0] + 1
+    width = math.ceil(length / most)
+    begins = range(steps[0], steps[-1] + 1, width)
+    cuts = [*(bisect_left(steps, begin) for begin in begins), len(steps)]
+    return Columns(steps[0], width, [slice(a, b) for a, b in pairwise(cuts)])
 
 
 def of_steps(steps: Sequence[int], *, run: slice) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_dist.profiling.parts import Series, Summary
-from lightning_dist.profiling.report.bins import FEW_BARS, bins, ends, mean, middles, most_frequent
+from lightning_dist.profiling.report.bins import FEW_BARS, Columns, columns, mean, most_frequent
 from lightning_dist.profiling.report.figure import HEAT, axis, figure, legend_above
 from lightning_dist.profiling.report.text import finite, label, why
 from lightning_dist.profiling.report.view import Picture
@@ -21,21 +21,22 @@ def waits_over_time(summary: Summary) -> Picture:
     series = summary.series
     if missing := _missing(summary):
         return Picture("waits", title, short, missing=missing)
-    runs = bins(len(series.steps))
+    at = columns(series.steps)
     names = _names(summary)
-    data = [_map(series, runs, names)]
+    data = [_map(series, at, names)]
     caption = (
         "Darker is longer (lighter in the dark scheme): how long a rank waited for others, hidden "
-        "or not. A slow rank is the row that stays empty while others wait."
+        "or not. A slow rank is the row without waiting while others wait."
     )
-    marks = _marks(series, runs, names)
+    caption += at.gaps
+    marks = _marks(series, at, names)
     if marks["x"]:
         data.append(marks)
         caption += " A circle is on the rank that most of the waiting was for."
     drawn = figure(
         data,
         height=120 + max(110, min(24 * len(names), 640)),
-        xaxis=axis("step", showgrid=False, range=ends(series.steps)),
+        xaxis=axis("step", showgrid=False, range=at.range),
         yaxis=axis(
             type="category", autorange="reversed", showgrid=False, nticks=min(len(names), _NAMED)
         ),
@@ -61,31 +62,32 @@ def _names(summary: Summary) -> dict[int, str]:
     return {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in sorted(summary.series.wait_ms)}
 
 
-def _map(series: Series, runs: list[slice], names: Mapping[int, str]) -> dict[str, Any]:
-    waits = [[mean(series.wait_ms[rank][run]) for run in runs] for rank in names]
-    many = "" if len(runs) == len(series.steps) else "about "
+def _map(series: Series, at: Columns, names: Mapping[int, str]) -> dict[str, Any]:
+    waits = [[mean(series.wait_ms[rank][run]) for run in at.runs] for rank in names]
+    many = "" if at.width == 1 else "about "
     return {
         "type": "heatmap",
         "name": "waiting",
-        "x": middles(series.steps, runs),
+        "x": at.middles,
         "y": list(names.values()),
         "z": waits,
         "zmin": 0,
         "zmax": max(wait for row in waits for wait in row if wait is not None),
         "colorscale": HEAT,
-        "xgap": 0 if len(runs) > FEW_BARS else 1,
+        "hoverongaps": False,
+        "xgap": 0 if len(at.runs) > FEW_BARS else 1,
         "ygap": 1,
         "colorbar": {"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "nticks": 5},
         "hovertemplate": f"%{{y}}<br>{many}step %{{x:.0f}}: waited %{{z:,.3~r}} ms<extra></extra>",
     }
 
 
-def _marks(series: Series, runs: list[slice], names: Mapping[int, str]) -> dict[str, Any]:
-    few = len(runs) <= FEW_BARS
-    causes = [most_frequent(series.slowest[run]) for run in runs]
+def _marks(series: Series, at: Columns, names: Mapping[int, str]) -> dict[str, Any]:
+    few = len(at.runs) <= FEW_BARS
+    causes = [most_frequent(series.slowest[run]) for run in at.runs]
     marked = [
         (x, names[cause])
-        for x, cause in zip(middles(series.steps, runs), causes, strict=True)
+        for x, cause in zip(at.middles, causes, strict=True)
         if cause is not None and cause in names
     ]
     return {

@@ -59,12 +59,20 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
     figures = {each.id: each.figure for each in views if isinstance(each, Picture) and each.figure}
     return environment.get_template("page.html").render(
         summary=summary,
+        origin=_origin(summary),
         facts=facts(summary),
         views=views,
         definitions=DEFINITIONS,
         figures=_inside_a_script(figures),
         plotly=get_plotlyjs() if figures else "",
     )
+
+
+def _origin(summary: Summary) -> str:
+    """Which program it is of, and when that ran."""
+    script = Path(str(summary.run.get("script") or "")).name
+    started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
+    return ", ".join(filter(None, (script, started and f"started {started}")))
 
 
 def _views(summary: Summary, timelines: Sequence[Timeline]) -> list[View]:

@@ -15,8 +15,12 @@ class Words:
 
 
 PART_WORDS: Mapping[str, Words] = {
-    "data": Words("data loading", "waiting for the next batch"),
-    "forward": Words("forward pass", "computing the loss"),
+    "data": Words(
+        "data, callbacks",
+        "until the next forward pass begins: waiting for its batch, and what the loop does after a "
+        "step, such as callbacks, loggers and checkpoints",
+    ),
+    "forward": Words("forward pass", "from its begin to that of the backward pass: the loss"),
     "backward": Words(
         "backward pass",
         "computing gradients; communication that this hides costs no time and is in here",
@@ -33,17 +37,21 @@ PART_WORDS: Mapping[str, Words] = {
         "exposed: unattributed",
         "until the mean of all gradients is there, and none of the three above",
     ),
-    "optimizer": Words("optimizer", "updating the parameters"),
-    "other": Words("other", "what no phase covers: callbacks, logging, validation"),
+    "optimizer": Words(
+        "optimizer",
+        "from the mean of all gradients to the end of the step: clipping, callbacks before the "
+        "step, updating the parameters",
+    ),
+    "other": Words("other", "time of the step that is in none of the parts above; usually none"),
 }
 
 DEFINITIONS: Mapping[str, str] = {
     "step": (
-        "From the end of one optimizer step to the end of the next. Milliseconds are means over "
-        "steps and ranks unless a label says otherwise. All parts, and every percentage of them, "
-        "are of the steps that were looked at in detail; only what is said of all steps is of all. "
-        "Bytes are per step and rank; 1 MB is a "
-        "million bytes, 1 Gbit/s a billion bits per second."
+        "From the end of one optimizer step to the end of the next. Validation belongs to no step. "
+        "Milliseconds are means over steps and ranks unless a label says otherwise. All parts, and "
+        "every percentage of them, are of the steps that were looked at in detail; only what is "
+        "said of all steps is of all. Bytes are per step and rank; 1 MB is a million bytes, "
+        "1 Gbit/s a billion bits per second."
     ),
     "exposed": (
         "Time between the last gradient of the backward pass and the mean of all gradients: what "

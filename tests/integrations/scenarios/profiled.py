@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 faulthandler.dump_traceback_later(110, exit=True)
-os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 
 import profiled_frameworks  # noqa: E402
 import profiled_odd  # noqa: E402

@@ -1,0 +1,36 @@
+"""The flight record beside a profile: there unless torch was told to keep none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run
+
+RECORDED = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from lightning_dist.profiling.flight import dump_flight_record
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(30):
+    dist.all_reduce(torch.ones(2))
+print(dump_flight_record(Path(sys.argv[1]) / "run-0", rank=3))
+"""
+
+
+@pytest.mark.parametrize(("size", "kept"), [(None, 30), ("20", 20), ("0", 0)])
+def test_what_torch_keeps_is_written(
+    size: str | None, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {} if size is None else {"TORCH_FR_BUFFER_SIZE": size}
+    done = run([sys.executable, "-c", RECORDED, tmp_path], limit=100, **environment)
+    path = tmp_path / "run-0" / "flight-rank3.json"
+    last = done.require_success().output.splitlines()[-1]
+    assert last == (str(path) if kept else "None")
+    entries = json.loads(path.read_text())["entries"] if kept else []
+    assert [each["profiling_name"] for each in entries] == ["gloo:all_reduce"] * kept
+    assert path.exists() == bool(kept)
