@@ -59,8 +59,13 @@ def refuse_pytorch_lightning(**objects: Any) -> None:
         packages = [cls.__module__.split(".")[0] for cls in type(given).__mro__]
         foreign = {"pytorch_lightning", "lightning_fabric"}.intersection(packages)
         if foreign:
-            raise ValueError(
-                f"lightning_dist works with the package 'lightning', and {role} "
-                f"({type(given).__name__}) comes from {foreign.pop()!r}, whose classes are "
-                "different ones; write 'import lightning as L', not 'import pytorch_lightning'"
-            )
+            raise ValueError(of_other_package(f"{role} ({type(given).__name__})", foreign.pop()))
+
+
+def of_other_package(what: str, package: str) -> str:
+    """The message for something of the package `pytorch_lightning` or `lightning_fabric`."""
+    return (
+        f"lightning_dist works with the package 'lightning', and {what} comes from {package!r}, "
+        "whose classes are different ones; write 'import lightning as L', not "
+        "'import pytorch_lightning'"
+    )
