@@ -59,7 +59,8 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
+        if self.lightning_module is None:  # used without a Trainer, which alone has callbacks
+            return
         trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyCallback):

@@ -71,7 +71,8 @@ import lightning_dist, pytorch_lightning, lightning_fabric
 from lightning_dist import CompressedDDPStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 said = []
-for strategy in ("compressed_ddp", "compressed_ddp_int4", CompressedDDPStrategy(), FabricStrategy()):
+objects = CompressedDDPStrategy(), FabricStrategy()
+for strategy in ("compressed_ddp", "compressed_ddp_int4", *objects):
     for make in (pytorch_lightning.Trainer, lightning_fabric.Fabric):
         try:
             make(strategy=strategy, accelerator="cpu", devices=1)
