@@ -25,6 +25,7 @@ from lightning_dist.integrations.elastic_environment import FollowsLauncher
 from lightning_dist.integrations.into_checkpointer import IntoCheckpointer
 from lightning_dist.integrations.process_group import init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.worker_results import FitResults, ResultsLauncher
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +45,14 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     """
 
     _reducer: Reducer | None = None
+    _fit_results: FitResults | None = None  # of the last fit in processes that have ended
     _logged_step = 0
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = ResultsLauncher(self, start_method=self._start_method)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -97,23 +105,29 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @property
     def topology(self) -> Topology | None:
         """Hosts and groups of the ranks; None before the first fit."""
-        return None if self._reducer is None else self._reducer.network.topology
+        if self._reducer is not None:
+            return self._reducer.network.topology
+        return None if self._fit_results is None else self._fit_results.topology
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent since the start of the fit.
 
         ``raw_bytes`` (what plain DDP would have sent), ``wire_bytes``, ``ratio``, ``intra_bytes``,
         ``inter_bytes`` and ``steps`` in total, the same for ``last_step`` and ``per_codec``. Empty
-        before the first fit.
+        before the first fit. After a fit by spawn, fork or in a notebook those of rank 0.
         """
-        return {} if self._reducer is None else self._reducer.comm_stats()
+        if self._reducer is not None:
+            return self._reducer.comm_stats()
+        return {} if self._fit_results is None else self._fit_results.comm_stats
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, hosts and versions; empty before the first fit.
 
         A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
         """
-        return {} if self._reducer is None else self._reducer.comm_config()
+        if self._reducer is not None:
+            return self._reducer.comm_config()
+        return {} if self._fit_results is None else self._fit_results.comm_config
 
     @override
     def on_train_start(self) -> None:
