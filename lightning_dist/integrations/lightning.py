@@ -17,7 +17,7 @@ from lightning_dist.integrations.arguments import (
     CONFIG_KEY,
     CompressionArguments,
 )
-from lightning_dist.integrations.checks import require_compressible
+from lightning_dist.integrations.checks import require_begun, require_compressible
 from lightning_dist.integrations.comm_metrics import comm_metrics
 from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.integrations.early import EarlyCallback
@@ -47,6 +47,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     _reducer: Reducer | None = None
     _fit_results: FitResults | None = None  # of the last fit in processes that have ended
     _logged_step = 0
+    _max_steps = -1
 
     @override
     def _configure_launcher(self) -> None:
@@ -78,6 +79,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             refuse_pytorch_lightning(callback=callback)
+        self._max_steps = trainer.max_steps
         super().setup(trainer)
         if self._reducer is not None and self.optimizers:
             clips = bool(trainer.gradient_clip_val)
@@ -133,10 +135,30 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
+        self._require_begun(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
             # Others keep hyperparameters that cannot change later, as they do after a restart.
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({CONFIG_KEY: self.comm_config()})
+
+    def _require_begun(self, trainer: pl.Trainer) -> None:
+        """Raise ValueError if this training is over before compression begins.
+
+        Not in trial runs, of a tuner or one's own, nor after a restart: the first start has passed.
+        """
+        assert self._reducer is not None
+        is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
+        alone = self._reducer.network.world_size == 1
+        if (
+            is_trial
+            or alone
+            or trainer.global_step
+            or not self.lightning_module.automatic_optimization
+        ):
+            return
+        steps = trainer.estimated_stepping_batches
+        if steps > 0:  # or nobody knows
+            require_begun(self._reducer, self.optimizers, steps=steps)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
