@@ -35,9 +35,8 @@ def needs(given: Any, folder: Path) -> tuple[Literal["accelerate", "lightning", 
         return "", f"{name} imports {accelerate} and {lightning}"
     if lightning:
         return "lightning", f"{name} imports {lightning}"
-    if accelerate := accelerate or _first(
-        found, ("transformers",)
-    ):  # whose Trainer is Accelerate's
+    accelerate = accelerate or _first(found, ("transformers",))  # whose Trainer is Accelerate's
+    if accelerate:
         return "accelerate", f"{name} imports {accelerate}"
     return "", f"{name} imports neither accelerate nor lightning"
 
@@ -47,7 +46,7 @@ def _first(found: set[str], packages: tuple[str, ...]) -> str:
 
 
 def _imports(path: Path, root: Path, seen: set[Path]) -> Iterator[str]:
-    """Full names of all that is imported in a file, and in modules under ``root`` that it imports."""
+    """Full names of what is imported in a file, and in modules under ``root`` that it imports."""
     if path in seen:
         return
     seen.add(path)
@@ -56,15 +55,17 @@ def _imports(path: Path, root: Path, seen: set[Path]) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
-        names, folder = [], root
+        names: list[str] = []
+        folder, is_relative = root, False
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
-            if node.level:
+            is_relative = node.level > 0
+            if is_relative:
                 folder = path.parents[min(node.level, len(path.parents)) - 1]
         for name in names:
-            if folder is root:
+            if not is_relative:
                 yield name
             parts = name.split(".")
             for length in range(1, len(parts) + 1):  # importing a.b imports a too

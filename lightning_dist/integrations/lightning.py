@@ -147,14 +147,11 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         Not in trial runs, of a tuner or one's own, nor after a restart: the first start has passed.
         """
         assert self._reducer is not None
+        assert self.lightning_module is not None
         is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
         alone = self._reducer.network.world_size == 1
-        if (
-            is_trial
-            or alone
-            or trainer.global_step
-            or not self.lightning_module.automatic_optimization
-        ):
+        known = self.lightning_module.automatic_optimization
+        if is_trial or alone or trainer.global_step or not known:
             return
         steps = trainer.estimated_stepping_batches
         if steps > 0:  # or nobody knows

@@ -81,7 +81,7 @@ def _alike(
     """Parameters to plan together, and how many times their bytes count."""
     small: dict[torch.dtype, list[str]] = {}
     large: dict[Any, tuple[str, int]] = {}
-    for name, parameter in reversed(trained.items()):  # the order of DDP's buckets
+    for name, parameter in reversed(list(trained.items())):  # the order of DDP's buckets
         shape = tuple(parameter.shape)
         codec = policy.for_tensor(name, shape, step=step)
         if parameter.numel() < _LARGE:
