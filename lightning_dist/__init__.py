@@ -128,4 +128,13 @@ def _register(lightning: object) -> None:
     register_all()
 
 
+def _refuse(package: Any) -> None:
+    from lightning_dist.integrations.registration import NAMES
+    from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
+
+    explain_wrong_strategies(package.__name__, NAMES)
+
+
 register_post_import_hook(_register, "lightning")
+for _package in ("pytorch_lightning", "lightning_fabric"):  # the same classes under other names
+    register_post_import_hook(_refuse, _package)

@@ -26,7 +26,7 @@ def test_unknown_codec(codec: Any) -> None:
         "codec must be one of 'none', 'fp16', 'bf16', 'int8', 'int4', 'fp8', 'sign', 'qsgd', "
         "'terngrad', 'topk', 'dgc', 'randomk', 'threshold', 'powersgd', with options as in "
         "'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128), "
-        f"got {codec!r}"
+        f"got {codec!r}" + ("; did you mean 'int8' or 'int4'?" if codec == "int7" else "")
     )
 
 

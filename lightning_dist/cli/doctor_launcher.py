@@ -33,8 +33,8 @@ def several_hosts(environ: Mapping[str, str]) -> bool:
         launch = Launch.from_env(environ)
     except ValueError:
         return False
-    known = "LOCAL_WORLD_SIZE" in environ
-    return launch.nodes > 1 or (known and launch.world_size > launch.local_world_size)
+    here = launch.local_world_size or launch.world_size
+    return launch.nodes > 1 or launch.world_size > here
 
 
 def _place(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -66,8 +66,8 @@ def _problem(environ: Mapping[str, str]) -> str | None:
         return str(error)
     if not 0 <= launch.rank < launch.world_size:
         return f"RANK must be below WORLD_SIZE={launch.world_size}, it is {launch.rank}"
-    if not 0 <= launch.local_rank < launch.local_world_size and "LOCAL_WORLD_SIZE" in environ:
-        number = launch.local_world_size
+    number = launch.local_world_size
+    if number is not None and not 0 <= launch.local_rank < number:
         return f"LOCAL_RANK must be below LOCAL_WORLD_SIZE={number}, it is {launch.local_rank}"
     if not 0 < launch.master_port < 1 << 16:
         return f"MASTER_PORT must be from 1 to 65535, it is {launch.master_port}"

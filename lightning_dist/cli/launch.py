@@ -24,10 +24,11 @@ def launch(context: typer.Context) -> None:
     """Run a script with torchrun, or with accelerate launch where that was configured.
 
     torchrun: so that the script is restarted and nodes may come and go. accelerate launch: with
-    `--config_file`, or where `lightning-dist config` has written its file and every option is one
-    that accelerate launch has; the settings of lightning_dist reach the training, and several CPU
-    processes are one training. Every option of either works, and wins over what is set here. What
-    is set, and which of the two is run, is told on stderr.
+    `--config_file`, or where `lightning-dist config` has written its file, every option is one that
+    accelerate launch has, and the script imports Accelerate and not Lightning; the settings of
+    lightning_dist reach the training, and several CPU processes are one training. Every option of
+    either works, and wins over what is set here. What is set, and which of the two is run, is told
+    on stderr.
 
     \b
       --nnodes MIN:MAX     nodes with which the job runs; default 1

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning_dist.cli import launch_accelerate, launch_plan
 from lightning_dist.cli.launch_plan import Plan
+from lightning_dist.cli.launch_script import needs
+from lightning_dist.cli.launch_words import is_missing
 from lightning_dist.configuration.places import accelerate_default, sidecar_of
 
 _UNCONFIGURED = "no --config_file, and lightning-dist config has written none"
@@ -17,10 +19,11 @@ def choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """The plan of the launcher that these words are for; its first note says which and why.
 
     ``accelerate launch``: ``--config_file`` names its file, or ``lightning-dist config`` has
-    written one at the default place and every option is one of its own. Otherwise torchrun.
+    written one at the default place, every option is one of its own, and where it could be one of
+    torchrun's too the script imports accelerate and not Lightning. Otherwise torchrun.
 
     Raises:
-        ValueError: the words are for neither.
+        ValueError: the words are for neither, or for both and the script does not say for which.
     """
     default = accelerate_default(environ)
     is_configured = default.is_file() and sidecar_of(default).is_file()
@@ -45,6 +48,16 @@ def choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         return _torchrun(words, environ, _UNCONFIGURED)
     if given is None:
         return _torchrun(words, environ, f"not accelerate launch with {default}: {problem}")
+    if plain is not None and not is_missing(plain):
+        framework, reason = needs(plain, Path.cwd())
+        if framework == "lightning":
+            why = f"{reason}; --config_file={default} for accelerate launch"
+            return _torchrun(words, environ, why)
+        if not framework:
+            raise ValueError(
+                f"{reason}, and {default} is there: say which launcher is meant: --torchrun, or "
+                f"--config_file={default}"
+            )
     why = f"{default}; --torchrun for the other"
     return _accelerate(words, environ, given, default, why)
 

@@ -37,8 +37,13 @@ def require_script(given: Any) -> None:
     Raises:
         ValueError: with its name.
     """
-    if not (given.module or given.no_python or Path(given.training_script).is_file()):
+    if is_missing(given):
         raise ValueError(f"there is no script {given.training_script}")
+
+
+def is_missing(given: Any) -> bool:
+    """Whether a script is named that is not there."""
+    return not (given.module or given.no_python or Path(given.training_script).is_file())
 
 
 def cut(words: Sequence[str], given: Any) -> tuple[list[str], list[str]]:

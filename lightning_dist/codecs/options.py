@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
@@ -17,12 +18,13 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
     Raises:
         ValueError: unknown name or option, or a value of the wrong kind or out of range.
     """
-    name, _, options = text.partition(":") if isinstance(text, str) else ("", "", "")
+    name, colon, options = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in table:
+        meant = " or ".join(repr(near + colon + options) for near in _nearest(name, table))
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, table))}, with options as in "
             f"'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128)"
-            f", got {text!r}"
+            f", got {text!r}{meant and f'; did you mean {meant}?'}"
         )
     kind = table[name]
     known = {field.name: field for field in fields(kind)}
@@ -37,6 +39,17 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
             )
         values[key] = _value(value, known[key], kind, text)
     return kind(**values)
+
+
+def _nearest(name: str, table: Iterable[str]) -> list[str]:
+    """Names that are most like ``name``, equally so; none where no name is much like it."""
+    lower = name.lower()
+
+    def likeness(known: str) -> float:
+        return difflib.SequenceMatcher(None, lower, known).ratio()
+
+    near = difflib.get_close_matches(lower, table)
+    return [each for each in near if likeness(each) == likeness(near[0])]
 
 
 def _value(value: str, field: Field[Any], kind: type[Codec], text: object) -> Any:

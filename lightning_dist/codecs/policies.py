@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -141,6 +141,15 @@ def sized(codec: Codec, smallest: int | None) -> Codec:
     if isinstance(codec, Schedule):
         return Schedule(tuple((step, sized(inner, smallest)) for step, inner in codec.stages))
     return BySize(codec, smallest)
+
+
+def patterns_of(codec: Codec) -> Iterator[str]:
+    """The patterns of every :func:`by_name` in ``codec``."""
+    if isinstance(codec, ByName):
+        yield from (pattern for pattern, _ in codec.rules)
+    if isinstance(codec, _Policy):
+        for inner in codec._inner():
+            yield from patterns_of(inner)
 
 
 def _raw_beside(codec: Codec) -> Codec:

@@ -105,7 +105,10 @@ def unknown(name: object, known: tuple[str, ...], *, where: str, prefix: str = "
         prefix: of all names, which makes none of them a near match.
     """
     bare = [each.removeprefix(prefix) for each in known]
-    near = difflib.get_close_matches(str(name).removeprefix(prefix), bare, n=1)
+    given = str(name).removeprefix(prefix)
+    words = set(given.split("_"))
+    longer = [each for each in bare if words <= set(each.split("_"))]  # a word was left out
+    near = difflib.get_close_matches(given, longer or bare, n=1)
     remedy = f"did you mean {prefix + near[0]!r}?" if near else f"there are {', '.join(known)}"
     return f"unknown setting {str(name)!r} in {where}: {remedy}"
 

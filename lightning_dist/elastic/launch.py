@@ -12,15 +12,17 @@ from uuid import UUID
 class Launch:
     """One start of this rank. ``restart_count`` does not rise where only the membership changed.
 
-    ``shares_store``: the ranks use the store of their agent, which outlives them. ``is_elastic`` is
-    False where torchrun (or another launcher on torch's elastic agent) did not start this process.
+    ``local_world_size`` is None where the launcher does not say it: torchrun does, other agents may
+    not. ``shares_store``: the ranks use the store of their agent, which outlives them.
+    ``is_elastic`` is False where torchrun (or another launcher on torch's elastic agent) did not
+    start this process.
     """
 
     is_elastic: bool
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1
+    local_world_size: int | None = None
     node_rank: int = 0
     nodes: int = 1
     restart_count: int = 0
@@ -42,7 +44,7 @@ class Launch:
             rank=_number(environ, "RANK", 0),
             world_size=_number(environ, "WORLD_SIZE", 1),
             local_rank=_number(environ, "LOCAL_RANK", 0),
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 0) or None,
             node_rank=_number(environ, "GROUP_RANK", 0),
             nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),

@@ -31,7 +31,8 @@ def views(buffer: Tensor, planes: Sequence[Plane], blocks: int) -> Payload:
         size = plane.bytes_per_block * blocks
         typed = buffer[:, start : start + size].view(plane.dtype)
         shaped = typed.view(len(buffer), blocks, plane.per_block)
-        payload.append(from_dlpack(shaped))
+        # On the meta device there is no memory, only sizes: a plan whose bytes are counted.
+        payload.append(shaped if shaped.is_meta else from_dlpack(shaped))
         start += _padded(size)
     return tuple(payload)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch.nn.parallel import DistributedDataParallel
+
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.refusals import (
+    refuse_codec_options,
     refuse_ddp_arguments,
     refuse_pytorch_lightning,
     refuse_unknown,
@@ -62,7 +65,8 @@ class CompressionArguments:
             ValueError: a setting that does not exist, is out of range or cannot take effect.
         """
         refuse_ddp_arguments(kwargs)
-        refuse_unknown(kwargs, strategy=type(self))
+        refuse_codec_options(kwargs, codec, of=type(self))
+        refuse_unknown(kwargs, of=type(self), handed_to=DistributedDataParallel.__init__)
         refuse_pytorch_lightning(**kwargs)
         self._settings = Settings.check(
             codec,

@@ -24,7 +24,7 @@ from lightning_dist.integrations.checkpoint_strategies import (
     require_supported,
     weights_may_change,
 )
-from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
 
 _PATIENCE = 120.0
 """Seconds that a failed training waits for its checkpoints."""
@@ -79,6 +79,7 @@ class AsyncCheckpoint(CheckpointNames):
         lock: bool = True,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown(kwargs, of=type(self))
         super().__init__(*args, **kwargs)
         if format not in ("single", "sharded"):
             raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")

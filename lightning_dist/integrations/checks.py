@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import heapq
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.codecs import PowerSGD
+from lightning_dist.codecs import Codec, PowerSGD
+from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
+from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.reducer.expected import first_compressed_step
+from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -76,17 +83,18 @@ def _require_device(module: nn.Module) -> None:
         )
 
 
-def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> None:
-    """Raise, or for a model that is merely small say once, that nothing would be compressed."""
+def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> int | None:
+    """The first synchronised step that compresses a parameter; None: none does, said once.
+
+    Raises:
+        ValueError: the codec fits no parameter of the model, or a rule of `by_name` none.
+    """
+    _require_matches(settings.codec, list(names.values()))
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
     wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
-    chosen = (
-        settings.policy.for_tensor(name, shape, step=step)
-        for step in settings.policy.turns()
-        for name, shape in trained.items()
-    )
-    if not wanted or any(not codec.lossless for codec in chosen):
-        return
+    begins = first_compressed_step(settings.policy, trained)
+    if not wanted or begins is not None:
+        return begins
     low_rank = [leaf for leaf in wanted if isinstance(leaf, PowerSGD)]
     if low_rank and all(
         codec.for_tensor("", shape, step=0).lossless
@@ -104,3 +112,42 @@ def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: boo
             len(trained),
             settings.codec,
         )
+    return None
+
+
+def require_begun(reducer: Reducer, optimizers: Sequence[object], *, steps: float) -> None:
+    """Raise ValueError where nothing would be compressed in the ``steps`` that follow."""
+    shapes = {name: tuple(p.shape) for p, name in reducer.names.items() if p.requires_grad}
+    begins = first_compressed_step(reducer.settings.policy, shapes)
+    if begins is not None and begins >= reducer.step + steps:
+        raise ValueError(
+            f"compression must begin before the training ends, got step {begins} as its first "
+            f"(start_step, warmup or after_steps) and a training of {reducer.step + steps} steps; "
+            "set it lower, or use strategy='ddp'"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, OneBitAdam) and optimizer.freeze_step >= steps:
+            raise ValueError(
+                "OneBitAdam compresses nothing before its freeze_step, which must come before the "
+                f"training ends, got freeze_step={optimizer.freeze_step} and {steps} steps; 15 to "
+                "25 % of them is usual"
+            )
+
+
+def _require_matches(codec: Codec, names: Sequence[str]) -> None:
+    """Raise ValueError for a pattern of the user's that is found in no name, frozen ones too."""
+    for pattern in patterns_of(codec):
+        if pattern != NORMS_BIASES_EMBEDDINGS and not any(re.search(pattern, n) for n in names):
+            text = re.sub(r"[^\w.]", "", pattern.replace("\\.", ".")) or pattern
+            near = heapq.nlargest(3, names, key=lambda name: _likeness(text, name))
+            raise ValueError(
+                f"by_name: a pattern must be found in the name of a parameter, got {pattern!r}, "
+                f"which is found in none of {len(names)}; the nearest are "
+                f"{', '.join(map(repr, near))}"
+            )
+
+
+def _likeness(text: str, name: str) -> float:
+    """Of a text and a name, or a part of it between dots."""
+    parts = {name, *name.split(".")}
+    return max(difflib.SequenceMatcher(None, text, part).ratio() for part in parts)

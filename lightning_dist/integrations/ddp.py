@@ -23,6 +23,7 @@ from lightning_dist.integrations.checks import (
     require_ddp,
     require_effect,
 )
+from lightning_dist.integrations.in_force import tell_in_force
 from lightning_dist.integrations.networks import Groups, network_for
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.exposure import ExposureWatch
@@ -131,7 +132,7 @@ def attach(
     )
     topology, device = network.topology, network.device
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
-    require_effect(settings, names, says=topology.rank == 0)
+    begins = require_effect(settings, names, says=topology.rank == 0)
     first, several = topology.rank == 0, topology.world_size > 1
     reducer = Reducer(
         names,
@@ -167,6 +168,8 @@ def attach(
 
     model.register_comm_hook(reducer, lightning_dist_hook)
     _attached[model.module] = ref(reducer)
+    if first:
+        tell_in_force(reducer, begins=begins)
     return reducer
 
 

@@ -59,7 +59,8 @@ class FollowsLauncher:
 
     def _configure_launcher(self) -> None:
         # Called when the trainer is built: devices, nodes and environment are there, unused yet.
-        if launch_of(self.cluster_environment) is not None:
+        launch = launch_of(self.cluster_environment)
+        if launch is not None and launch.local_world_size is not None:
             follow_launcher(self)
             if type(self.cluster_environment) in (TorchElasticEnvironment, ElasticEnvironment):
                 self.cluster_environment = FollowedEnvironment()
@@ -75,7 +76,7 @@ class FollowsLauncher:
 
 
 def follow_launcher(strategy: Any) -> None:
-    """Give a ``DDPStrategy`` the launcher's devices and nodes; no change without torchrun.
+    """Give a ``DDPStrategy`` the launcher's devices and nodes; no change where it says neither.
 
     For a strategy without :class:`FollowsLauncher`, after it was built: its sampler then counts the
     ranks right where all nodes have equally many.
@@ -84,7 +85,7 @@ def follow_launcher(strategy: Any) -> None:
         ValueError: there are fewer GPUs than ranks on this node.
     """
     launch = launch_of(getattr(strategy, "cluster_environment", None))
-    if launch is not None:
+    if launch is not None and launch.local_world_size is not None:
         given = strategy.parallel_devices or []
         strategy.parallel_devices = local_devices(given, launch)
         _report(given, strategy.num_nodes, launch)
@@ -97,6 +98,7 @@ def local_devices(given: list[torch.device], launch: Launch) -> list[torch.devic
     Raises:
         ValueError: there are not enough for this rank.
     """
+    assert launch.local_world_size is not None
     devices = given[: launch.local_world_size]
     missing = launch.local_world_size - len(devices)
     if all(device.type == "cpu" for device in devices):

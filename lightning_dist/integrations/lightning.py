@@ -17,7 +17,7 @@ from lightning_dist.integrations.arguments import (
     CONFIG_KEY,
     CompressionArguments,
 )
-from lightning_dist.integrations.checks import require_compressible
+from lightning_dist.integrations.checks import require_begun, require_compressible
 from lightning_dist.integrations.comm_metrics import comm_metrics
 from lightning_dist.integrations.ddp import attach, connect_optimizers
 from lightning_dist.integrations.early import EarlyCallback
@@ -25,6 +25,7 @@ from lightning_dist.integrations.elastic_environment import FollowsLauncher
 from lightning_dist.integrations.into_checkpointer import IntoCheckpointer
 from lightning_dist.integrations.process_group import init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.worker_results import FitResults, ResultsLauncher
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +45,15 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     """
 
     _reducer: Reducer | None = None
+    _fit_results: FitResults | None = None  # of the last fit in processes that have ended
     _logged_step = 0
+    _max_steps = -1
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = ResultsLauncher(self, start_method=self._start_method)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -59,7 +68,8 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
+        if self.lightning_module is None:  # used without a Trainer, which alone has callbacks
+            return
         trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyCallback):
@@ -69,6 +79,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             refuse_pytorch_lightning(callback=callback)
+        self._max_steps = trainer.max_steps
         super().setup(trainer)
         if self._reducer is not None and self.optimizers:
             clips = bool(trainer.gradient_clip_val)
@@ -96,32 +107,55 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @property
     def topology(self) -> Topology | None:
         """Hosts and groups of the ranks; None before the first fit."""
-        return None if self._reducer is None else self._reducer.network.topology
+        if self._reducer is not None:
+            return self._reducer.network.topology
+        return None if self._fit_results is None else self._fit_results.topology
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent since the start of the fit.
 
         ``raw_bytes`` (what plain DDP would have sent), ``wire_bytes``, ``ratio``, ``intra_bytes``,
         ``inter_bytes`` and ``steps`` in total, the same for ``last_step`` and ``per_codec``. Empty
-        before the first fit.
+        before the first fit. After a fit by spawn, fork or in a notebook those of rank 0.
         """
-        return {} if self._reducer is None else self._reducer.comm_stats()
+        if self._reducer is not None:
+            return self._reducer.comm_stats()
+        return {} if self._fit_results is None else self._fit_results.comm_stats
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, hosts and versions; empty before the first fit.
 
         A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
         """
-        return {} if self._reducer is None else self._reducer.comm_config()
+        if self._reducer is not None:
+            return self._reducer.comm_config()
+        return {} if self._fit_results is None else self._fit_results.comm_config
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
+        self._require_begun(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
             # Others keep hyperparameters that cannot change later, as they do after a restart.
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({CONFIG_KEY: self.comm_config()})
+
+    def _require_begun(self, trainer: pl.Trainer) -> None:
+        """Raise ValueError if this training is over before compression begins.
+
+        Not in trial runs, of a tuner or one's own, nor after a restart: the first start has passed.
+        """
+        assert self._reducer is not None
+        assert self.lightning_module is not None
+        is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
+        alone = self._reducer.network.world_size == 1
+        known = self.lightning_module.automatic_optimization
+        if is_trial or alone or trainer.global_step or not known:
+            return
+        steps = trainer.estimated_stepping_batches
+        if steps > 0:  # or nobody knows
+            require_begun(self._reducer, self.optimizers, steps=steps)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

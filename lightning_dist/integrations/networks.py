@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core import rank_zero
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.checks import finds_unused
-from lightning_dist.integrations.grouping import picture, topology_of, view_of
+from lightning_dist.integrations.grouping import topology_of, view_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import this_host
 from lightning_dist.topology.groups import Tree, depth, groups_of
 from lightning_dist.topology.launcher import claim
-
-log = logging.getLogger(__name__)
 
 Groups = Sequence[dist.ProcessGroup]
 
@@ -76,12 +72,7 @@ def network_for(
                 f"groups of levels need a hierarchical exchange, got {len(levels)} of them and "
                 f"{topology.describe()}; give two groups"
             )
-        if topology.rank == 0:
-            log.info("compressed DDP: %s, codec %s", topology.describe(), settings.codec)
         return network
-    if topology.rank == 0:
-        # Shown where Lightning is loaded, which puts its own logger there; it is not loaded for it.
-        rank_zero.log.info("compressed DDP: %s", picture(settings, tree))
     leader = settings.hierarchical == "leader"
     if levels:
         new_group = _given(levels, topology.rank)

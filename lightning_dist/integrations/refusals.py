@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from inspect import Parameter, signature
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
+from lightning_dist.codecs import CODECS
 from lightning_dist.configuration.options import unknown
 
 _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
@@ -15,6 +15,12 @@ _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model
 
 def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of DDP that cannot take effect beside our hook."""
+    size = arguments.get("bucket_cap_mb")
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if size is not None and not (is_number and size > 0):
+        raise ValueError(
+            f"bucket_cap_mb must be a number of MiB above 0, got {size!r}; DDP's default is 25"
+        )
     for name in _HOOK_ARGUMENTS:
         if arguments.get(name) is not None:
             raise ValueError(
@@ -33,21 +39,48 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_unknown(arguments: Mapping[str, Any], *, strategy: type) -> None:
-    """Raise ValueError for arguments that neither the strategy nor DDP has.
+def refuse_unknown(
+    arguments: Mapping[str, Any], *, of: type, handed_to: Callable[..., None] = object.__init__
+) -> None:
+    """Raise ValueError for arguments that neither a class nor what it hands them to has.
 
-    Strategies hand on what they do not know, and DDP would refuse it in all ranks at once, later.
+    Strategies hand on what they do not know, and DDP would refuse it in all ranks at once, later;
+    callbacks to a class of Lightning's, whose name the user has not written.
     """
-    constructors = [vars(cls)["__init__"] for cls in strategy.__mro__ if "__init__" in vars(cls)]
+    constructors = [vars(cls)["__init__"] for cls in of.__mro__ if "__init__" in vars(cls)]
     known = {
         name
-        for function in (*constructors, DistributedDataParallel.__init__)
+        for function in (*constructors, handed_to)
         for name, parameter in signature(function).parameters.items()
         if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     } - {"self", "module"}
     for name in arguments:
         if name not in known:
-            raise ValueError(unknown(name, tuple(sorted(known)), where=strategy.__name__))
+            raise ValueError(unknown(name, tuple(sorted(known)), where=of.__name__))
+
+
+def refuse_codec_options(arguments: Mapping[str, Any], codec: object, *, of: type) -> None:
+    """Raise ValueError for an option of a codec that was given beside the codec."""
+    for name, value in arguments.items():
+        own = {
+            each: kind
+            for each, kind in CODECS.items()
+            if name in {option.name for option in fields(kind)}
+        }
+        if not own:
+            continue
+        given, colon, options = codec.partition(":") if isinstance(codec, str) else ("", "", "")
+        option = f"{name}={value}"
+        if type(codec) in own.values():
+            meant = f"{type(codec).__name__}({name}={value!r})"
+        elif given in own:
+            meant = repr(f"{given}:{options},{option}" if colon else f"{given}:{option}")
+        else:
+            meant = repr(f"{next(iter(own))}:{option}")
+        raise ValueError(
+            f"unknown setting {name!r} in {of.__name__}: it is an option of the codec, write "
+            f"codec={meant}"
+        )
 
 
 def refuse_pytorch_lightning(**objects: Any) -> None:
@@ -59,8 +92,13 @@ def refuse_pytorch_lightning(**objects: Any) -> None:
         packages = [cls.__module__.split(".")[0] for cls in type(given).__mro__]
         foreign = {"pytorch_lightning", "lightning_fabric"}.intersection(packages)
         if foreign:
-            raise ValueError(
-                f"lightning_dist works with the package 'lightning', and {role} "
-                f"({type(given).__name__}) comes from {foreign.pop()!r}, whose classes are "
-                "different ones; write 'import lightning as L', not 'import pytorch_lightning'"
-            )
+            raise ValueError(of_other_package(f"{role} ({type(given).__name__})", foreign.pop()))
+
+
+def of_other_package(what: str, package: str) -> str:
+    """The message for something of the package `pytorch_lightning` or `lightning_fabric`."""
+    return (
+        f"lightning_dist works with the package 'lightning', and {what} comes from {package!r}, "
+        "whose classes are different ones; write 'import lightning as L', not "
+        "'import pytorch_lightning'"
+    )

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_dist.codecs import CODECS
+from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
-NAME = "compressed_ddp"
+_NAME = "compressed_ddp"
+NAMES: dict[str, dict[str, Any]] = {
+    _NAME: {"start_method": "popen"},
+    f"{_NAME}_spawn": {"start_method": "spawn"},
+    f"{_NAME}_fork": {"start_method": "fork"},
+    f"{_NAME}_notebook": {"start_method": "fork"},
+    f"{_NAME}_find_unused_parameters_true": {"find_unused_parameters": True},
+    **{f"{_NAME}_{codec}": {"codec": codec} for codec in CODECS},
+}
+"""``compressed_ddp`` by start method, with unused parameters, and by codec: arguments by name."""
 
 
 def register_all() -> None:
@@ -16,22 +26,19 @@ def register_all() -> None:
 
     register_lightning(StrategyRegistry)
     register_fabric(STRATEGY_REGISTRY)
+    explain_wrong_strategies("lightning", NAMES)
 
 
 def register_lightning(registry: Any) -> None:
-    """``compressed_ddp`` by start method, with unused parameters, and by codec."""
-    for suffix, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
-        _add(registry, NAME + suffix, lightning_strategy, start_method=start)
-    _add(registry, f"{NAME}_notebook", lightning_strategy, start_method="fork")
-    unused = f"{NAME}_find_unused_parameters_true"
-    _add(registry, unused, lightning_strategy, find_unused_parameters=True)
-    for codec in CODECS:
-        _add(registry, f"{NAME}_{codec}", lightning_strategy, codec=codec)
+    """:data:`NAMES`, for Trainer."""
+    for name, arguments in NAMES.items():
+        _add(registry, name, lightning_strategy, **arguments)
 
 
 def register_fabric(registry: Any) -> None:
-    """``compressed_ddp``."""
-    _add(registry, NAME, fabric_strategy)
+    """:data:`NAMES`, for Fabric."""
+    for name, arguments in NAMES.items():
+        _add(registry, name, fabric_strategy, **arguments)
 
 
 # Not the classes: their modules import Lightning, and may themselves be what imports it just now.

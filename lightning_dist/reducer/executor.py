@@ -29,7 +29,7 @@ class Executor(Protocol):
 
 
 class Worker:
-    """One thread. On CPU, where waiting for a collective blocks whoever waits.
+    """One thread, from the first task on. On CPU, where waiting for a collective blocks who waits.
 
     A thread of our own because waiting in a gloo future callback deadlocks. It ends with the
     interpreter at the latest, before that does: the training goes on as soon as it has its
@@ -39,14 +39,16 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-        self._thread.start()
-        self._end = finalize(self, _end, self._tasks, self._thread, _AT_EXIT)
+        self._end: finalize[..., Worker] | None = None
 
     def submit(self, task: Task) -> None:
+        if self._end is None:
+            self._thread.start()
+            self._end = finalize(self, _end, self._tasks, self._thread, _AT_EXIT)
         self._tasks.put(task)
 
     def close(self) -> None:
-        if self._end.detach() is not None:
+        if self._end is not None and self._end.detach() is not None:
             _end(self._tasks, self._thread, _PATIENCE)
 
 

@@ -85,7 +85,7 @@ class LowRankChunk(Chunk):
         shapes = [matrix_shape(slot.shape) for slot in slots]
         self._p = _Sum([(n, codec.rank) for n, _ in shapes], network, like)
         self._q = _Sum([(m, codec.rank) for _, m in shapes], network, like)
-        self._sums = [self._p, self._q]  # those in use at this step, in order
+        self._sums: list[_Sum] = []  # those in use at this step, in order
 
     @override
     @full_precision()
@@ -188,7 +188,11 @@ class LowRankChunk(Chunk):
     @property
     @override
     def sent(self) -> Sent:
-        return sum((part.sent for part in self._sums), Sent())
+        """Bytes of the step; before the first one, of the mean of two."""
+        if self._sums or self._codec.two_phase:
+            return sum((part.sent for part in self._sums or [self._p, self._q]), Sent())
+        both = self._p.sent + self._q.sent
+        return Sent(both.intra // 2, both.inter // 2)
 
     @property
     @override

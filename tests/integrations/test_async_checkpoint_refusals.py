@@ -60,7 +60,8 @@ def test_settings_out_of_range(arguments: dict[str, Any], text: str) -> None:
 
 
 def test_arguments_that_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'save_top'"):
+    told = r"unknown setting 'save_top' in AsyncCheckpoint: did you mean 'save_top_k'\?"
+    with pytest.raises(ValueError, match=told):
         AsyncCheckpoint(save_top=1)
 
 

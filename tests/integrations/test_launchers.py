@@ -28,6 +28,16 @@ def test_lightning_starts_the_second_rank(launched: Results, start: str) -> None
     require_replicas(ranks)
 
 
+@pytest.mark.parametrize("start", ["notebook", "fork", "spawn"])
+def test_the_caller_of_fit_has_the_bytes_of_the_workers(launched: Results, start: str) -> None:
+    """Those of rank 0, whose process has ended; and settings and hosts."""
+    facts = launched(f"main_compressed_ddp_{start}", ranks=1)[0]
+    assert facts["stats"] == launched(f"compressed_ddp_{start}")[0]["stats"]
+    assert facts["config"]["codec"] == "Int8(block_size=256)"
+    assert facts["config"]["world_size"] == 2
+    assert facts["topology"].startswith("Topology(hosts=(")
+
+
 def test_the_script_ends_by_itself(launched: Results) -> None:
     launched.finished.require_success()
 

@@ -40,13 +40,22 @@ def test_lightning_has_the_name(name: str, arguments: Mapping[str, object]) -> N
 def test_there_are_no_other_names() -> None:
     ours = {name for name in StrategyRegistry if "compressed" in name}
     assert ours == set(NAMES)
-    assert [name for name in STRATEGY_REGISTRY if "compressed" in name] == ["compressed_ddp"]
+    assert {name for name in STRATEGY_REGISTRY if "compressed" in name} == set(NAMES)
 
 
-def test_fabric_has_the_name() -> None:
-    assert type(STRATEGY_REGISTRY.get("compressed_ddp")) is FabricStrategy
-    fabric = Fabric(strategy="compressed_ddp", accelerator="cpu", devices=2)
+@pytest.mark.parametrize(("name", "arguments"), NAMES.items(), ids=list(NAMES))
+def test_fabric_has_the_name(name: str, arguments: Mapping[str, object]) -> None:
+    assert STRATEGY_REGISTRY[name]["init_params"] == arguments
+    assert type(STRATEGY_REGISTRY.get(name)) is FabricStrategy
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("compressed_ddp", "int8"), ("compressed_ddp_int4", "int4")]
+)
+def test_fabric_takes_the_name(name: str, codec: str) -> None:
+    fabric = Fabric(strategy=name, accelerator="cpu", devices=2)
     assert isinstance(fabric.strategy, FabricStrategy)
+    assert fabric.strategy._settings.codec.name == codec
 
 
 # What a fresh interpreter imports first, and that Lightning then takes the name.

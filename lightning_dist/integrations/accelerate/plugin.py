@@ -13,6 +13,7 @@ from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
 from lightning_dist.configuration.options import require_known
 from lightning_dist.integrations.accelerate.compression import Compression
+from lightning_dist.integrations.refusals import refuse_codec_options
 from lightning_dist.settings import Settings
 
 
@@ -61,7 +62,9 @@ class CompressedDDPPlugin:
     compile_kernels: bool | Literal["auto"] = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
 
-    def __new__(cls, *_: Any, **settings: Any) -> Self:
+    def __new__(cls, *codec: Any, **settings: Any) -> Self:
+        given = codec[0] if codec else settings.get("codec")
+        refuse_codec_options(settings, given, of=cls)
         for name in settings:
             require_known(name, where=cls.__name__)
         return super().__new__(cls)

@@ -1,0 +1,105 @@
+"""Bytes that a step will send, before there is one: the plan of a step without its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs import BlockCodec, Codec, Threshold
+from lightning_dist.codecs.base import Shape
+from lightning_dist.exchange.traffic import Sent
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.policy import Slot, matrices, slots_by_codec
+from lightning_dist.reducer.state import ReducerState
+from lightning_dist.settings import Settings
+
+_META = torch.device("meta")
+_LARGE = 1 << 16
+"""Elements from which on parameters are planned once for all that are alike."""
+_ENOUGH = 1 << 22
+"""Elements of a plan from which the bytes of more are known."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bytes of this rank in a step of the policy's last stage.
+
+    ``sent`` is None where a codec sends as much as the gradients make it (``threshold``). ``raw``
+    is what plain DDP would send. ``since``: the synchronised step from which on it holds.
+    """
+
+    raw: int
+    sent: Sent | None
+    since: int
+
+
+def first_compressed_step(policy: Codec, shapes: Mapping[str, Shape]) -> int | None:
+    """The first synchronised step at which ``policy`` compresses a parameter; None: it never does.
+
+    Args:
+        shapes: of the trained parameters, by name.
+    """
+    for step in policy.turns():
+        if any(not policy.for_tensor(n, s, step=step).lossless for n, s in shapes.items()):
+            return step
+    return None
+
+
+def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: Network) -> Expected:
+    """What :class:`~lightning_dist.reducer.reducer.Reducer` will count. Not collective.
+
+    DDP's buckets are not known yet, so padding at their ends is left out.
+    """
+    policy = settings.policy
+    since = policy.turns()[-1]
+    trained = {name: p for p, name in names.items() if p.requires_grad}
+    planner = Planner(
+        _without_memory(network),
+        ReducerState(),
+        error_feedback=settings.error_feedback,
+        intra=settings.intra,
+        whole=matrices(policy, {name: tuple(p.shape) for name, p in trained.items()}),
+    )
+    raw, intra, inter, known = 0.0, 0.0, 0.0, True
+    for codec, slots, dtype, times in _alike(trained, policy, step=since):
+        bucket = torch.empty(slots[-1].offset + slots[-1].numel, dtype=dtype, device=_META)
+        lane = planner.lane(codec, slots, bucket)
+        raw += times * lane.raw_bytes
+        intra, inter = intra + times * lane.sent.intra, inter + times * lane.sent.inter
+        known = known and not isinstance(codec, Threshold)
+    return Expected(round(raw), Sent(round(intra), round(inter)) if known else None, since)
+
+
+def _alike(
+    trained: Mapping[str, Tensor], policy: Codec, *, step: int
+) -> Iterator[tuple[Codec, Sequence[Slot], torch.dtype, float]]:
+    """Parameters to plan together, and how many times their bytes count."""
+    small: dict[torch.dtype, list[str]] = {}
+    large: dict[Any, tuple[str, int]] = {}
+    for name, parameter in reversed(list(trained.items())):  # the order of DDP's buckets
+        shape = tuple(parameter.shape)
+        codec = policy.for_tensor(name, shape, step=step)
+        if parameter.numel() < _LARGE:
+            small.setdefault(parameter.dtype, []).append(name)
+        else:  # what a block codec sends depends on the number of elements alone
+            key = codec, parameter.dtype, None if isinstance(codec, BlockCodec) else shape
+            large[key] = name, large.get(key, ("", 0))[1] + parameter.numel()
+    for dtype, names in small.items():
+        shapes = [tuple(trained[name].shape) for name in names]
+        for codec, slots in slots_by_codec(policy, names, shapes, step=step).items():
+            yield codec, slots, dtype, 1
+    for (codec, dtype, shape), (name, numel) in large.items():
+        slot = Slot(name, 0, shape or (min(numel, _ENOUGH),))
+        yield codec, [slot], dtype, numel / slot.numel
+
+
+def _without_memory(network: Network) -> Network:
+    within = network.within
+    if within is not None and within.across is not None:
+        within = replace(within, across=_without_memory(within.across))
+    return replace(network, device=_META, within=within)

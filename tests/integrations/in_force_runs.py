@@ -1,0 +1,84 @@
+"""Two ranks of each framework, one after the other: ``in_force_runs.py FRAMEWORK...``."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from typing import Any
+
+faulthandler.dump_traceback_later(100, exit=True)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+
+def train(model: nn.Module, backward: Any = torch.Tensor.backward) -> None:
+    backward(model(torch.ones(2, 256)).sum())
+
+
+def plain() -> None:
+    from lightning_dist import after_steps, compress_ddp
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(256, 64))
+    handle = compress_ddp(model, after_steps(100, "int8") if "late" in sys.argv else "int8")
+    train(model)
+    handle.close()
+
+
+def accelerate() -> None:
+    from accelerate import Accelerator
+
+    from lightning_dist.accelerate import CompressedDDPPlugin
+
+    accelerator = Accelerator(cpu=True)
+    CompressedDDPPlugin("int8").attach(accelerator)
+    model = accelerator.prepare(nn.Linear(256, 64))
+    train(model, accelerator.backward)
+
+
+def fabric() -> None:
+    from lightning.fabric import Fabric
+
+    import lightning_dist  # noqa: F401
+
+    fabric = Fabric(strategy="compressed_ddp", accelerator="cpu", devices=2)
+    fabric.launch()
+    train(fabric.setup(nn.Linear(256, 64)), fabric.backward)
+
+
+def lightning() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from lightning_dist import CompressedDDPStrategy
+
+    class Model(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 2))
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(8, 32))
+
+    L.Trainer(
+        strategy=CompressedDDPStrategy("int8"),
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Model())
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1].split(","):
+        {"plain": plain, "accelerate": accelerate, "fabric": fabric, "lightning": lightning}[name]()
+    dist.barrier()
+    dist.destroy_process_group()

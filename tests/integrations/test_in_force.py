@@ -1,0 +1,119 @@
+"""One line at the start says what is in force; and settings that cannot be are told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import torchrun
+from torch import nn
+from worlds import Rank, run_threads
+
+from lightning_dist import after_steps, by_name, by_size, compress_ddp, warmup
+
+SCRIPT = Path(__file__).with_name("in_force_runs.py")
+LINE = (
+    r"compressed DDP: codec Int8\(block_size=256\), flat exchange, 1 host x 2 ranks, world size 2; "
+    r"rank 0 sends about \d\d\.\d kB per step, \d\d\.\d kB without compression"
+)
+
+
+def lines(frameworks: str, *, ranks: int = 2) -> list[str]:
+    done = torchrun(SCRIPT, frameworks, ranks=ranks, limit=120).require_success()
+    return [line for line in done.output.splitlines() if "compressed DDP" in line]
+
+
+@pytest.mark.parametrize("framework", ["plain", "accelerate", "fabric", "lightning"])
+def test_one_line_on_rank_0(framework: str) -> None:
+    (line,) = lines(framework)
+    assert re.search(LINE, line), line
+
+
+def model_of(rank: Rank) -> Any:
+    torch.manual_seed(0)
+    blocks = {"attn": nn.Linear(64, 64), "mlp": nn.Linear(64, 64)}
+    return rank.ddp(nn.ModuleDict({"embed": nn.Embedding(10, 64), **blocks}))
+
+
+def said(codec: Any, capsys: Any, caplog: Any, *, size: int = 2, **settings: Any) -> list[str]:
+    """What the ranks say, or raise, when this codec is attached."""
+
+    def body(rank: Rank) -> str:
+        try:
+            compress_ddp(model_of(rank), codec, groups=rank.groups(), **settings).close()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        raised = run_threads(body, size)
+    return [*filter(None, raised), *caplog.messages]
+
+
+@pytest.mark.parametrize(
+    ("codec", "pattern", "nearest"),
+    [
+        (by_name("int8", {"emb_table": "none"}), "emb_table", "'embed.weight'"),
+        (by_name("int8", {r"atn\.weight": "int4"}), r"atn\\.weight", "'attn.weight'"),
+        (warmup({0: "none", 9: by_name("int8", {"mpl": "none"})}), "mpl", "'mlp.weight'"),
+        (by_size(by_name("int8", {"attn": "none", "$nothing": "int4"})), "$nothing", "'"),
+    ],
+    ids=["alone", "escaped", "in a warm-up", "one of two"],
+)
+def test_a_pattern_that_no_parameter_has(
+    codec: Any, pattern: str, nearest: str, capsys: Any, caplog: Any
+) -> None:
+    for message in said(codec, capsys, caplog):
+        assert message.startswith(
+            "by_name: a pattern must be found in the name of a parameter, got "
+            f"'{pattern}', which is found in none of 5; the nearest are {nearest}"
+        )
+
+
+@pytest.mark.parametrize(
+    "codec", [by_name("int8"), by_name("int8", {"embed": "none", r"attn|mlp": "int4"})]
+)
+def test_patterns_that_are_found_and_the_default_ones(codec: Any, capsys: Any, caplog: Any) -> None:
+    (line,) = said(codec, capsys, caplog, min_compress_numel=0)
+    assert line.startswith("compressed DDP: codec ByName(")
+
+
+def test_one_process_exchanges_nothing(capsys: Any, caplog: Any) -> None:
+    messages = said("int8", capsys, caplog, size=1, min_compress_numel=0)
+    assert messages == [
+        "one process: nothing is exchanged or compressed, Int8(block_size=256) takes effect with "
+        "two ranks or more. If you started several, they do not know of each other: look at "
+        "WORLD_SIZE"
+    ]
+
+
+def test_bytes_of_a_warm_up_are_those_of_its_end(capsys: Any, caplog: Any) -> None:
+    (line,) = said(after_steps(50, "int8"), capsys, caplog, min_compress_numel=0)
+    assert " per step from step 50 on, " in line
+
+
+def test_levels_are_told_apart(capsys: Any, caplog: Any) -> None:
+    def body(rank: Rank) -> None:
+        tree = [[0, 1], [2, 3]]
+        groups = rank.groups(tree)
+        compress_ddp(model_of(rank), "int8", groups=groups, rank_groups=tree).close()
+
+    with caplog.at_level("INFO"):
+        run_threads(body, 4)
+    (line,) = caplog.messages
+    places = "2 hosts x 2 ranks, between hosts: int8 on 1/2 of the gradient per rank"
+    assert f"hierarchical exchange, {places}, world size 4; rank 0 sends about " in line
+    assert "kB to other hosts and " in line
+
+
+def test_a_training_that_ends_before_compression_begins_says_so_at_its_end() -> None:
+    done = torchrun(SCRIPT, "plain", "late", ranks=2, limit=60).require_success()
+    said = [line for line in done.output.splitlines() if "nothing was compressed" in line]
+    assert said == [
+        "nothing was compressed in 1 synchronised steps: compression begins at step 100 "
+        "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it"
+    ]
