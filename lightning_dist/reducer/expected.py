@@ -16,6 +16,7 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import Slot, matrices, slots_by_codec
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
 
 _META = torch.device("meta")
@@ -82,16 +83,18 @@ def _alike(
     small: dict[torch.dtype, list[str]] = {}
     large: dict[Any, tuple[str, int]] = {}
     for name, parameter in reversed(list(trained.items())):  # the order of DDP's buckets
-        shape = tuple(parameter.shape)
-        codec = policy.for_tensor(name, shape, step=step)
-        if parameter.numel() < _LARGE:
-            small.setdefault(parameter.dtype, []).append(name)
+        codec = policy.for_tensor(name, tuple(parameter.shape), step=step)
+        real = as_real(parameter)
+        if real.numel() < _LARGE:
+            small.setdefault(real.dtype, []).append(name)
         else:  # what a block codec sends depends on the number of elements alone
-            key = codec, parameter.dtype, None if isinstance(codec, BlockCodec) else shape
-            large[key] = name, large.get(key, ("", 0))[1] + parameter.numel()
+            key = codec, real.dtype, None if isinstance(codec, BlockCodec) else tuple(real.shape)
+            large[key] = name, large.get(key, ("", 0))[1] + real.numel()
     for dtype, names in small.items():
-        shapes = [tuple(trained[name].shape) for name in names]
-        for codec, slots in slots_by_codec(policy, names, shapes, step=step).items():
+        parameters = [trained[name] for name in names]
+        filling = sum(as_real(parameter).numel() for parameter in parameters)
+        cut = slots_by_codec(policy, names, parameters, step=step, filling=filling)
+        for codec, slots in cut.items():
             yield codec, slots, dtype, 1
     for (codec, dtype, shape), (name, numel) in large.items():
         slot = Slot(name, 0, shape or (min(numel, _ENOUGH),))
