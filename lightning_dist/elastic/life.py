@@ -11,6 +11,9 @@ from lightning_dist.elastic.notice import Notices
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.watchdog import Watchdog
 
+EXIT_UNSAVED = 74
+"""Exit code (EX_IOERR) of a rank that stopped at a step whose checkpoint could not be written."""
+
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again."""
 
@@ -102,10 +105,16 @@ class Life:
         if self._watchdog is not None:
             self._watchdog.rest()
 
-    def stop(self) -> int:
-        """All ranks have saved, because some were told to end: this process's exit code."""
+    def stop(self, *, is_saved: bool) -> int:
+        """All ranks stop, because some were told to end: this process's exit code.
+
+        Args:
+            is_saved: the step at which they stop is in a checkpoint that is durable.
+        """
         told = self.reason
         self._notes.end(told or "told by others", is_echo=not told)
+        if not is_saved:
+            return EXIT_UNSAVED
         return EXIT_RESTART if Launch.from_env().is_elastic and not told else 0
 
     def leave(self) -> None:
@@ -148,9 +157,21 @@ class Life:
             self._watchdog = None
 
 
-def told_by(reasons: list[str]) -> str:
-    """Which ranks were told to end, and why: ``"rank 1: SIGTERM"``."""
-    return ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
+    """Where all ranks stop, who was told to end, and what is saved, for the user.
+
+    Args:
+        reasons: why each rank was told to end, if it was.
+        saved: step of the newest checkpoint of this start that is durable.
+    """
+    told = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    line = f"elastic: stopped at step {step} ({told})"
+    if saved == step:
+        return f"{line}, everything is saved"
+    last = "there is no complete checkpoint of this start"
+    if saved is not None:
+        last = f"the last complete checkpoint of this start is of step {saved}"
+    return f"{line}, which could not be saved; {last}; the warnings above say why"
 
 
 def _is_of_a_peer(exception: BaseException) -> bool:

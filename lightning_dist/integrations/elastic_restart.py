@@ -342,9 +342,9 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
         if not self._vote.cast(self._life.is_told):
             return
-        self._save_for_good(trainer)
+        saved = self._save_for_good(trainer)
         reasons = self._vote.gather(self._life.reason)
-        raise self._life.preempted(trainer, reasons)
+        raise self._life.preempted(trainer, reasons, saved=saved)
 
     @override
     def on_save_checkpoint(
