@@ -19,7 +19,7 @@ from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.checkpoint_last import folder_of
 from lightning_dist.integrations.early import EarlyCallback
 from lightning_dist.integrations.elastic_account import RunAccount
-from lightning_dist.integrations.elastic_data import ElasticData, require_plain_trainer
+from lightning_dist.integrations.elastic_data import ElasticData, is_trial, require_plain_trainer
 from lightning_dist.integrations.elastic_environment import FollowsLauncher, follow_launcher
 from lightning_dist.integrations.elastic_life import RunLife
 from lightning_dist.integrations.elastic_position import ElasticPosition
@@ -124,7 +124,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         restore_usual(trainer)  # after a fit that ended with an exception
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if stage != "fit" or is_trial(trainer):
             super().setup(trainer, pl_module, stage)
             return
         require_plain_trainer(trainer)
@@ -154,7 +154,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
 
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.state.fn == "fit" and not is_trial(trainer):
             self._account.identify(trainer, folder_of(self, trainer))
 
     def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
