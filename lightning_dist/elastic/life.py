@@ -15,7 +15,10 @@ EXIT_UNSAVED = 74
 """Exit code (EX_IOERR) of a rank that stopped at a step whose checkpoint could not be written."""
 
 EXIT_RESTART = 75
-"""Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again."""
+"""Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again.
+
+No failure to an agent of ``elastic/agent.py``; torchrun's own takes one of its ``max_restarts``.
+"""
 
 _LAST_SECONDS = 20.0
 """How long a process may take to end when its peers are gone, or all is saved."""

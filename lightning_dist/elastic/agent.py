@@ -1,0 +1,42 @@
+"""torchrun, but that a planned stop is no failure: ``python -m lightning_dist.elastic.agent``."""
+
+from __future__ import annotations
+
+import logging
+
+from torch.distributed import run
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.launcher import api
+
+from lightning_dist.elastic.life import EXIT_RESTART
+
+log = logging.getLogger(__name__)
+
+
+class PlannedStops(LocalElasticAgent):
+    """An agent for which ranks that ask for a restart have not failed.
+
+    torch's takes one of its ``max_restarts`` for every exit code but 0; only where nodes join it
+    restarts for nothing. When a node is preempted, the ranks of all others stop after a checkpoint
+    and ask for a restart (:data:`~lightning_dist.elastic.life.EXIT_RESTART`).
+    """
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        codes = [each.exitcode for each in result.failures.values()]
+        # One is enough: it goes when all have saved, and the agent ends those that it finds later.
+        if result.state == WorkerState.FAILED and EXIT_RESTART in codes:
+            log.info("a planned stop: its restart does not count as one of max_restarts")
+            self._remaining_restarts += 1  # the caller takes one
+        return result
+
+
+def main() -> None:
+    """Run torchrun's command line with such agents."""
+    api.LocalElasticAgent = PlannedStops  # type: ignore[misc]  # there is no option for it
+    run.main()
+
+
+if __name__ == "__main__":
+    main()
