@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.notice import PREEMPTED, Notices
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.watchdog import Watchdog
 
@@ -19,6 +19,9 @@ EXIT_RESTART = 75
 
 No failure to an agent of ``elastic/agent.py``; torchrun's own takes one of its ``max_restarts``.
 """
+
+EXIT_LEAVE = 77
+"""Exit code of a rank that stopped because its machine is about to go: start nothing there."""
 
 _LAST_SECONDS = 20.0
 """How long a process may take to end when its peers are gone, or all is saved."""
@@ -108,17 +111,23 @@ class Life:
         if self._watchdog is not None:
             self._watchdog.rest()
 
-    def stop(self, *, is_saved: bool) -> int:
+    def stop(self, reasons: list[str], *, is_saved: bool) -> int:
         """All ranks stop, because some were told to end: this process's exit code.
 
         Args:
+            reasons: why each rank was told to end, if it was.
             is_saved: the step at which they stop is in a checkpoint that is durable.
         """
         told = self.reason
         self._notes.end(told or "told by others", is_echo=not told)
         if not is_saved:
             return EXIT_UNSAVED
-        return EXIT_RESTART if Launch.from_env().is_elastic and not told else 0
+        launch = Launch.from_env()
+        if told or not launch.is_elastic:
+            return 0
+        first = launch.rank - launch.local_rank  # ranks of a node follow each other
+        here = reasons[first : first + launch.local_world_size]
+        return EXIT_LEAVE if PREEMPTED in here else EXIT_RESTART
 
     def leave(self) -> None:
         """After :meth:`stop`: nothing is left to do but to end."""

@@ -53,7 +53,7 @@ class RunLife(Life):
             saved: step of the newest checkpoint that is durable.
         """
         is_saved = saved == trainer.global_step
-        code = self.stop(is_saved=is_saved)
+        code = self.stop(reasons, is_saved=is_saved)
         if trainer.is_global_zero:
             requeue(trainer._accelerator_connector.cluster_environment, reasons)
         say = rank_zero_info if is_saved else rank_zero_warn

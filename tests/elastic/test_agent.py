@@ -59,3 +59,11 @@ def test_under_stock_torchrun_a_planned_stop_costs_a_restart(start: Start) -> No
     done, starts = start(STOCK, [75, 75, 0], max_restarts=1)
     assert done.returncode == 1
     assert starts == 2
+
+
+def test_an_agent_whose_machine_goes_ends_as_if_it_were_told(start: Start) -> None:
+    """It does not come back to be lost, which would be a failure to all others."""
+    done, starts = start(OURS, [77, 0], max_restarts=3)
+    assert done.returncode == 1
+    assert "SignalException" in done.output
+    assert starts == 1

@@ -206,7 +206,7 @@ class LoopRun:
         reasons = self._vote.gather(self.life.reason)  # no rank goes before all have come here
         self._vote.end()
         is_saved = saved == self.progress.steps
-        code = self.life.stop(is_saved=is_saved)
+        code = self.life.stop(reasons, is_saved=is_saved)
         line = stop_line(self.progress.steps, reasons, saved=saved)
         self._say(line, level=logging.INFO if is_saved else logging.WARNING)
         self.life.leave()
