@@ -6,7 +6,7 @@ import logging
 import signal
 
 from torch.distributed import run
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
@@ -39,7 +39,7 @@ class PlannedStops(LocalElasticAgent):
 
 def main() -> None:
     """Run torchrun's command line with such agents."""
-    api.LocalElasticAgent = PlannedStops  # type: ignore[misc]  # there is no option for it
+    api.LocalElasticAgent = PlannedStops  # type: ignore[attr-defined]  # there is no option for it
     run.main()
 
 

@@ -174,15 +174,15 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
 
     Args:
         reasons: why each rank was told to end, if it was.
-        saved: step of the newest checkpoint of this start that is durable.
+        saved: step of the newest checkpoint that is durable; None: there is none.
     """
     told = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
     line = f"elastic: stopped at step {step} ({told})"
     if saved == step:
         return f"{line}, everything is saved"
-    last = "there is no complete checkpoint of this start"
+    last = "there is no complete checkpoint"
     if saved is not None:
-        last = f"the last complete checkpoint of this start is of step {saved}"
+        last = f"the last complete checkpoint is of step {saved}"
     return f"{line}, which could not be saved; {last}; the warnings above say why"
 
 

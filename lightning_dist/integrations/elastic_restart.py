@@ -343,6 +343,8 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         if not self._vote.cast(self._life.is_told):
             return
         saved = self._save_for_good(trainer)
+        if saved is None and self._state is not None:
+            saved = self._state.total_steps  # of the checkpoint that this start went on from
         reasons = self._vote.gather(self._life.reason)
         raise self._life.preempted(trainer, reasons, saved=saved)
 

@@ -63,7 +63,7 @@ def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> Non
     done = end(framework, tmp_path, full_disk=0, terminate=7)
     assert (
         "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
-        "complete checkpoint of this start" in done.output
+        "complete checkpoint;" in done.output
     )
     assert "is saved" not in done.output
     assert done.returncode == EXIT_UNSAVED == 74
@@ -75,12 +75,20 @@ def test_with_an_earlier_checkpoint(framework: str, end: Any, tmp_path: Path) ->
     done = end(framework, tmp_path, full_disk=5, terminate=7)
     assert (
         "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; the last complete "
-        "checkpoint of this start is of step 4" in done.output
+        "checkpoint is of step 4;" in done.output
     )
     assert done.returncode == EXIT_UNSAVED
     newest = newest_valid(str(tmp_path / "ckpt"))
     assert newest is not None
     assert "step=4.ckpt" in newest.path
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_that_of_an_earlier_start(framework: str, end: Any, tmp_path: Path) -> None:
+    assert end(framework, tmp_path, terminate=3).returncode == 0
+    done = end(framework, tmp_path, full_disk=4, terminate=7)
+    assert "which could not be saved; the last complete checkpoint is of step 4;" in done.output
+    assert done.returncode == EXIT_UNSAVED
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

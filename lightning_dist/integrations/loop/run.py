@@ -181,10 +181,9 @@ class LoopRun:
         """Step of the newest checkpoint that is durable; collective."""
         assert self._checkpoints is not None
         last, resumed = self._checkpoints.last_committed, self.progress.resumed
+        step = None if resumed is None else resumed.total_steps
         if last is not None:
             step = last.origin.step
-        else:
-            step = None if resumed is None else resumed.total_steps
         durable: int | None = self._ranks.all({"step": step})[0]["step"]  # rank 0 writes
         return durable
 
