@@ -33,7 +33,8 @@ def launch(context: typer.Context) -> None:
     \b
       --nnodes MIN:MAX     nodes with which the job runs; default 1
       --nproc-per-node N   ranks on this node, or auto, cpu, gpu; default 1
-      --max-restarts N     after so many failures the job ends; torchrun's default here 3
+      --max-restarts N     after so many failures the job ends, planned stops not
+                           counted; torchrun's default here 3
       --rdzv-endpoint H:P  where the nodes meet; needed for more than one
       --config_file FILE   run accelerate launch with this
       --torchrun           run torchrun, whatever is configured

@@ -7,12 +7,21 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.notice import PREEMPTED, Notices
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.watchdog import Watchdog
 
+EXIT_UNSAVED = 74
+"""Exit code (EX_IOERR) of a rank that stopped at a step whose checkpoint could not be written."""
+
 EXIT_RESTART = 75
-"""Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again."""
+"""Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again.
+
+No failure to an agent of ``elastic/agent.py``; torchrun's own takes one of its ``max_restarts``.
+"""
+
+EXIT_LEAVE = 77
+"""Exit code of a rank that stopped because its machine is about to go: start nothing there."""
 
 _LAST_SECONDS = 20.0
 """How long a process may take to end when its peers are gone, or all is saved."""
@@ -102,11 +111,23 @@ class Life:
         if self._watchdog is not None:
             self._watchdog.rest()
 
-    def stop(self) -> int:
-        """All ranks have saved, because some were told to end: this process's exit code."""
+    def stop(self, reasons: list[str], *, is_saved: bool) -> int:
+        """All ranks stop, because some were told to end: this process's exit code.
+
+        Args:
+            reasons: why each rank was told to end, if it was.
+            is_saved: the step at which they stop is in a checkpoint that is durable.
+        """
         told = self.reason
         self._notes.end(told or "told by others", is_echo=not told)
-        return EXIT_RESTART if Launch.from_env().is_elastic and not told else 0
+        if not is_saved:
+            return EXIT_UNSAVED
+        launch = Launch.from_env()
+        if told or not launch.is_elastic:
+            return 0
+        first = launch.rank - launch.local_rank  # ranks of a node follow each other
+        here = reasons[first : first + launch.local_world_size]
+        return EXIT_LEAVE if PREEMPTED in here else EXIT_RESTART
 
     def leave(self) -> None:
         """After :meth:`stop`: nothing is left to do but to end."""
@@ -148,9 +169,21 @@ class Life:
             self._watchdog = None
 
 
-def told_by(reasons: list[str]) -> str:
-    """Which ranks were told to end, and why: ``"rank 1: SIGTERM"``."""
-    return ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
+    """Where all ranks stop, who was told to end, and what is saved, for the user.
+
+    Args:
+        reasons: why each rank was told to end, if it was.
+        saved: step of the newest checkpoint that is durable; None: there is none.
+    """
+    told = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    line = f"elastic: stopped at step {step} ({told})"
+    if saved == step:
+        return f"{line}, everything is saved"
+    last = "there is no complete checkpoint"
+    if saved is not None:
+        last = f"the last complete checkpoint is of step {saved}"
+    return f"{line}, which could not be saved; {last}; the warnings above say why"
 
 
 def _is_of_a_peer(exception: BaseException) -> bool:

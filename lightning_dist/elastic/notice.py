@@ -12,6 +12,9 @@ from contextlib import suppress
 from types import FrameType
 from weakref import WeakSet
 
+PREEMPTED = "preemption notice"
+"""The reason where ``preempted()`` said that the machine is about to go."""
+
 _PATIENCE = 1.0
 """Seconds for the thread to end."""
 
@@ -107,7 +110,7 @@ class Notices:
         while not self._ended.wait(self._poll_s):
             try:
                 if preempted():
-                    self.give("preemption notice")
+                    self.give(PREEMPTED)
                     return
             except Exception as error:
                 warnings.warn(

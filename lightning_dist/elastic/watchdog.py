@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 from lightning_dist.elastic.deadline import Deadline
 from lightning_dist.elastic.launch import Launch
@@ -44,7 +44,8 @@ class Watchdog:
     ) -> None:
         self._hang_timeout = hang_timeout
         self._last_words = last_words
-        self._end = end or _end
+        siblings = Siblings() if Launch.from_env().is_elastic else None
+        self._end = end or (lambda why: _end(why, siblings))
         self._stopped = threading.Event()
         self._progress, self._limit = Deadline(clock), Deadline(clock)
 
@@ -80,26 +81,43 @@ class Watchdog:
                 return
 
 
-def kill_stopped_siblings() -> list[int]:
-    """Kill the processes of the same parent that are stopped; returns their ids.
+class Siblings:
+    """The ranks that the launcher of this process has started beside it.
 
-    A launcher that ends its ranks waits (torchrun: 30 s) for one that cannot hear its signal.
+    The launcher is remembered now: a process whose launcher has died gets another parent, whose
+    other children are strangers.
     """
-    parent, stopped = os.getppid(), []
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with suppress(OSError, ValueError, IndexError):
-            pid = int(name)
-            state, its_parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-            if state == "T" and int(its_parent) == parent:
-                os.kill(pid, signal.SIGKILL)
-                stopped.append(pid)
-    return stopped
+
+    def __init__(self) -> None:
+        own = psutil.Process()
+        self._launcher = own.parent()  # psutil compares start times, so no later process is it
+        self._job = _job_of(own)
+
+    def kill_stopped(self) -> list[int]:
+        """Kill those that are stopped; returns their ids.
+
+        A launcher that ends its ranks waits (torchrun: 30 s) for one that cannot hear its signal.
+        """
+        killed: list[int] = []
+        with suppress(psutil.Error, OSError):
+            for each in self._launcher.children() if self._launcher is not None else ():
+                with suppress(psutil.Error, OSError):
+                    if each.status() == psutil.STATUS_STOPPED and _job_of(each) == self._job:
+                        each.kill()
+                        killed.append(each.pid)
+        return killed
 
 
-def _end(why: str) -> NoReturn:
+def _job_of(process: psutil.Process) -> str | None:
+    """The job of torch's elastic agent that ``process`` was started for."""
+    job: str | None = process.environ().get("TORCHELASTIC_RUN_ID")
+    return job
+
+
+def _end(why: str, siblings: Siblings | None) -> NoReturn:
     """Say where every thread is, and be gone: no handler and no destructor may hang now."""
-    if Launch.from_env().is_elastic:
-        kill_stopped_siblings()
+    if siblings is not None:
+        siblings.kill_stopped()
     _attempt(_say, why)
     os._exit(EXIT_STUCK)
 

@@ -7,7 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dist.elastic.layout import BatchPolicy, Layout, layout_for
@@ -16,6 +20,9 @@ from lightning_dist.elastic.plan import EpochPlan, Position, full_size
 from lightning_dist.elastic.sampling import Cursor
 from lightning_dist.elastic.state import ElasticState
 from lightning_dist.elastic.stateful import Remembered, StatefulLoader
+
+FINDERS = (BatchSizeFinder, LearningRateFinder)
+"""Callbacks that train a little and restore what they found: as such, or for a ``Tuner``."""
 
 
 class ElasticData:
@@ -55,6 +62,8 @@ class ElasticData:
         self._limit: Any = trainer.limit_train_batches
         self._interval: Any = trainer.val_check_interval
         self.cursor = Cursor()
+        self.is_known = False
+        """Whether the loader has been made."""
         self.remembered: Remembered | None = None
         """The loader, if it keeps its position itself."""
         self.facts: LoaderFacts | None = None
@@ -76,6 +85,7 @@ class ElasticData:
 
     def deal(self, loader: Any) -> Any:
         """This rank's share of the user's ``loader``. On all ranks."""
+        self.is_known = True
         try:
             self.facts = facts_of(loader, seed=self._seed)
         except NotExactError as reason:
@@ -254,3 +264,17 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
                 "ElasticRestart decides how many passes a step takes, so a "
                 "GradientAccumulationScheduler could not take effect; set accumulate_grad_batches="
             )
+        if isinstance(callback, FINDERS):
+            name = type(callback).__name__
+            raise ValueError(
+                f"ElasticRestart goes on from a checkpoint at every start, and {name} would search "
+                "again there and restore a checkpoint of its own over it; search before fit(), "
+                "with a Tuner(trainer), and leave the callback out"
+            )
+
+
+def is_trial(trainer: pl.Trainer) -> bool:
+    """Whether this fit is not of the run: ``fast_dev_run``, or the search of a ``Tuner``."""
+    inner: Any = trainer
+    searches = (each for each in inner.callbacks if isinstance(each, FINDERS))
+    return bool(inner.fast_dev_run) or any(each._early_exit for each in searches)

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.life import Life, told_by
+from lightning_dist.elastic.life import Life, stop_line
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.integrations.elastic_account import RunAccount
 from lightning_dist.integrations.elastic_signals import Preempted, notice_signals, requeue
@@ -45,19 +45,19 @@ class RunLife(Life):
         for missing in Launch.from_env().missing_settings():
             rank_zero_warn(missing)
 
-    def preempted(self, trainer: pl.Trainer, reasons: list[str]) -> Preempted:
-        """All ranks have saved: how this process ends.
+    def preempted(self, trainer: pl.Trainer, reasons: list[str], *, saved: int | None) -> Preempted:
+        """All ranks stop here: how this process ends.
 
         Args:
             reasons: why each rank was told to end, if it was.
+            saved: step of the newest checkpoint that is durable.
         """
-        code = self.stop()
+        is_saved = saved == trainer.global_step
+        code = self.stop(reasons, is_saved=is_saved)
         if trainer.is_global_zero:
             requeue(trainer._accelerator_connector.cluster_environment, reasons)
-        rank_zero_info(
-            f"elastic: stopped at step {trainer.global_step} ({told_by(reasons)}), everything is "
-            "saved"
-        )
+        say = rank_zero_info if is_saved else rank_zero_warn
+        say(stop_line(trainer.global_step, reasons, saved=saved))
         self.leave()
         return Preempted(code)
 

@@ -215,8 +215,13 @@ class ElasticPosition:
         return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Put all of this into a checkpoint. Collective."""
+        """Put all of this into a checkpoint. Collective.
+
+        Nothing where the train dataloader has not been made yet: no position is known then.
+        """
         trainer, data = self._trainer, self._data
+        if not data.is_known:
+            return
         own = self._rng or self._rng_of_step or rng.capture(trainer.strategy.root_device)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         gathered = self._vote.gather((own, self._loader_state(), self._logged()))

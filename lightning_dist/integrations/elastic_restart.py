@@ -19,7 +19,7 @@ from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.checkpoint_last import folder_of
 from lightning_dist.integrations.early import EarlyCallback
 from lightning_dist.integrations.elastic_account import RunAccount
-from lightning_dist.integrations.elastic_data import ElasticData, require_plain_trainer
+from lightning_dist.integrations.elastic_data import ElasticData, is_trial, require_plain_trainer
 from lightning_dist.integrations.elastic_environment import FollowsLauncher, follow_launcher
 from lightning_dist.integrations.elastic_life import RunLife
 from lightning_dist.integrations.elastic_position import ElasticPosition
@@ -133,7 +133,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         restore_usual(trainer)  # after a fit that ended with an exception
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if stage != "fit" or is_trial(trainer):
             super().setup(trainer, pl_module, stage)
             return
         require_plain_trainer(trainer)
@@ -165,7 +165,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
 
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.state.fn == "fit" and not is_trial(trainer):
             self._account.identify(trainer, folder_of(self, trainer))
 
     def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any], weights_only: bool) -> None:
@@ -365,9 +365,11 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
         if not self._vote.cast(self._life.is_told):
             return
-        self._save_for_good(trainer)
+        saved = self._save_for_good(trainer)
+        if saved is None and self._state is not None:
+            saved = self._state.total_steps  # of the checkpoint that this start went on from
         reasons = self._vote.gather(self._life.reason)
-        raise self._life.preempted(trainer, reasons)
+        raise self._life.preempted(trainer, reasons, saved=saved)
 
     @override
     def on_save_checkpoint(

@@ -140,13 +140,24 @@ class NewestCheckpoint(AsyncCheckpoint):
         self._await_saves()
         self._save_now(trainer)
 
-    def _save_for_good(self, trainer: pl.Trainer) -> None:
-        """Save this step, and return when all is durable."""
+    def _save_for_good(self, trainer: pl.Trainer) -> int | None:
+        """Save this step, and wait; step of the newest checkpoint that is durable then."""
+        self._await_saves()
+        if self._durable_step(trainer) != trainer.global_step:
+            self._last_global_step_saved = -1  # a save of this step that was asked for has failed
         self._save_at_last(trainer)
         if self._session is not None:
             self._session.flush_removals()
             self._await_saves()
             self._session.agree_on_failures()
+        return self._durable_step(trainer)
+
+    def _durable_step(self, trainer: pl.Trainer) -> int | None:
+        """Step of the newest checkpoint of this start that is durable; collective."""
+        last = self.last_committed
+        step = None if last is None else last.origin.step
+        durable: int | None = trainer.strategy.broadcast(step)  # of rank 0, which publishes
+        return durable
 
     def _await_saves(self) -> None:
         """Return when all that this rank writes is durable."""

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 
 class Preempted(SIGTERMException):
-    """The training has stopped at a checkpoint of all ranks; ends the process with a code."""
+    """The training has stopped on all ranks at one step; ends the process with a code."""
 
 
 class NoticeConnector(_SignalConnector):

@@ -108,7 +108,7 @@ def test_options_of_torchrun_are_for_torchrun(
 ) -> None:
     configure(home / "default_config.yaml")
     _, module, arguments, note = planned(*words, script)
-    assert module == "torch.distributed.run"
+    assert module == "lightning_dist.elastic.agent"
     assert "--torchrun" not in arguments
     assert note.startswith("lightning-dist: torchrun (")
     assert why in note
@@ -123,13 +123,13 @@ def test_accelerates_own_file_alone_changes_nothing(
     else:
         (home / "lightning_dist.yaml").write_text(sidecar)
     _, module, _, note = planned(script)
-    assert module == "torch.distributed.run"
+    assert module == "lightning_dist.elastic.agent"
     assert "lightning-dist config has written none" in note
 
 
 def test_config_file_after_the_script_is_the_scripts(script: Path) -> None:
     _, module, arguments, _ = planned("--nproc-per-node=2", script, "--config_file", "x")
-    assert module == "torch.distributed.run"
+    assert module == "lightning_dist.elastic.agent"
     assert arguments[-3:] == [str(script), "--config_file", "x"]
 
 

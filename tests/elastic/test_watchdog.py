@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -171,3 +173,13 @@ def test_a_deadline() -> None:
     assert deadline.expired() == "later"
     deadline.clear()
     assert deadline.expired() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
+@pytest.mark.parametrize(("way", "killed"), [("orphaned", []), ("launched", ["rank"])])
+def test_stopped_processes_are_killed_only_if_they_are_ranks_of_its_launcher(
+    way: str, killed: list[str]
+) -> None:
+    finished = run([sys.executable, HANGING.with_name("orphaned.py"), way], limit=60)
+    found = json.loads(finished.require_success().output.splitlines()[-1])
+    assert found == {"code": EXIT_STUCK, "killed": killed}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -17,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -98,6 +101,12 @@ def run_jobs(
     return found
 
 
+def limit_files_of_writer(nbytes: int) -> None:
+    """Let the kernel refuse what is longer: to the writer's process, as a full disk does."""
+    (writer,) = psutil.Process().children()
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -105,6 +114,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "requeue": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "abort": os.abort,
     "exit": lambda: os._exit(3),
+    "full_disk": lambda: limit_files_of_writer(2000),
 }
 
 
@@ -131,7 +141,11 @@ def rank_main(job: Job, start: int) -> str:
         else:
             places.append((fault, once))
     train = _fit if job.framework == "trainer" else _loop
-    result = train(job, folder, places)
+    try:
+        result = train(job, folder, places)
+    except SystemExit as ended:
+        (folder / f"exit-{start}-{rank}").write_text(str(ended.code))
+        raise
     (folder / f"end-{start}-{rank}.json").write_text(json.dumps(result))
     return str(result["hash"])
 

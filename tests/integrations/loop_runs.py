@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.checkpoint.settings import CheckpointSettings
 
 WIDTH = 4
 Strike = Callable[[str, int], None]
@@ -85,12 +86,14 @@ def train(
     loader: Mapping[str, Any] | None = None,
     data: str = "",
     elastic: Mapping[str, Any] | None = None,
+    saving: Mapping[str, Any] | None = None,
     watch: Callable[[ElasticLoop], None] = lambda loop: None,
 ) -> tuple[str, int]:
     """Hash of the weights and number of steps at the end.
 
     Args:
         data: a name of :data:`elastic_data.LOADERS`; or else `make_loader` makes the loader.
+        saving: arguments of CheckpointSettings.
         watch: called after every step.
     """
     module = net(noisy=noisy)
@@ -100,6 +103,8 @@ def train(
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
     ids: list[int] = []
     settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
+    if saving is not None:
+        settings["checkpoint"] = CheckpointSettings(**{"snapshot": "blocking", **saving})
     with ElasticLoop(
         folder / "ckpt",
         loader=_loader(data) if data else numbered(size, noisy=noisy, **(loader or {})),

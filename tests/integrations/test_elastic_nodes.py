@@ -70,3 +70,26 @@ def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
     done.require_success()
     assert "elastic: world 2, fresh start; global batch 16: 1 pass on 2 ranks" in done.output
     assert list((tmp_path / "out").glob("*step=12.ckpt"))
+
+
+@pytest.mark.timeout(260)
+def test_planned_stops_do_not_use_up_the_restarts_for_failures(tmp_path: Path) -> None:
+    """Two nodes are told to end, one after the other, and the node that stays may fail once."""
+    stops, endpoint = 2, f"127.0.0.1:{port()}"
+    for number in range(stops):
+        os.mkfifo(tmp_path / f"alone-{number}")
+    command = [
+        *(*PROGRAM, "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-endpoint", endpoint),
+        *("--rdzv-conf", QUICK),
+        *(str(SCRIPT.with_name("elastic_preempted.py")), str(tmp_path), str(stops)),
+    ]
+    others = [
+        ["sh", "-c", f"cat {tmp_path}/alone-{number} && exec {shlex.join(command)}"]
+        for number in range(stops)
+    ]
+    environments = [{}, *({"SECOND_NODE": "1"} for _ in others)]
+    stayed, *told = run_together([command, *others], environments, limit=240)
+    stayed.require_success()
+    assert all("SignalException" in each.output for each in told)
+    assert (tmp_path / "starts").read_text().split() == ["1", "2", "1", "2", "1"]
+    assert (tmp_path / "ended").exists()

@@ -16,6 +16,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "validation within epochs": {"val_check_interval": 5},
     "accumulation": {"accumulate_grad_batches": 2},
     "limited epochs": {"limit_train_batches": 7},
+    "half epochs, half validations": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
+    "validations of two batches": {"limit_val_batches": 2, "max_epochs": 2},
     "checkpoints of epochs": {"elastic": {"every_n_train_steps": None}},
     "sharded": {"elastic": {"format": "sharded", "writer": "process"}, "max_epochs": 2},
 }

@@ -250,7 +250,7 @@ class ElasticLoop:
         Raises:
             ValueError: the optimizer should not have stepped after this pass.
             CheckpointError: an earlier save has failed, on all ranks.
-            SystemExit: a rank was told to end, and everything is saved.
+            SystemExit: a rank was told to end; code 74 where the last checkpoint was not written.
         """
         if not self.ends_step or self._has_stepped:
             raise ValueError(

@@ -35,7 +35,6 @@ class Progress:
         self.position = Position() if resumed is None else resumed.position
         self.samples = 0 if resumed is None else resumed.total_samples
         self.steps = 0 if resumed is None else resumed.total_steps
-        self.saved_step = -1 if resumed is None else resumed.total_steps
         self._before_epoch = self.samples - self.position.samples
         self._rng: dict[str, Any] | None = None
         if resumed is not None:

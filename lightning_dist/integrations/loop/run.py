@@ -14,7 +14,7 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.account import Account, cost_line, start_line
 from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.layout import lr_factor
-from lightning_dist.elastic.life import Life, told_by
+from lightning_dist.elastic.life import Life, stop_line
 from lightning_dist.elastic.plan import Position
 from lightning_dist.elastic.rates import scale_learning_rates
 from lightning_dist.elastic.settings import EndSettings
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """The training has stopped at a checkpoint of all ranks; ends the process with a code."""
+    """The training has stopped on all ranks at one step; ends the process with a code."""
 
 
 class LoopRun:
@@ -172,17 +172,27 @@ class LoopRun:
         name = f"epoch={progress.position.epoch}-step={progress.steps}.ckpt"
         checkpoint = {KEY: state.as_dict(), **self.objects.state_dict()}
         self._checkpoints.save(checkpoint, name, step=progress.steps)
-        progress.saved_step = progress.steps
         self.life.beat()
 
-    def _save_for_good(self) -> None:
-        """Save this step if it is not saved yet, and return when all is durable."""
+    def _save_for_good(self) -> int | None:
+        """Save this step if it is not saved yet, and wait; the newest step that is durable then."""
         assert self._checkpoints is not None
         self._await_saves()
-        if self.progress.saved_step != self.progress.steps:
+        if self._durable_step() != self.progress.steps:
             self.save()
             self._await_saves()
         self._checkpoints.settle()
+        return self._durable_step()
+
+    def _durable_step(self) -> int | None:
+        """Step of the newest checkpoint that is durable; collective."""
+        assert self._checkpoints is not None
+        last, resumed = self._checkpoints.last_committed, self.progress.resumed
+        step = None if resumed is None else resumed.total_steps
+        if last is not None:
+            step = last.origin.step
+        durable: int | None = self._ranks.all({"step": step})[0]["step"]  # rank 0 writes
+        return durable
 
     def _await_saves(self) -> None:
         """Writing may take long. That all ranks have come to a round of waiting is progress."""
@@ -195,16 +205,16 @@ class LoopRun:
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
         if not self._vote.cast(self.life.is_told):
             return
-        self._save_for_good()
+        saved = self._save_for_good()
         # A launcher that sees a rank go tells the others once more. That must end them, also where
         # they would wait for the launcher, as functions that it has called do.
         self._give_back_handlers()
         reasons = self._vote.gather(self.life.reason)  # no rank goes before all have come here
         self._vote.end()
-        code = self.life.stop()
-        self._say(
-            f"elastic: stopped at step {self.progress.steps} ({told_by(reasons)}), all is saved"
-        )
+        is_saved = saved == self.progress.steps
+        code = self.life.stop(reasons, is_saved=is_saved)
+        line = stop_line(self.progress.steps, reasons, saved=saved)
+        self._say(line, level=logging.INFO if is_saved else logging.WARNING)
         self.life.leave()
         raise Stopped(code)
 

@@ -1,0 +1,47 @@
+"""torchrun, but that a planned stop is no failure: ``python -m lightning_dist.elastic.agent``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.launcher import api
+
+from lightning_dist.elastic.life import EXIT_LEAVE, EXIT_RESTART
+
+log = logging.getLogger(__name__)
+
+
+class PlannedStops(LocalElasticAgent):
+    """An agent for which ranks that ask for a restart have not failed.
+
+    torch's takes one of its ``max_restarts`` for every exit code but 0; only where nodes join it
+    restarts for nothing. When a node is preempted, the ranks of all others stop after a checkpoint
+    and ask for a restart (:data:`~lightning_dist.elastic.life.EXIT_RESTART`). On the machine that
+    goes nothing is started again: its loss would be a failure to the others.
+    """
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        codes = [each.exitcode for each in result.failures.values()]
+        if EXIT_LEAVE in codes:  # as torchrun does where it gets the signal itself
+            raise SignalException("the machine of this launcher is about to go", signal.SIGTERM)
+        # One is enough: it goes when all have saved, and the agent ends those that it finds later.
+        if result.state == WorkerState.FAILED and EXIT_RESTART in codes:
+            log.info("a planned stop: its restart does not count as one of max_restarts")
+            self._remaining_restarts += 1  # the caller takes one
+        return result
+
+
+def main() -> None:
+    """Run torchrun's command line with such agents."""
+    api.LocalElasticAgent = PlannedStops  # type: ignore[attr-defined]  # there is no option for it
+    run.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A rank that hangs beside stopped processes, with its launcher or after that one's death.
+
+Usage: orphaned.py WAY, which is ``orphaned`` or ``launched``; it prints JSON: the exit code of the
+rank, and the names of the stopped processes that were killed.
+
+The first process is a subreaper: children of a launcher that dies become its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+JOB, OTHER = {"TORCHELASTIC_RUN_ID": "job"}, {"TORCHELASTIC_RUN_ID": "another job"}
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def stopped(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that has stopped."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment})
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    return process
+
+
+def was_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether somebody has killed it: if not, it goes on and ends by itself."""
+    process.send_signal(signal.SIGCONT)
+    return process.wait() == -signal.SIGKILL
+
+
+def rank(go: int) -> None:
+    """Hang as soon as ``go`` has something to read."""
+    from lightning_dist.elastic.watchdog import Watchdog
+
+    watchdog = Watchdog(0.2)
+    print("watches", flush=True)
+    os.read(go, 1)
+    watchdog.start()
+    ctypes.CDLL(None).pause()
+
+
+def start_rank(go: int, **arguments: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "rank", str(go)]
+    return subprocess.Popen(
+        command, env={**os.environ, **JOB}, pass_fds=[go], stdout=subprocess.PIPE, **arguments
+    )
+
+
+def launcher(go: int) -> None:
+    """Start a rank and die when it watches."""
+    process = start_rank(go)
+    assert process.stdout is not None
+    process.stdout.readline()
+    print(process.pid, flush=True)
+    os._exit(0)
+
+
+def orphaned() -> dict[str, Any]:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    stranger = stopped(JOB)  # of a job of the same name, as torchrun's default is one
+    go, say = os.pipe()
+    command = [sys.executable, __file__, "launcher", str(go)]
+    died = subprocess.run(command, pass_fds=[go], stdout=subprocess.PIPE, check=True)
+    os.write(say, b"x")
+    _, status = os.waitpid(int(died.stdout), 0)
+    killed = ["stranger"] if was_killed(stranger) else []
+    return {"code": os.waitstatus_to_exitcode(status), "killed": killed}
+
+
+def launched() -> dict[str, Any]:
+    others = {"rank": stopped(JOB), "of another job": stopped(OTHER), "of none": stopped({})}
+    go, say = os.pipe()
+    process = start_rank(go)
+    os.write(say, b"x")
+    process.wait()
+    return {"code": process.returncode, "killed": [n for n, p in others.items() if was_killed(p)]}
+
+
+if __name__ == "__main__":
+    way, *rest = sys.argv[1:]
+    roles: dict[str, Callable[..., Any]] = {"rank": rank, "launcher": launcher}
+    if way in roles:
+        roles[way](int(rest[0]))
+    else:
+        print(json.dumps({"orphaned": orphaned, "launched": launched}[way]()))

@@ -1,0 +1,59 @@
+"""With which code a rank ends when all ranks stop because some were told to."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dist.elastic.life import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED, Life
+from lightning_dist.elastic.notice import PREEMPTED, Notices
+from lightning_dist.elastic.settings import EndSettings
+
+
+class Account:
+    """Takes note of the end."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[str, bool]] = []
+
+    def end(self, reason: str, *, is_echo: bool = False) -> None:
+        self.ends.append((reason, is_echo))
+
+
+def codes_of(patch: pytest.MonkeyPatch, reasons: list[str], *, is_saved: bool = True) -> list[int]:
+    """Exit codes of all ranks, on nodes of two, under torchrun."""
+    codes = []
+    patch.setenv("TORCHELASTIC_RUN_ID", "job")
+    patch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank, reason in enumerate(reasons):
+        patch.setenv("RANK", str(rank))
+        patch.setenv("LOCAL_RANK", str(rank % 2))
+        account = Account()
+        life = Life(EndSettings(), account)
+        life._notices = Notices([])
+        life._notices.reason = reason
+        codes.append(life.stop(reasons, is_saved=is_saved))
+        assert account.ends == [(reason or "told by others", not reason)]
+    return codes
+
+
+def test_who_was_told_ends_well_and_others_ask_for_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes = codes_of(monkeypatch, ["", "SIGTERM", "", ""])
+    assert codes == [EXIT_RESTART, 0, EXIT_RESTART, EXIT_RESTART]
+
+
+def test_no_rank_of_a_machine_that_goes_asks_for_a_restart_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank of each machine asks the cloud, and its notice is for all of them."""
+    codes = codes_of(monkeypatch, ["", "", PREEMPTED, ""])
+    assert codes == [EXIT_RESTART, EXIT_RESTART, 0, EXIT_LEAVE]
+
+
+def test_without_a_checkpoint_nobody_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert codes_of(monkeypatch, ["", "SIGTERM"], is_saved=False) == [EXIT_UNSAVED] * 2
+
+
+def test_where_nobody_restarts_ranks_all_end_well() -> None:
+    assert Life(EndSettings(), Account()).stop(["", "SIGTERM"], is_saved=True) == 0

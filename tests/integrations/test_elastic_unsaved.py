@@ -1,0 +1,127 @@
+"""Told to end where the last checkpoint cannot be written: what is said is what is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_jobs import Fault, Job, run_jobs
+from processes import Finished, run
+
+from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.elastic.life import EXIT_UNSAVED
+
+MAIN = """
+import json, logging, resource, sys
+from pathlib import Path
+from elastic_jobs import KINDS, limit_files_of_writer
+from elastic_runs import FailAt, fit
+from loop_runs import train
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
+framework, folder, steps = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+def space_after_a_failure():
+    on_failed = Checkpointer._on_failed
+    def mended(self, event):
+        limit_files_of_writer(resource.RLIM_INFINITY)
+        on_failed(self, event)
+    Checkpointer._on_failed = mended
+actions = {at: KINDS[kind] for kind, at in steps.items() if kind in KINDS}
+def strike(place, step):
+    if place == "after_backward" and step in actions:
+        actions[step]()
+logging.basicConfig(level=logging.INFO)
+if "space" in steps:
+    space_after_a_failure()
+if framework == "trainer":
+    hooks = [FailAt("on_after_backward", at, action) for at, action in actions.items()]
+    fit(folder, *hooks, elastic={**saving, "every_n_train_steps": 4})
+else:
+    train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_steps": 4})
+"""
+FRAMEWORKS = ("trainer", "loop")
+
+
+@pytest.fixture(scope="module")
+def end(quick_python: list[str]) -> Callable[..., Finished]:
+    """Train with a checkpoint every 4 steps, and with something that happens at some steps."""
+
+    def end(framework: str, folder: Path, **steps: int) -> Finished:
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path.insert(0, {here!r})\n{MAIN}"
+        command = [*quick_python, "-c", code, framework, folder, json.dumps(steps)]
+        return run(command, limit=90)
+
+    return end
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
+    done = end(framework, tmp_path, full_disk=0, terminate=7)
+    assert (
+        "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
+        "complete checkpoint;" in done.output
+    )
+    assert "is saved" not in done.output
+    assert done.returncode == EXIT_UNSAVED == 74
+    assert newest_valid(str(tmp_path / "ckpt")) is None
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_an_earlier_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
+    done = end(framework, tmp_path, full_disk=5, terminate=7)
+    assert (
+        "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; the last complete "
+        "checkpoint is of step 4;" in done.output
+    )
+    assert done.returncode == EXIT_UNSAVED
+    newest = newest_valid(str(tmp_path / "ckpt"))
+    assert newest is not None
+    assert "step=4.ckpt" in newest.path
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_with_that_of_an_earlier_start(framework: str, end: Any, tmp_path: Path) -> None:
+    assert end(framework, tmp_path, terminate=3).returncode == 0
+    done = end(framework, tmp_path, full_disk=4, terminate=7)
+    assert "which could not be saved; the last complete checkpoint is of step 4;" in done.output
+    assert done.returncode == EXIT_UNSAVED
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_save_of_this_step_that_failed_is_tried_again(
+    framework: str, end: Any, tmp_path: Path
+) -> None:
+    """Step 8 is due, and the one at which all stop; after its failure there is space again."""
+    done = end(framework, tmp_path, full_disk=5, space=8, terminate=7)
+    assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
+    assert done.returncode == 0
+    newest = newest_valid(str(tmp_path / "ckpt"))
+    assert newest is not None
+    assert "step=8" in newest.path
+
+
+@pytest.mark.timeout(180)
+def test_all_ranks_know(tmp_path: Path, quick_python: list[str]) -> None:
+    """Rank 0 cannot write, and rank 1 is told."""
+    saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
+    settings: dict[str, dict[str, Any]] = {
+        "trainer": {"elastic": {**saving, "every_n_train_steps": 4}},
+        "plain": {"elastic": {"every_n_steps": 4}, "saving": saving},
+    }
+    jobs = []
+    for framework, hook in (("trainer", "on_after_backward"), ("plain", "after_backward")):
+        faults = Fault("full_disk", hook, 5, (0,)), Fault("terminate", hook, 7)
+        folder, fit = str(tmp_path / framework), settings[framework]
+        jobs.append(
+            Job(framework, folder, faults=faults, max_restarts=0, framework=framework, fit=fit)
+        )
+    done = run_jobs(jobs, tmp_path, python=quick_python)
+    for job in jobs:
+        assert not done[job.name]["hung"]
+        # The agent ends the other one as soon as the first is gone.
+        codes = {path.read_text() for path in Path(job.folder).glob("exit-0-*")}
+        assert codes == {"74"}, job.name
