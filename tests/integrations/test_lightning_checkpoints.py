@@ -17,7 +17,7 @@ def _mean(ranks: list[Facts]) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_holds_every_ranks_residuals_in_plain_values(two: Results) -> None:
     ranks = pick(two("resume"), "half")
     state = torch.load(two.folder / "half.ckpt", weights_only=True)[KEY]
-    assert sorted(state) == ["residuals", "step", "version", "world_size"]
+    assert sorted(state) == ["residuals", "step", "strides", "version", "world_size"]
     assert (state["step"], state["world_size"]) == (4, 2)
     assert sorted(state["residuals"]) == WEIGHTS
     for rank, facts in enumerate(ranks):
