@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.folder_owner import own_as_writer
+from lightning_dist.checkpoint.disk.folder_owner import lock_to_send
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.memory import SnapshotMemory
@@ -118,16 +118,15 @@ class WriterProcess:
 
     def own(self, folder: str) -> None:
         with suppress(CheckpointError):  # its end is reported with what it should have done
-            lock = own_as_writer(folder)
-            if lock is not None and lock.can_be_sent:
+            if (lock := lock_to_send(folder)) is not None:
                 # It is kept while it is on its way, so nobody has to wait for the writer to start.
-                with self._sending:
-                    self._send(("hold",))
-                    self._send_handle(lock.file.descriptor)
-                lock.file.close()
+                try:
+                    with self._sending:
+                        self._send(("hold",))
+                        self._send_handle(lock.descriptor)
+                finally:
+                    lock.close()
                 return
-            if lock is not None:
-                lock.file.close()
             # Until it has the lock, a trainer that replaces this one would not wait for it.
             self._put("own", folder)
             self._await_lock(folder)

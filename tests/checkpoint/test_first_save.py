@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,14 @@ LIMIT = 30.0
 
 
 @pytest.fixture
-def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Writers that start do nothing until something is written here."""
     path = tmp_path / "gate"
     os.mkfifo(path)
     monkeypatch.setattr(writers, "_BOOT", f"open({str(path)!r}).read()\n{writers._BOOT}")
-    return path
+    yield path
+    with suppress(OSError):  # nobody waits any more
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_the_first_save_returns_before_its_writer_has_started(tmp_path: Path, gate: Path) -> None:

@@ -333,3 +333,24 @@ def test_locks_of_the_process_keep_others_out_too(
     lock.release()
     assert not is_refused(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_locks_of_the_process_are_kept_when_its_writer_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_lock, "is_fuse", lambda *_: True)
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(str(tmp_path))
+    try:
+        asked = run([sys.executable, "-c", ASK_BYTES, tmp_path], limit=60).require_success()
+        assert asked.output.split() == ["True", "True", "True"], "trainer, writer, cleaned up"
+    finally:
+        checkpointer.close(30)
+    assert os.listdir(tmp_path) == []
+
+
+ASK_BYTES = """
+import sys
+from lightning_dist.checkpoint.disk.folder_owner import _holders
+print(*_holders(sys.argv[1])[:3])
+"""

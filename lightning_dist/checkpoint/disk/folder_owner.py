@@ -53,11 +53,6 @@ class Lock:
     is_real: bool = True
     """Whether others are kept out."""
 
-    @property
-    def can_be_sent(self) -> bool:
-        """Whether a process that is given the descriptor keeps the lock."""
-        return not self.file.is_of_process
-
     def release(self) -> None:
         """Give it back, once for every time it was given."""
         self.owners -= 1
@@ -248,6 +243,22 @@ def own_as_writer(folder: str) -> Lock | None:
     lock = Lock(inside, LockFile(os.path.join(inside, LOCK)))
     lock.file.take(_WRITER, wait=True, shared=True)
     return lock
+
+
+def lock_to_send(folder: str) -> LockFile | None:
+    """The writer's lock, for the process that is given its descriptor; None where it must take it.
+
+    POSIX locks stay with the process that took them, and to close another descriptor of the file
+    would give those of the trainer back.
+    """
+    owned = _owned.get((os.getpid(), os.path.realpath(storage_of(folder)[1])))
+    if owned is not None and owned.file.is_of_process:
+        return None
+    lock = own_as_writer(folder)
+    if lock is not None and lock.file.is_of_process:
+        lock.file.close()
+        return None
+    return None if lock is None else lock.file
 
 
 def forget(folder: str) -> None:
