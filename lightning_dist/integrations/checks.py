@@ -6,7 +6,7 @@ import difflib
 import heapq
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -83,13 +83,22 @@ def _require_device(module: nn.Module) -> None:
         )
 
 
-def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: bool) -> int | None:
+def require_effect(
+    settings: Settings, names: Mapping[Tensor, str], *, says: bool, one_of_several: bool = False
+) -> int | None:
     """The first synchronised step that compresses a parameter; None: none does, said once.
+
+    Args:
+        one_of_several: other models may have what a rule of `by_name` is for: warn, do not raise.
 
     Raises:
         ValueError: the codec fits no parameter of the model, or a rule of `by_name` none.
     """
-    _require_matches(settings.codec, list(names.values()))
+    for problem in _unmatched(settings.codec, list(names.values())):
+        if not one_of_several:
+            raise ValueError(problem)
+        if says:
+            log.warning("%s; no matter if it is for another model", problem)
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
     wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
     begins = first_compressed_step(settings.policy, trained)
@@ -134,13 +143,13 @@ def require_begun(reducer: Reducer, optimizers: Sequence[object], *, steps: floa
             )
 
 
-def _require_matches(codec: Codec, names: Sequence[str]) -> None:
-    """Raise ValueError for a pattern of the user's that is found in no name, frozen ones too."""
+def _unmatched(codec: Codec, names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a pattern of the user's that is found in no name, frozen ones too."""
     for pattern in patterns_of(codec):
         if pattern != NORMS_BIASES_EMBEDDINGS and not any(re.search(pattern, n) for n in names):
             text = re.sub(r"[^\w.]", "", pattern.replace("\\.", ".")) or pattern
             near = heapq.nlargest(3, names, key=lambda name: _likeness(text, name))
-            raise ValueError(
+            yield (
                 f"by_name: a pattern must be found in the name of a parameter, got {pattern!r}, "
                 f"which is found in none of {len(names)}; the nearest are "
                 f"{', '.join(map(repr, near))}"

@@ -113,12 +113,14 @@ def attach(
     continue_from: Reducer | None = None,
     groups: Groups | None = None,
     timeout: timedelta | None = None,
+    one_of_several: bool = False,
 ) -> Reducer:
     """What :func:`compress_ddp` does, with checked settings.
 
     Args:
         continue_from: the reducer of an earlier fit; its residuals and step count go on.
         timeout: of the new process groups.
+        one_of_several: the settings are for other models too.
     """
     require_ddp(model)
     require_compressible(model.module)
@@ -132,7 +134,8 @@ def attach(
     )
     topology, device = network.topology, network.device
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
-    begins = require_effect(settings, names, says=topology.rank == 0)
+    says = topology.rank == 0
+    begins = require_effect(settings, names, says=says, one_of_several=one_of_several)
     first, several = topology.rank == 0, topology.world_size > 1
     reducer = Reducer(
         names,

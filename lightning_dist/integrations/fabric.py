@@ -43,7 +43,13 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         require_compressible(module)
         model = super().setup_module(module)
         self.reducers.append(
-            attach(model, self._settings, grad_scale=self._grad_scale, timeout=self._timeout)
+            attach(
+                model,
+                self._settings,
+                grad_scale=self._grad_scale,
+                timeout=self._timeout,
+                one_of_several=True,
+            )
         )
         return model
 

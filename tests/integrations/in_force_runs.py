@@ -1,4 +1,4 @@
-"""Two ranks of each framework, one after the other: ``in_force_runs.py FRAMEWORK...``."""
+"""Two ranks of one framework: ``in_force_runs.py FRAMEWORK``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,25 @@ def fabric() -> None:
     train(fabric.setup(nn.Linear(256, 64)), fabric.backward)
 
 
+def two_models() -> None:
+    """A rule for one of them, in Fabric and in Accelerate."""
+    from accelerate import Accelerator
+    from lightning.fabric import Fabric
+
+    from lightning_dist import by_name
+    from lightning_dist.accelerate import CompressedDDPPlugin
+    from lightning_dist.fabric import CompressedDDPStrategy
+
+    codec = by_name("int8", {"critic": "none"})
+    fabric = Fabric(strategy=CompressedDDPStrategy(codec), accelerator="cpu", devices=2)
+    fabric.launch()
+    accelerator = Accelerator(cpu=True)
+    CompressedDDPPlugin(codec).attach(accelerator)
+    for name in ("critic", "generator"):
+        fabric.setup(nn.Sequential(nn.ModuleDict({name: nn.Linear(256, 64)})))
+        accelerator.prepare(nn.ModuleDict({name: nn.Linear(256, 64)}))
+
+
 def lightning() -> None:
     import lightning as L
     from lightning.pytorch.demos.boring_classes import BoringModel
@@ -78,7 +97,6 @@ def lightning() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1].split(","):
-        {"plain": plain, "accelerate": accelerate, "fabric": fabric, "lightning": lightning}[name]()
+    globals()[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()

@@ -102,6 +102,7 @@ trainer.strategy.connect(model)
 trainer.strategy.setup_environment()
 trainer.strategy.setup(trainer)
 print("threads", sorted(thread.name for thread in threading.enumerate()))
+torch.distributed.destroy_process_group()
 """
 
 

@@ -21,9 +21,9 @@ LINE = (
 )
 
 
-def lines(frameworks: str, *, ranks: int = 2) -> list[str]:
-    done = torchrun(SCRIPT, frameworks, ranks=ranks, limit=120).require_success()
-    return [line for line in done.output.splitlines() if "compressed DDP" in line]
+def lines(framework: str, *, having: str = "compressed DDP") -> list[str]:
+    done = torchrun(SCRIPT, framework, ranks=2, limit=120).require_success()
+    return [line for line in done.output.splitlines() if having in line]
 
 
 @pytest.mark.parametrize("framework", ["plain", "accelerate", "fabric", "lightning"])
@@ -80,6 +80,14 @@ def test_a_pattern_that_no_parameter_has(
 def test_patterns_that_are_found_and_the_default_ones(codec: Any, capsys: Any, caplog: Any) -> None:
     (line,) = said(codec, capsys, caplog, min_compress_numel=0)
     assert line.startswith("compressed DDP: codec ByName(")
+
+
+def test_a_pattern_for_one_of_two_models() -> None:
+    """Of Fabric and of Accelerate: the other model is warned of, and trains."""
+    of_fabric, of_accelerate = lines("two_models", having="by_name: ")
+    for line in (of_fabric, of_accelerate):
+        assert "got 'critic', which is found in none of 2" in line
+        assert line.endswith("; no matter if it is for another model")
 
 
 def test_one_process_exchanges_nothing(capsys: Any, caplog: Any) -> None:

@@ -35,7 +35,7 @@ class Case:
 
 CASES = {
     "by_name": Case(
-        by_name("int8", {r"second$": "int4:block_size=64", "nowhere": "fp16"}),
+        by_name("int8", {r"second$": "int4:block_size=64", "second": "fp16"}),
         {0: {"int8": FIRST, "int4": SECOND, "none": BIAS}},
     ),
     "by_name, to none": Case(

@@ -60,6 +60,7 @@ class Compression:
             self._settings,
             grad_scale=self._grad_scale,
             timeout=None if init is None else init.timeout,
+            one_of_several=True,
         )
 
     def connect(self, *optimizers: Any) -> None:
