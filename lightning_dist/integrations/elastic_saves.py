@@ -97,11 +97,14 @@ class NewestCheckpoint(AsyncCheckpoint):
             found = saved_by(run, folder_of(self, trainer), resumed=resumed)
             own = [(each.path, each.origin.step) for each in found if each.origin]
         own = trainer.strategy.broadcast(own)
-        kept = {path: torch.tensor(step) for path, step in own[-self.save_top_k :]}
+        newest = own[-1][1] if own else 0  # later steps were passed over: they do not count
+        few = [(path, step) for path, step in own[-self.save_top_k :] if step <= newest]
+        kept = {path: torch.tensor(step) for path, step in few}
         self.best_k_models = {}
         forget(self, "", kept="", back=kept)
-        for path, _ in own[: -self.save_top_k]:
-            self._session.remove(path)
+        for path, _ in own:
+            if path not in kept:
+                self._session.remove(path)
 
     @override
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
