@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dist.codecs import PowerSGD
 from lightning_dist.settings import Settings
@@ -87,3 +88,28 @@ def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: boo
             len(trained),
             settings.codec,
         )
+
+
+def brings_momentum(settings: Settings) -> bool:
+    """Whether the codec gives the gradients momentum."""
+    return any(leaf.momentum_correction for leaf in settings.codec.leaves())
+
+
+def require_one_momentum(
+    optimizer: Optimizer, settings: Settings, *, of: Container[Tensor] | None = None
+) -> None:
+    """Raise ValueError where codec and optimizer both apply momentum, which trains to nothing.
+
+    Args:
+        of: the parameters whose gradients are compressed; None: all of the optimizer's.
+    """
+    if not brings_momentum(settings):
+        return
+    for group in optimizer.param_groups:
+        mine = of is None or any(parameter in of for parameter in group["params"])
+        if (group.get("momentum") or "betas" in group) and mine:
+            raise ValueError(
+                f"codec {settings.codec.name!r} gives the gradients momentum, and "
+                f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
+                "'topk'"
+            )

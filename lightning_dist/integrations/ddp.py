@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.checks import (
+    brings_momentum,
     finds_unused,
     require_compressible,
     require_ddp,
     require_effect,
+    require_one_momentum,
 )
 from lightning_dist.integrations.networks import Groups, network_for
 from lightning_dist.onebit_adam import OneBitAdam
@@ -83,7 +86,8 @@ def compress_ddp(
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect, a model that cannot be
-            compressed, or ranks whose settings differ.
+            compressed, or ranks whose settings differ. Also, at its first step, an optimizer with
+            momentum beside a codec that brings its own (``dgc``).
     """
     settings = Settings.check(
         codec,
@@ -155,6 +159,7 @@ def attach(
     def lightning_dist_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state.reduce_bucket(bucket)
 
+    _refuse_second_momentum(reducer)
     model.register_comm_hook(reducer, lightning_dist_hook)
     _attached[model.module] = ref(reducer)
     return reducer
@@ -182,14 +187,8 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
     onebit = [repr(o.defaults) for o in optimizers if isinstance(o, OneBitAdam)]
     facts = {"OneBitAdam": onebit}
     require_equal(all_facts(facts, group=network.data.group, device=network.device))
-    double = any(leaf.momentum_correction for leaf in settings.codec.leaves())
     for optimizer in optimizers:
-        if double and any(g.get("momentum") or "betas" in g for g in optimizer.param_groups):
-            raise ValueError(
-                f"codec {settings.codec.name!r} gives the gradients momentum, and "
-                f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
-                "'topk'"
-            )
+        require_one_momentum(optimizer, settings)
         if isinstance(optimizer, OneBitAdam):
             if clips:
                 raise ValueError(
@@ -197,6 +196,24 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
                     "gradients; leave it out, or use another optimizer"
                 )
             optimizer.attach(reducer)
+
+
+def _refuse_second_momentum(reducer: Reducer) -> None:
+    """Check every optimizer of the reducer's parameters when it steps.
+
+    In plain DDP nothing else leads from the model to its optimizer.
+    """
+    if not brings_momentum(reducer.settings):
+        return
+    weak = ref(reducer)
+
+    def before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        found = weak()
+        if found is not None and not found.closed:
+            require_one_momentum(optimizer, found.settings, of=found.names)
+
+    hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+    reducer.at_close.append(register_optimizer_step_pre_hook(hook).remove)
 
 
 def _plain(name: str) -> str:

@@ -63,6 +63,7 @@ class Reducer:
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
         self.closed = False
+        self.at_close: list[Callable[[], None]] = []
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.names, self._grad_scale = names, grad_scale
         self._policy = settings.policy
@@ -300,6 +301,9 @@ class Reducer:
         The process groups stay, and so does :meth:`state_dict`.
         """
         self.closed = True
+        for call in self.at_close:
+            call()
+        self.at_close.clear()
         self._executor.close()
         if self._usage is not None:
             self._usage.close()
