@@ -98,7 +98,10 @@ class ByName(_Policy):
 
 @dataclass(frozen=True)
 class Schedule(_Policy):
-    """See :func:`warmup` and :func:`after_steps`. A codec counts steps from its own first one."""
+    """See :func:`warmup` and :func:`after_steps`. A codec counts steps from its own first one.
+
+    A residual that the next codec does not keep is sent in that codec's first finite step.
+    """
 
     stages: tuple[tuple[int, Codec], ...]  # (first step, codec), ascending from 0
 

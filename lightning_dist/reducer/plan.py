@@ -19,6 +19,7 @@ from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.chunk_sizes import chunk_elements
+from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.fusing import Variant, fused_passes
 from lightning_dist.reducer.hierarchical import Inside
 from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
@@ -108,9 +109,21 @@ class Planner:
         """Whether anything is kept from one step to the next."""
         return bool(memory_of(codec, self._error_feedback).kinds) or isinstance(codec, PowerSGD)
 
-    def lane(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Lane:
-        """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used."""
+    def lane(
+        self, codec: Codec, slots: Sequence[Slot], bucket: Tensor, *, waits: bool = False
+    ) -> Lane:
+        """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used.
+
+        ``waits``: compression has not begun, and state that was loaded is kept until it does.
+        """
         kinds = memory_of(codec, self._error_feedback).kinds
+        keeps = waits or "residual" in kinds
+        unpaid = {} if keeps else owed(codec, slots, self._state, self.network)
+        for slot in () if waits else slots:
+            self._state.keep_for(codec, kinds, slot.name)
+        for slot in slots:
+            if slot.name in unpaid:
+                self._state.know("residual", slot, dtype=compute_dtype(bucket.dtype))
         for slot, kind in product(slots, kinds):
             self._state.know(kind, slot, dtype=compute_dtype(bucket.dtype))
         raw = sum(slot.numel for slot in slots) * bucket.itemsize
@@ -119,6 +132,7 @@ class Planner:
             slots,
             self.chunks(codec, slots, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
+            owed=unpaid,
         )
         for slot, kind in product(slots, kinds):
             self._state.adopted(kind, slot.name)

@@ -19,6 +19,7 @@ from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun
 from lightning_dist.reducer.executor import executor_for
+from lightning_dist.reducer.flush import add_owed, free_owed
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, sights, working
@@ -77,6 +78,7 @@ class Reducer:
             whole=matrices(self._policy, shapes),
         )
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
+        self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
         self._in_flight: list[Job] = []
@@ -118,7 +120,7 @@ class Reducer:
         with working(self._observers, job.index, "encode"):
             for chunk in begun(job.chunks()):
                 chunk.encode(self._scale, step=self.step)
-                if self._keeps_state:
+                if self._asks:
                     self._finite.append(chunk.finite())
                 chunk.issue()
         verdict = self._ask() if job.is_last else None
@@ -139,6 +141,7 @@ class Reducer:
             with working(self._observers, job.index, "decode"):
                 for lane in job.lanes:
                     settle_lane(lane, self.state, scale=self._scale, ok=ok, unused=unused)
+                    free_owed(lane, self.state, ok=ok, unused=unused)
                     self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
                     job.restore(lane, unused)
         for over in looked:
@@ -155,7 +158,7 @@ class Reducer:
     def _ask(self) -> Verdict | None:
         lanes = [lane for job in self._in_flight for lane in job.lanes]
         finite, self._finite = self._finite, []
-        if self._usage is None and not self._keeps_state:
+        if self._usage is None and not self._asks:
             return None  # nothing to decide
         used: dict[str, bool] = {}
         if self._usage is not None:
@@ -173,6 +176,7 @@ class Reducer:
         if not self._in_flight:
             scale = self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
+            self._asks = self._keeps_state or bool(self.state.residuals.names())
         self._in_flight.append(job)
 
     def _lanes(self, job: Job) -> Sequence[Lane]:
@@ -190,7 +194,8 @@ class Reducer:
         shapes = [tuple(parameter.shape) for parameter in job.parameters]
         slots_of = slots_by_codec(policy, names, shapes, step=self.step)
         lanes = [
-            self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
+            self.planner.lane(codec, slots, job.gradients, waits=waiting)
+            for codec, slots in slots_of.items()
         ]
         self._plans[job.index] = (key, lanes)
         return lanes
@@ -200,6 +205,7 @@ class Reducer:
             clip_lane(lane, job.gradients, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(lane.slots, job.gradients, self._scale)
+            add_owed(lane, job.gradients, self.state, self.network, self._scale)
 
     def _guarded(self, job: Job) -> None:
         try:
