@@ -54,13 +54,13 @@ class BySize(_Policy):
         codec = self.codec.for_tensor(name, shape, step=step)
         least = codec.min_numel if self.smallest is None else self.smallest
         large = len(shape) >= 2 and math.prod(shape) >= least
-        return codec if large or least == 0 or codec.lossless else _raw_beside(codec)
+        return codec if large or least == 0 or codec.lossless else raw_beside(codec)
 
     def _inner(self) -> tuple[Codec, ...]:
         return (self.codec,)
 
     def leaves(self) -> tuple[Codec, ...]:
-        return tuple(dict.fromkeys([*self.codec.leaves(), *map(_raw_beside, self.codec.leaves())]))
+        return tuple(dict.fromkeys([*self.codec.leaves(), *map(raw_beside, self.codec.leaves())]))
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class ByName(_Policy):
         for pattern, codec in self.rules:
             if re.search(pattern, name):
                 found = codec.for_tensor(name, shape, step=step)
-                return _raw_beside(otherwise) if found.lossless else found
+                return raw_beside(otherwise) if found.lossless else found
         return otherwise
 
     def _inner(self) -> tuple[Codec, ...]:
         return (self.otherwise, *(codec for _, codec in self.rules))
 
     def leaves(self) -> tuple[Codec, ...]:
-        return tuple(dict.fromkeys([*super().leaves(), *map(_raw_beside, self.otherwise.leaves())]))
+        return tuple(dict.fromkeys([*super().leaves(), *map(raw_beside, self.otherwise.leaves())]))
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def sized(codec: Codec, smallest: int | None) -> Codec:
     return BySize(codec, smallest)
 
 
-def _raw_beside(codec: Codec) -> Codec:
+def raw_beside(codec: Codec) -> Codec:
     """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
     if codec.exchange == "allreduce":
         return NoCompression()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dist.codecs import PowerSGD
+from lightning_dist.codecs import Codec, PowerSGD
+from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.policy import Slot
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -64,12 +67,7 @@ def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: boo
     """Raise, or for a model that is merely small say once, that nothing would be compressed."""
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
     wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
-    chosen = (
-        settings.policy.for_tensor(name, shape, step=step)
-        for step in settings.policy.turns()
-        for name, shape in trained.items()
-    )
-    if not wanted or any(not codec.lossless for codec in chosen):
+    if not wanted or any(_lossy(settings, names)):
         return
     low_rank = [leaf for leaf in wanted if isinstance(leaf, PowerSGD)]
     if low_rank and all(
@@ -88,6 +86,39 @@ def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: boo
             len(trained),
             settings.codec,
         )
+
+
+def require_fewer_bytes(settings: Settings, names: Mapping[Tensor, str], planner: Planner) -> None:
+    """Raise ValueError where the codec would send more than uncompressed gradients, of all."""
+    codec, wanted = None, list(_lossy(settings, names))
+    for codec, slot, dtype in wanted:
+        if not planner.affordable(codec, slot, dtype).lossless:
+            return
+    if codec is None:
+        return
+    ranks = planner.network.rows.count
+    remedy = "use 'bf16', or strategy 'ddp'"
+    if codec.exchange == "gather":
+        remedy = (
+            "its bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
+            "(hierarchical=True), or use 'int4' or 'powersgd'"
+        )
+    raise ValueError(
+        f"codec {codec} between {ranks} ranks sends more than uncompressed gradients for each of "
+        f"the {len({slot.name for _, slot, _ in wanted})} parameters that it is for: {remedy}"
+    )
+
+
+def _lossy(
+    settings: Settings, names: Mapping[Tensor, str]
+) -> Iterator[tuple[Codec, Slot, torch.dtype]]:
+    """Parameters that are compressed at some step, with the codec."""
+    for step in settings.policy.turns():
+        for parameter, name in names.items():
+            shape = tuple(parameter.shape)
+            codec = settings.policy.for_tensor(name, shape, step=step)
+            if parameter.requires_grad and parameter.numel() and not codec.lossless:
+                yield codec, Slot(name, 0, shape), parameter.dtype
 
 
 def brings_momentum(settings: Settings) -> bool:

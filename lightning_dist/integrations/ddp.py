@@ -24,6 +24,7 @@ from lightning_dist.integrations.checks import (
     require_compressible,
     require_ddp,
     require_effect,
+    require_fewer_bytes,
     require_one_momentum,
 )
 from lightning_dist.integrations.networks import Groups, network_for
@@ -145,6 +146,8 @@ def attach(
         find_unused=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if several else (),
     )
+    if several:
+        require_fewer_bytes(settings, names, reducer.planner)
     if continue_from is not None:
         reducer.step = continue_from.step
         reducer.state.keep_only({names[p]: p.numel() for p in names if p.requires_grad})

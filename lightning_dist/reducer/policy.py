@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,16 +37,25 @@ class Slot:
 
 
 def slots_by_codec(
-    policy: Codec, names: Sequence[str], shapes: Sequence[Shape], *, step: int
+    policy: Codec,
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    *,
+    step: int,
+    affordable: Callable[[Codec, Slot], Codec] = lambda codec, slot: codec,
 ) -> Mapping[Codec, Sequence[Slot]]:
-    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not."""
+    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not.
+
+    ``affordable`` may answer with another codec.
+    """
     found: dict[Codec, list[Slot]] = {}
     offset = 0
     for name, shape in zip(names, shapes, strict=True):
         slot = Slot(name, offset, shape)
         offset += slot.numel
         if slot.numel:
-            found.setdefault(policy.for_tensor(name, shape, step=step), []).append(slot)
+            codec = affordable(policy.for_tensor(name, shape, step=step), slot)
+            found.setdefault(codec, []).append(slot)
     return found
 
 

@@ -192,7 +192,13 @@ class Reducer:
             del self._plans[index]
         names = [self.names[parameter] for parameter in job.parameters]
         shapes = [tuple(parameter.shape) for parameter in job.parameters]
-        slots_of = slots_by_codec(policy, names, shapes, step=self.step)
+        slots_of = slots_by_codec(
+            policy,
+            names,
+            shapes,
+            step=self.step,
+            affordable=partial(self.planner.affordable, dtype=job.gradients.dtype),
+        )
         lanes = [
             self.planner.lane(codec, slots, job.gradients, waits=waiting)
             for codec, slots in slots_of.items()
