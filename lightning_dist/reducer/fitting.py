@@ -56,14 +56,13 @@ def sends_more(
         dtype: in which the codec gets the gradients.
         itemsize: bytes of an element where it is not compressed.
     """
-    sent = 0
+    if codec.exchange == "allreduce":
+        return sum(codec.wire_bytes(numel, dtype) for numel in shares) > sum(shares) * itemsize
+    rows, sent = rows_of(codec, ranks), 0
     for numel in shares:
-        rows = rows_of(codec, ranks)
-        row = _row_bytes(
-            fitted(codec, numel, ranks=ranks, dtype=dtype), numel, rows=rows, dtype=dtype
-        )
-        # In units of (W-1)/W payloads: what a ring, a two-shot and a gather send per rank.
-        sent += row * (ranks if rows == 1 and codec.exchange != "allreduce" else 2 * rows)
+        fit = fitted(codec, numel, ranks=ranks, dtype=dtype)
+        # In units of (W-1)/W bytes: all payloads are gathered, or each row travels twice.
+        sent += _row_bytes(fit, numel, rows=rows, dtype=dtype) * (ranks if rows == 1 else 2 * rows)
     return sent > 2 * sum(shares) * itemsize
 
 

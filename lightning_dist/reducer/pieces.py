@@ -67,7 +67,8 @@ def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: in
     """
     numel = sum(len(part[0]) for part in parts)
     columns = -(-numel // rows)
-    places, staged = [], []
+    places: list[Tensor] = []
+    staged: list[tuple[Tensor, Tensor]] = []
     for flats in zip(*parts, strict=True):  # the gradients of all parts, then each kind of state
         place = flats[0].new_zeros((rows, columns, 1))
         copies = place.view(-1)[:numel].split([len(flat) for flat in flats])
