@@ -89,24 +89,31 @@ def require_effect(settings: Settings, names: Mapping[Tensor, str], *, says: boo
 
 
 def require_fewer_bytes(settings: Settings, names: Mapping[Tensor, str], planner: Planner) -> None:
-    """Raise ValueError where the codec would send more than uncompressed gradients, of all."""
+    """Raise where the codec would send more than uncompressed gradients, whatever their size.
+
+    For a model that is merely small say so once.
+    """
     codec, wanted = None, list(_lossy(settings, names))
     for codec, slot, dtype in wanted:
         if not planner.affordable(codec, slot, dtype).lossless:
             return
     if codec is None:
         return
-    ranks = planner.network.rows.count
-    remedy = "use 'bf16', or strategy 'ddp'"
-    if codec.exchange == "gather":
-        remedy = (
-            "its bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
+    ranks, count = planner.network.rows.count, len({slot.name for _, slot, _ in wanted})
+    if planner.affordable(codec, Slot("", 0, (1 << 24,)), torch.float32).lossless:
+        raise ValueError(
+            f"codec {codec} between {ranks} ranks sends more than uncompressed gradients: its "
+            "bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
             "(hierarchical=True), or use 'int4' or 'powersgd'"
         )
-    raise ValueError(
-        f"codec {codec} between {ranks} ranks sends more than uncompressed gradients for each of "
-        f"the {len({slot.name for _, slot, _ in wanted})} parameters that it is for: {remedy}"
-    )
+    if planner.network.rank == 0:
+        log.warning(
+            "nothing is compressed: all %d parameters that codec %s is for are so small that it "
+            "would send more bytes between %d ranks",
+            count,
+            codec,
+            ranks,
+        )
 
 
 def _lossy(
