@@ -27,7 +27,8 @@ The batch is divided among the ranks. Rows:
 
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, which nobody has tuned for any row; so differences to ddp are paired by seed. A
-codec that brings momentum of its own (dgc) runs with SGD without momentum, and with AdamW as it is.
+codec that brings momentum of its own (dgc) runs with SGD without momentum, and not in gpt: beside
+AdamW it is refused.
 `min_compress_numel` is lowered to 256 (or to the codec's own, if that is lower): with the defaults
 some of these small matrices would travel uncompressed, and the codecs would look better than they
 are.
@@ -80,6 +81,9 @@ def jobs_of(task: str, codecs: list[str], *, ranks: int, steps: int | None) -> l
             codec = resolve_codec(name)
         except ValueError:
             continue  # the row itself will say why
+        if codec.momentum_correction and task == "gpt":
+            jobs.pop()
+            continue
         if codec.name in WARM_CODECS:
             jobs.append(make(codec=name, warm=True))
         has_feedback = codec.keeps_residual and not codec.lossless

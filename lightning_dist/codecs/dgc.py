@@ -21,9 +21,10 @@ class DGC(TopK):
     and ``v`` to zero where it was sent (factor masking, which stops stale momentum). This class is
     the codec of ``v`` and the hyperparameters; ``u``, ``v`` and the clipping of each rank's
     gradients, tensor by tensor, to the norm ``clip / sqrt(W)`` belong to the reducer. The momentum
-    is in ``u`` already: the optimiser must be plain SGD, without momentum and not Adam (the
-    strategies refuse others). Tensors that are not compressed get the momentum too; steps before
-    a ``start_step``, and training with one rank, do not: ramp with ``warmup_steps`` instead.
+    is in ``u`` already: the optimiser must be plain SGD, without momentum and not Adam (others
+    are refused, in plain DDP at their first step). Tensors that are not compressed get the
+    momentum too; steps before a ``start_step``, and training with one rank, do not: ramp with
+    ``warmup_steps`` instead.
 
     ``warmup_steps`` lowers the density from 25 % to ``ratio`` by four in each of equal parts:
     sparsity 75, 93.75, 98.44, 99.6, then 99.9 %. The paper ramps over the first four epochs.

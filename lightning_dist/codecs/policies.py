@@ -54,13 +54,13 @@ class BySize(_Policy):
         codec = self.codec.for_tensor(name, shape, step=step)
         least = codec.min_numel if self.smallest is None else self.smallest
         large = len(shape) >= 2 and math.prod(shape) >= least
-        return codec if large or least == 0 or codec.lossless else _raw_beside(codec)
+        return codec if large or least == 0 or codec.lossless else raw_beside(codec)
 
     def _inner(self) -> tuple[Codec, ...]:
         return (self.codec,)
 
     def leaves(self) -> tuple[Codec, ...]:
-        return tuple(dict.fromkeys([*self.codec.leaves(), *map(_raw_beside, self.codec.leaves())]))
+        return tuple(dict.fromkeys([*self.codec.leaves(), *map(raw_beside, self.codec.leaves())]))
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,22 @@ class ByName(_Policy):
         for pattern, codec in self.rules:
             if re.search(pattern, name):
                 found = codec.for_tensor(name, shape, step=step)
-                return _raw_beside(otherwise) if found.lossless else found
+                return raw_beside(otherwise) if found.lossless else found
         return otherwise
 
     def _inner(self) -> tuple[Codec, ...]:
         return (self.otherwise, *(codec for _, codec in self.rules))
 
     def leaves(self) -> tuple[Codec, ...]:
-        return tuple(dict.fromkeys([*super().leaves(), *map(_raw_beside, self.otherwise.leaves())]))
+        return tuple(dict.fromkeys([*super().leaves(), *map(raw_beside, self.otherwise.leaves())]))
 
 
 @dataclass(frozen=True)
 class Schedule(_Policy):
-    """See :func:`warmup` and :func:`after_steps`. A codec counts steps from its own first one."""
+    """See :func:`warmup` and :func:`after_steps`. A codec counts steps from its own first one.
+
+    A residual that the next codec does not keep is sent in that codec's first finite step.
+    """
 
     stages: tuple[tuple[int, Codec], ...]  # (first step, codec), ascending from 0
 
@@ -152,7 +155,7 @@ def patterns_of(codec: Codec) -> Iterator[str]:
             yield from patterns_of(inner)
 
 
-def _raw_beside(codec: Codec) -> Codec:
+def raw_beside(codec: Codec) -> Codec:
     """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
     if codec.exchange == "allreduce":
         return NoCompression()

@@ -126,7 +126,7 @@ class Life:
         if told or not launch.is_elastic:
             return 0
         first = launch.rank - launch.local_rank  # ranks of a node follow each other
-        here = reasons[first : first + launch.local_world_size]
+        here = reasons[first : first + (launch.local_world_size or 1)]
         return EXIT_LEAVE if PREEMPTED in here else EXIT_RESTART
 
     def leave(self) -> None:

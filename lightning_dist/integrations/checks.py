@@ -6,16 +6,21 @@ import difflib
 import heapq
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.expected import first_compressed_step
+from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -160,3 +165,69 @@ def _likeness(text: str, name: str) -> float:
     """Of a text and a name, or a part of it between dots."""
     parts = {name, *name.split(".")}
     return max(difflib.SequenceMatcher(None, text, part).ratio() for part in parts)
+
+
+def require_fewer_bytes(settings: Settings, names: Mapping[Tensor, str], planner: Planner) -> None:
+    """Raise where the codec would send more than uncompressed gradients, whatever their size.
+
+    For a model that is merely small say so once.
+    """
+    codec, wanted = None, list(_lossy(settings, names))
+    for codec, slot, dtype in wanted:
+        if not planner.affordable(codec, slot, dtype).lossless:
+            return
+    if codec is None:
+        return
+    ranks, count = planner.network.rows.count, len({slot.name for _, slot, _ in wanted})
+    if planner.affordable(codec, Slot("", 0, (1 << 24,)), torch.float32).lossless:
+        raise ValueError(
+            f"codec {codec} between {ranks} ranks sends more than uncompressed gradients: its "
+            "bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
+            "(hierarchical=True), or use 'int4' or 'powersgd'"
+        )
+    if planner.network.rank == 0:
+        log.warning(
+            "nothing is compressed: all %d parameters that codec %s is for are so small that it "
+            "would send more bytes between %d ranks",
+            count,
+            codec,
+            ranks,
+        )
+
+
+def _lossy(
+    settings: Settings, names: Mapping[Tensor, str]
+) -> Iterator[tuple[Codec, Slot, torch.dtype]]:
+    """Parameters that are compressed at some step, with the codec."""
+    for step in settings.policy.turns():
+        for parameter, name in names.items():
+            shape = tuple(parameter.shape)
+            codec = settings.policy.for_tensor(name, shape, step=step)
+            if parameter.requires_grad and parameter.numel() and not codec.lossless:
+                real = as_real(parameter)
+                yield codec, Slot(name, 0, tuple(real.shape)), real.dtype
+
+
+def brings_momentum(settings: Settings) -> bool:
+    """Whether the codec gives the gradients momentum."""
+    return any(leaf.momentum_correction for leaf in settings.codec.leaves())
+
+
+def require_one_momentum(
+    optimizer: Optimizer, settings: Settings, *, of: Container[Tensor] | None = None
+) -> None:
+    """Raise ValueError where codec and optimizer both apply momentum, which trains to nothing.
+
+    Args:
+        of: the parameters whose gradients are compressed; None: all of the optimizer's.
+    """
+    if not brings_momentum(settings):
+        return
+    for group in optimizer.param_groups:
+        mine = of is None or any(parameter in of for parameter in group["params"])
+        if (group.get("momentum") or "betas" in group) and mine:
+            raise ValueError(
+                f"codec {settings.codec.name!r} gives the gradients momentum, and "
+                f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
+                "'topk'"
+            )

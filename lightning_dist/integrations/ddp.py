@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.checks import (
+    brings_momentum,
     finds_unused,
     require_compressible,
     require_ddp,
     require_effect,
+    require_fewer_bytes,
+    require_one_momentum,
 )
 from lightning_dist.integrations.in_force import tell_in_force
 from lightning_dist.integrations.networks import Groups, network_for
@@ -85,7 +89,8 @@ def compress_ddp(
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect, a model that cannot be
-            compressed, or ranks whose settings differ.
+            compressed, or ranks whose settings differ. Also, at its first step, an optimizer with
+            momentum beside a codec that brings its own (``dgc``).
     """
     settings = Settings.check(
         codec,
@@ -146,6 +151,8 @@ def attach(
         find_unused=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if several else (),
     )
+    if several:
+        require_fewer_bytes(settings, names, reducer.planner)
     if continue_from is not None:
         reducer.step = continue_from.step
         numel = {names[p]: as_real(p).numel() for p in names if p.requires_grad}
@@ -169,6 +176,7 @@ def attach(
     def lightning_dist_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state.reduce_bucket(bucket)
 
+    _refuse_second_momentum(reducer)
     model.register_comm_hook(reducer, lightning_dist_hook)
     _attached[model.module] = ref(reducer)
     if first:
@@ -198,14 +206,8 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
     onebit = [repr(o.defaults) for o in optimizers if isinstance(o, OneBitAdam)]
     facts = {"OneBitAdam": onebit}
     require_equal(all_facts(facts, group=network.data.group, device=network.device))
-    double = any(leaf.momentum_correction for leaf in settings.codec.leaves())
     for optimizer in optimizers:
-        if double and any(g.get("momentum") or "betas" in g for g in optimizer.param_groups):
-            raise ValueError(
-                f"codec {settings.codec.name!r} gives the gradients momentum, and "
-                f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
-                "'topk'"
-            )
+        require_one_momentum(optimizer, settings)
         if isinstance(optimizer, OneBitAdam):
             if clips:
                 raise ValueError(
@@ -213,6 +215,24 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
                     "gradients; leave it out, or use another optimizer"
                 )
             optimizer.attach(reducer)
+
+
+def _refuse_second_momentum(reducer: Reducer) -> None:
+    """Check every optimizer of the reducer's parameters when it steps.
+
+    In plain DDP nothing else leads from the model to its optimizer.
+    """
+    if not brings_momentum(reducer.settings):
+        return
+    weak = ref(reducer)
+
+    def before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        found = weak()
+        if found is not None and not found.closed:
+            require_one_momentum(optimizer, found.settings, of=found.names)
+
+    hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+    reducer.at_close.append(register_optimizer_step_pre_hook(hook).remove)
 
 
 def _plain(name: str) -> str:

@@ -13,11 +13,12 @@ from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
 from lightning_dist.reducer.block_chunk import BlockChunk
 from lightning_dist.reducer.chunk_sizes import chunk_elements
+from lightning_dist.reducer.fitting import rows_of
 from lightning_dist.reducer.geometry import Grid, Span
 from lightning_dist.reducer.kernels import Kernels, compute_dtype
 from lightning_dist.reducer.keys import ChunkKeys, Place
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.pieces import Piece, piece_of
+from lightning_dist.reducer.pieces import Piece, joined, piece_of
 from lightning_dist.reducer.policy import Slot, neighbours
 from lightning_dist.reducer.state import ReducerState
 
@@ -34,8 +35,7 @@ class BlockPlan:
     @property
     def rows(self) -> int:
         """One row per rank where each rank reduces a shard, otherwise whole payloads travel."""
-        world = self.network.world_size
-        return world if self.codec.exchange == "two_shot" and world > 2 else 1
+        return rows_of(self.codec, self.network.world_size)
 
     @property
     def received(self) -> int:
@@ -55,28 +55,42 @@ class BlockPlan:
         columns = 0
         # Blocks and state belong to one parameter; without them neighbours are one piece.
         separate = codec.block > 1 or bool(self.kernels.memory.kinds)
+        # Uncompressed elements may lie anywhere: the last of all runs share their padding.
+        together = rows > 1 and codec.lossless and codec.block == 1
+        tails: list[Sequence[Tensor]] = []
         for run in [[slot] for slot in slots] if separate else neighbours(slots):
-            grid = Grid(sum(slot.numel for slot in run), rows, codec.block)
-            for span in grid.spans(limit):
+            numel = sum(slot.numel for slot in run)
+            flats = self._flats(run[0], numel, bucket)
+            if together and (tail := numel % rows):
+                tails.append([flat[numel - tail :] for flat in flats])
+                numel -= tail
+            for span in Grid(numel, rows, codec.block).spans(limit):
                 if pieces and (columns + span.columns) * rows > limit:
                     yield pieces
                     pieces, columns = [], 0
                 at = slice(columns, columns + span.columns)
-                pieces.append(self._piece(run, span, at, bucket))
+                pieces.append(self._piece(run[0], flats, span, at))
                 columns += span.columns
+        if tails:
+            pieces.append(joined("uncompressed", tails, rows=rows, start=columns))
         if pieces:
             yield pieces
 
-    def _piece(self, run: Sequence[Slot], span: Span, columns: slice, bucket: Tensor) -> Piece:
-        flats = [bucket[run[0].offset : run[0].offset + span.grid.numel]]
-        flats += [
-            self.state.per_rank(
-                kind, run[0], dtype=compute_dtype(bucket.dtype), device=bucket.device
-            )
-            for kind in self.kernels.memory.kinds
+    def _flats(self, first: Slot, numel: int, bucket: Tensor) -> list[Tensor]:
+        """``numel`` gradients from the slot ``first`` on, and its state."""
+        dtype, device = compute_dtype(bucket.dtype), bucket.device
+        return [
+            bucket[first.offset : first.offset + numel],
+            *(
+                self.state.per_rank(kind, first, dtype=dtype, device=device)
+                for kind in self.kernels.memory.kinds
+            ),
         ]
+
+    def _piece(self, first: Slot, flats: Sequence[Tensor], span: Span, columns: slice) -> Piece:
+        bucket = flats[0]
         numbers = span.numbers(bucket.device) if self.codec.stochastic else bucket.new_empty(0)
-        name = f"{run[0].name} from {run[0].start}" if run[0].start else run[0].name
+        name = f"{first.name} from {first.start}" if first.start else first.name
         return piece_of(name, flats, span, columns=columns, numbers=numbers)
 
     def _chunk(self, pieces: Sequence[Piece], dtype: torch.dtype) -> BlockChunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from torch import Tensor
@@ -98,6 +98,7 @@ class Lane:
     chunks: Sequence[Chunk]
     raw_bytes: int  # what DDP itself would send for these parameters
     keeps_state: bool  # whether anything is kept from one step to the next, on any rank
+    owed: dict[str, float] = field(default_factory=dict)  # see :mod:`.flush`
 
     @property
     def sent(self) -> Sent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -25,18 +26,20 @@ class PendingCommit:
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self._names = names
-        self._new: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._new: dict[str, list[Callable[[], object]]] = {}
         self._unhook: finalize[Any, Any] | None = None
 
-    def add(self, name: str, held: Sequence[Tensor]) -> None:
+    def add(self, name: str, held: Sequence[Tensor], *, then: Callable[[], None]) -> None:
         """What ``held`` holds now is the new state of ``name``; the caller then puts back the old.
 
-        On the host: an accelerator may have no memory for another copy of all residuals.
+        On the host: an accelerator may have no memory for another copy of all residuals. ``then``
+        is called where that state is committed.
         """
         if self._unhook is None:
             handle = register_optimizer_step_post_hook(_untraced(self._stepped))
             self._unhook = finalize(self, handle.remove)
-        self._new[name] = [(tensor, tensor.to("cpu", copy=True)) for tensor in held]
+        copies = [partial(tensor.copy_, tensor.to("cpu", copy=True)) for tensor in held]
+        self._new[name] = [*copies, then]
 
     def drop(self) -> None:
         """Commit nothing of what was added so far."""
@@ -59,8 +62,8 @@ class PendingCommit:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._names:
-                    for tensor, new in self._new.pop(self._names[parameter], ()):
-                        tensor.copy_(new)
+                    for commit in self._new.pop(self._names[parameter], ()):
+                        commit()
 
 
 def _untraced(method: Callable[[Optimizer], None]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from lightning_dist.settings import Settings
 
 _META = torch.device("meta")
 _LARGE = 1 << 16
-"""Elements from which on parameters are planned once for all that are alike."""
+"""Elements from which on parameters are planned once for all of the same shape."""
 _ENOUGH = 1 << 22
-"""Elements of a plan from which the bytes of more are known."""
+"""Elements of which the bytes of more follow: padding is next to nothing there."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
         whole=matrices(policy, {name: tuple(p.shape) for name, p in trained.items()}),
     )
     raw, intra, inter, known = 0.0, 0.0, 0.0, True
-    for codec, slots, dtype, times in _alike(trained, policy, step=since):
+    for codec, slots, dtype, times in _alike(trained, policy, step=since, planner=planner):
         bucket = torch.empty(slots[-1].offset + slots[-1].numel, dtype=dtype, device=_META)
         lane = planner.lane(codec, slots, bucket)
         raw += times * lane.raw_bytes
@@ -77,28 +77,37 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
 
 
 def _alike(
-    trained: Mapping[str, Tensor], policy: Codec, *, step: int
+    trained: Mapping[str, Tensor], policy: Codec, *, step: int, planner: Planner
 ) -> Iterator[tuple[Codec, Sequence[Slot], torch.dtype, float]]:
     """Parameters to plan together, and how many times their bytes count."""
-    small: dict[torch.dtype, list[str]] = {}
-    large: dict[Any, tuple[str, int]] = {}
+    small: dict[torch.dtype, list[Tensor]] = {}
+    large: dict[tuple[Codec, torch.dtype, Shape], list[str]] = {}
+    names = {parameter: name for name, parameter in trained.items()}
     for name, parameter in reversed(list(trained.items())):  # the order of DDP's buckets
-        codec = policy.for_tensor(name, tuple(parameter.shape), step=step)
         real = as_real(parameter)
         if real.numel() < _LARGE:
-            small.setdefault(real.dtype, []).append(name)
-        else:  # what a block codec sends depends on the number of elements alone
-            key = codec, real.dtype, None if isinstance(codec, BlockCodec) else tuple(real.shape)
-            large[key] = name, large.get(key, ("", 0))[1] + real.numel()
-    for dtype, names in small.items():
-        parameters = [trained[name] for name in names]
-        filling = sum(as_real(parameter).numel() for parameter in parameters)
-        cut = slots_by_codec(policy, names, parameters, step=step, filling=filling)
+            small.setdefault(real.dtype, []).append(parameter)
+        else:
+            codec = policy.for_tensor(name, tuple(parameter.shape), step=step)
+            key = codec, real.dtype, tuple(real.shape)
+            large.setdefault(key, []).append(name)
+    for dtype, parameters in small.items():
+        cut = slots_by_codec(
+            policy,
+            [names[parameter] for parameter in parameters],
+            parameters,
+            step=step,
+            filling=sum(as_real(parameter).numel() for parameter in parameters),
+            affordable=partial(planner.affordable, dtype=dtype),
+        )
         for codec, slots in cut.items():
             yield codec, slots, dtype, 1
-    for (codec, dtype, shape), (name, numel) in large.items():
-        slot = Slot(name, 0, shape or (min(numel, _ENOUGH),))
-        yield codec, [slot], dtype, numel / slot.numel
+    for (codec, dtype, shape), alike in large.items():
+        whole = Slot(alike[0], 0, shape)
+        codec = planner.affordable(codec, whole, dtype)
+        enough = isinstance(codec, BlockCodec) and whole.numel > _ENOUGH
+        slot = Slot(alike[0], 0, (_ENOUGH,)) if enough else whole
+        yield codec, [slot], dtype, len(alike) * whole.numel / slot.numel
 
 
 def _without_memory(network: Network) -> Network:

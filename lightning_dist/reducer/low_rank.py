@@ -207,12 +207,11 @@ def _matrix(
     size = matrix_shape(slot.shape)
     dtype = compute_dtype(bucket.dtype)
     gradient = slot.shaped(slot.of(bucket))
-    matrix = gradient.reshape(size)
-    if matrix.data_ptr() == gradient.data_ptr():
-        gradient = matrix
-        pending = matrix if dtype == bucket.dtype else matrix.to(dtype)
-    else:  # no view: a copy already
-        pending = matrix.to(dtype)
+    try:
+        gradient = gradient.view(size)
+        pending = gradient if dtype == bucket.dtype else gradient.to(dtype)
+    except RuntimeError:  # the bucket cannot be viewed as a matrix
+        pending = gradient.reshape(size).to(dtype)
     left, right = state.low_rank(codec, slot, dtype=dtype, device=bucket.device)
     residual = None
     if error_feedback:

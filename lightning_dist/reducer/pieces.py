@@ -60,6 +60,24 @@ def piece_of(
     return Piece(name, places[0], tuple(places[1:]), columns, numbers, staged)
 
 
+def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: int) -> Piece:
+    """One staged piece of single elements, from the column ``start`` of a payload on.
+
+    ``parts``: flat gradients and their states, which follow each other.
+    """
+    numel = sum(len(part[0]) for part in parts)
+    columns = -(-numel // rows)
+    places: list[Tensor] = []
+    staged: list[tuple[Tensor, Tensor]] = []
+    for flats in zip(*parts, strict=True):  # the gradients of all parts, then each kind of state
+        place = flats[0].new_zeros((rows, columns, 1))
+        copies = place.view(-1)[:numel].split([len(flat) for flat in flats])
+        staged += zip(flats, copies, strict=True)
+        places.append(place)
+    at = slice(start, start + columns)
+    return Piece(name, places[0], tuple(places[1:]), at, places[0].new_empty(0), staged)
+
+
 def columns_of(payload: Payload, columns: slice) -> Payload:
     """``columns`` of every plane."""
     return tuple(plane[:, columns] for plane in payload)

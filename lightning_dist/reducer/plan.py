@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec
+from lightning_dist.codecs.none import NoCompression
+from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.codecs.powersgd import PowerSGD
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import ring_allreduce
+from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.chunk_sizes import chunk_elements
+from lightning_dist.reducer.fitting import fitted, sends_more
+from lightning_dist.reducer.flush import owed
+from lightning_dist.reducer.fragments import fragments
 from lightning_dist.reducer.fusing import Variant, fused_passes
 from lightning_dist.reducer.hierarchical import Inside
 from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
@@ -53,7 +59,7 @@ class Planner:
         self._error_feedback: bool | Literal["auto"] = error_feedback
         self._intra, self._whole = intra, whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
-        self._inside: dict[torch.dtype, Inside] = {}
+        self._inside: dict[tuple[BlockCodec, torch.dtype], Inside] = {}
         self._scratch = Scratch(network.device)
         self._across = None
         if network.within is not None and network.within.across is not None:
@@ -92,7 +98,7 @@ class Planner:
                 self._fuse(plan.kernels, dtype, rows=plan.rows, received=plan.received)
             # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
             elif within is not None and compute_dtype(dtype) == dtype:
-                inside = self._inside_of(dtype, within)
+                inside = self._inside_of(dtype, within, self._intra)
                 self._fuse(inside.up, dtype, received=within.topology.world_size)
                 self._fuse(inside.down, dtype)
             if self._across is not None:
@@ -108,9 +114,31 @@ class Planner:
         """Whether anything is kept from one step to the next."""
         return bool(memory_of(codec, self._error_feedback).kinds) or isinstance(codec, PowerSGD)
 
-    def lane(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Lane:
-        """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used."""
+    def affordable(self, codec: Codec, slot: Slot, dtype: torch.dtype) -> Codec:
+        """``codec``, or none where it would send more bytes of ``slot`` than that."""
+        if not isinstance(codec, BlockCodec) or codec.lossless:
+            return codec
+        within, ranks = self.network.within, self.network.rows.count
+        shares = self._cut(slot, 1 if within is None else within.owners * within.beyond)
+        wide = dtype if within is None else _share_dtype(codec, dtype)
+        more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
+        return raw_beside(codec) if more else codec
+
+    def lane(
+        self, codec: Codec, slots: Sequence[Slot], bucket: Tensor, *, waits: bool = False
+    ) -> Lane:
+        """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used.
+
+        ``waits``: compression has not begun, and state that was loaded is kept until it does.
+        """
         kinds = memory_of(codec, self._error_feedback).kinds
+        keeps = waits or "residual" in kinds
+        unpaid = {} if keeps else owed(codec, slots, self._state, self.network)
+        for slot in () if waits else slots:
+            self._state.keep_for(codec, kinds, slot.name)
+        for slot in slots:
+            if slot.name in unpaid:
+                self._state.know("residual", slot, dtype=compute_dtype(bucket.dtype))
         for slot, kind in product(slots, kinds):
             self._state.know(kind, slot, dtype=compute_dtype(bucket.dtype))
         raw = sum(slot.numel for slot in slots) * bucket.itemsize
@@ -120,6 +148,7 @@ class Planner:
             self.chunks(codec, slots, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
             keeps_state=self.keeps_state(codec),
+            owed=unpaid,
         )
         for slot, kind in product(slots, kinds):
             self._state.adopted(kind, slot.name)
@@ -128,11 +157,25 @@ class Planner:
     def chunks(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Sequence[Chunk]:
         """The exchanges of ``slots``, one after the other."""
         if self.network.within is not None:
-            return self._shares(codec, self.network.within, bucket.dtype).chunks(
-                slots, bucket, share_dtype=_share_dtype(codec, bucket.dtype)
-            )
+            dtype, within = bucket.dtype, self.network.within
+            by_intra: dict[BlockCodec, list[Slot]] = {}
+            for slot in slots:
+                by_intra.setdefault(self._intra_of(slot, within, dtype), []).append(slot)
+            return [
+                chunk
+                for intra, some in by_intra.items()
+                for chunk in self._shares(codec, within, dtype, intra).chunks(
+                    some, bucket, share_dtype=_share_dtype(codec, dtype)
+                )
+            ]
         if isinstance(codec, BlockCodec):
-            return self._blocks(codec, bucket.dtype).chunks(slots, bucket)
+            ranks, dtype = self.network.world_size, bucket.dtype
+            by_block: dict[BlockCodec, list[Slot]] = {}
+            for slot in slots:
+                fit = fitted(codec, slot.numel, ranks=ranks, dtype=dtype)
+                by_block.setdefault(fit, []).append(slot)
+            plans = [(self._blocks(fit, dtype), some) for fit, some in by_block.items()]
+            return [chunk for plan, some in plans for chunk in plan.chunks(some, bucket)]
         whole: dict[str, Any] = {
             "slots": slots,
             "bucket": bucket,
@@ -150,11 +193,29 @@ class Planner:
         """Of the buffers that chunks share."""
         return self._scratch.nbytes + (0 if self._across is None else self._across.nbytes)
 
-    def _shares(self, codec: Codec, within: Within, dtype: torch.dtype) -> SharePlan:
+    def _cut(self, slot: Slot, parts: int) -> list[int]:
+        """Elements of the shares of ``slot`` among so many ranks of a host."""
+        if parts == 1 or slot.name in self._whole:
+            return [slot.numel]
+        most = chunk_elements(self.network.rows.count)
+        found = fragments(
+            slot.name, slot.numel, members=parts, owners=parts, most=most, whole=False
+        )
+        return [end - start for cut in found for start, end in cut.shares if end > start]
+
+    def _intra_of(self, slot: Slot, within: Within, dtype: torch.dtype) -> BlockCodec:
+        """The codec inside a host, or none where its blocks would be mostly padding."""
+        intra, shares = self._intra, self._cut(slot, within.owners)
+        sent = sum(row_bytes(intra.planes(dtype), -(-n // intra.block)) for n in shares)
+        return NoCompression() if sent > slot.numel * dtype.itemsize else intra
+
+    def _shares(
+        self, codec: Codec, within: Within, dtype: torch.dtype, intra: BlockCodec
+    ) -> SharePlan:
         kinds = memory_of(codec, self._error_feedback).kinds
-        elementwise = isinstance(codec, BlockCodec) and codec.block == self._intra.block == 1
+        elementwise = isinstance(codec, BlockCodec) and codec.block == intra.block == 1
         return SharePlan(
-            inside=self._inside_of(dtype, within),
+            inside=self._inside_of(dtype, within, intra),
             within=within,
             across=lambda slots, share: self._chunks_across(codec, slots, share),
             scratch=self._scratch,
@@ -167,19 +228,19 @@ class Planner:
     def _chunks_across(self, codec: Codec, slots: Sequence[Slot], share: Tensor) -> Sequence[Chunk]:
         return () if self._across is None else self._across.chunks(codec, slots, share)
 
-    def _inside_of(self, dtype: torch.dtype, within: Within) -> Inside:
-        if dtype not in self._inside:
+    def _inside_of(self, dtype: torch.dtype, within: Within, intra: BlockCodec) -> Inside:
+        if (intra, dtype) not in self._inside:
             up, down = (
                 Kernels(
-                    self._intra,
+                    intra,
                     memory=NoMemory(),
                     factors=Factors(mean=weight),
                     world_size=within.topology.world_size,
                 )
                 for weight in (within.weight, 1.0)
             )
-            self._inside[dtype] = Inside(up, down)
-        return self._inside[dtype]
+            self._inside[intra, dtype] = Inside(up, down)
+        return self._inside[intra, dtype]
 
     def _fuse(
         self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1

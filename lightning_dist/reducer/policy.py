@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,12 +45,19 @@ class Slot:
 
 
 def slots_by_codec(
-    policy: Codec, names: Sequence[str], parameters: Sequence[Tensor], *, step: int, filling: int
+    policy: Codec,
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    *,
+    step: int,
+    filling: int,
+    affordable: Callable[[Codec, Slot], Codec] = lambda codec, slot: codec,
 ) -> Mapping[Codec, Sequence[Slot]]:
     """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not.
 
     Args:
         filling: elements of the bucket.
+        affordable: may answer with another codec.
     """
     found: dict[Codec, list[Slot]] = {}
     offset = 0
@@ -59,7 +66,7 @@ def slots_by_codec(
         slot = Slot(name, offset, shape, strides=strides_in_bucket(parameter))
         offset += slot.numel
         if slot.numel:
-            codec = policy.for_tensor(name, tuple(parameter.shape), step=step)
+            codec = affordable(policy.for_tensor(name, tuple(parameter.shape), step=step), slot)
             found.setdefault(codec, []).append(slot)
     # An element that no slot has would keep the local gradient, and replicas would drift apart.
     assert offset == filling, (

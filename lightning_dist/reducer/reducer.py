@@ -21,6 +21,7 @@ from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun
 from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.executor import executor_for
+from lightning_dist.reducer.flush import add_owed
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, sights, working
@@ -68,6 +69,7 @@ class Reducer:
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
         self.closed = False
+        self.at_close: list[Callable[[], None]] = []
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
@@ -82,6 +84,7 @@ class Reducer:
             whole=matrices(self._policy, shapes),
         )
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
+        self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
         self._in_flight: list[Job] = []
@@ -125,7 +128,7 @@ class Reducer:
         with working(self._observers, job.index, "encode"):
             for chunk in begun(job.chunks()):
                 chunk.encode(self._scale, step=self.step)
-                if self._keeps_state:
+                if self._asks:
                     self._finite.append(chunk.finite())
                 chunk.issue()
         verdict = self._ask() if job.is_last else None
@@ -172,7 +175,7 @@ class Reducer:
     def _ask(self) -> Verdict | None:
         lanes = [lane for job in self._in_flight for lane in job.lanes]
         finite, self._finite = self._finite, []
-        if self._usage is None and not self._keeps_state:
+        if self._usage is None and not self._asks:
             return None  # nothing to decide
         used: dict[str, bool] = {}
         if self._usage is not None:
@@ -197,6 +200,7 @@ class Reducer:
             self._pending.drop()
             scale = self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
+            self._asks = self._keeps_state or bool(self.state.residuals.names())
         self._in_flight.append(job)
 
     def _lanes(self, job: Job) -> Sequence[Lane]:
@@ -212,10 +216,16 @@ class Reducer:
             del self._plans[index]
         names = [self.names[parameter] for parameter in job.parameters]
         slots_of = slots_by_codec(
-            policy, names, job.parameters, step=self.step, filling=job.gradients.numel()
+            policy,
+            names,
+            job.parameters,
+            step=self.step,
+            filling=job.gradients.numel(),
+            affordable=partial(self.planner.affordable, dtype=job.gradients.dtype),
         )
         lanes = [
-            self.planner.lane(codec, slots, job.gradients) for codec, slots in slots_of.items()
+            self.planner.lane(codec, slots, job.gradients, waits=waiting)
+            for codec, slots in slots_of.items()
         ]
         self._plans[job.index] = (key, lanes)
         return lanes
@@ -225,6 +235,7 @@ class Reducer:
             clip_lane(lane, job.gradients, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(lane.slots, job.gradients, self._scale)
+            add_owed(lane, job.gradients, self.state, self.network, self._scale)
 
     def _guarded(self, job: Job) -> None:
         try:
@@ -329,6 +340,9 @@ class Reducer:
         The process groups stay, and so does :meth:`state_dict`.
         """
         self.closed = True
+        for call in self.at_close:
+            call()
+        self.at_close.clear()
         self._executor.close()
         self._pending.close()
         if self._usage is not None:

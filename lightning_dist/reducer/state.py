@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.reducer.policy import Slot
@@ -43,6 +44,17 @@ class ReducerState:
         """All that this rank keeps for a parameter, as it works with it."""
         parts = [part for store in (self.residuals, self.momenta) for part in store.parts(name)]
         return [*parts, *self.factors.get(name, ())]
+
+    def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
+        """Free what ``codec``, with memory of ``kinds``, has no use for and what is owed to nobody.
+
+        That is all but the residual, which must be sent first.
+        """
+        if "momentum" not in kinds:
+            self.momenta.drop(name)
+        if not isinstance(codec, PowerSGD):
+            self.factors.pop(name, None)
+            self._loaded.pop(name, None)
 
     def _store(self, kind: str) -> Store:
         return {"residual": self.residuals, "momentum": self.momenta}[kind]

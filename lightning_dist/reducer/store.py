@@ -111,6 +111,18 @@ class Store:
         """All that this rank needs of ``name`` was asked for."""
         self._loaded.pop(name, None)
 
+    def drop(self, name: str) -> None:
+        """Forget ``name``, here; for all ranks at once."""
+        for held in (self._parts, self._whole, self._loaded):
+            held.pop(name, None)
+
+    def of_row(self, name: str, rows: Rows) -> list[tuple[int, Tensor]]:
+        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap."""
+        loaded = self._loaded.get(name)
+        if loaded is None:
+            return sorted(self._parts[name].items())
+        return [(0, loaded)] if rows.first else []
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for parts in self._parts.values() for part in parts.values())
@@ -150,14 +162,9 @@ class Store:
 
     def _stripes(self, name: str, rows: Rows) -> Stripes:
         loaded = self._loaded.get(name)
-        if loaded is not None:
-            numel, dtype = loaded.numel(), loaded.dtype
-            parts = {0: loaded} if rows.first else {}
-        else:
-            numel, dtype = self._whole[name]
-            parts = self._parts[name]
+        numel, dtype = self._whole[name] if loaded is None else (loaded.numel(), loaded.dtype)
         begin = rows.own * numel
-        own = tuple((begin + start, part) for start, part in sorted(parts.items()))
+        own = tuple((begin + start, part) for start, part in self.of_row(name, rows))
         return Stripes(torch.empty(rows.count, numel, dtype=dtype), own)
 
     def load(self, gathered: Mapping[str, Tensor], rows: Rows) -> None:

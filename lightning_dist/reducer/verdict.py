@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_dist.reducer.chunk import Lane, settle_all
 from lightning_dist.reducer.commit import PendingCommit
+from lightning_dist.reducer.flush import free_owed
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.placing import placed
 from lightning_dist.reducer.state import ReducerState
@@ -102,16 +104,21 @@ def settle_lane(
     Args:
         pending: None where every gradient of every rank was finite.
     """
-    undone = [s for s in lane.slots if s.name in unused or (pending and lane.keeps_state)]
+    stateful = lane.keeps_state or bool(lane.owed)
+    undone = [s for s in lane.slots if s.name in unused or (pending and stateful)]
     before = [(t, t.clone()) for slot in undone for t in state.tensors(slot.name)]
     true = torch.ones((), dtype=torch.bool, device=bucket.device)
     settle_all(lane.chunks, scale, true)
-    if pending is not None and lane.keeps_state:
-        for slot in lane.slots:
-            mean = slot.of(bucket)
-            if not bool(mean.isfinite().all()):
-                mean.fill_(torch.nan)
-            elif slot.name not in unused:
-                pending.add(slot.name, state.tensors(slot.name))
+    for slot in lane.slots if stateful else ():
+        paid = partial(free_owed, lane, state, slot.name)
+        mean = slot.of(bucket)
+        if pending is not None and not bool(mean.isfinite().all()):
+            mean.fill_(torch.nan)
+        elif slot.name in unused:
+            continue
+        elif pending is None:
+            paid()
+        else:
+            pending.add(slot.name, state.tensors(slot.name), then=paid)
     for tensor, value in before:
         tensor.copy_(value)

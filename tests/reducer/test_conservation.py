@@ -45,7 +45,11 @@ def run(
             if step % 100 == 99 or step == steps - 1:
                 held = residuals(reducer)
                 totals.norms.append(norm(held))
-        totals.residual = {name: held[name].view(shape) for name, shape in shapes.items()}
+        # One element is uncompressed: a block would be more bytes.
+        totals.residual = {
+            name: held.get(name, torch.zeros(shape, dtype=DOUBLE)).view(shape)
+            for name, shape in shapes.items()
+        }
     return totals
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.reducer.fitting import fitted
 from lightning_dist.reducer.glimpse import Sampler
 from lightning_dist.reducer.observer import Observer, Sight
 from lightning_dist.reducer.reducer import Reducer
@@ -111,6 +112,7 @@ def test_a_glimpse_of_everything(codec: str, size: int) -> None:
 
 def by_hand(codec: BlockCodec, given: Tensor, size: int) -> Tensor:
     """What a codec without keys and residual makes of a tensor: blocks of it, alone."""
+    codec = fitted(codec, given.numel(), ranks=size, dtype=given.dtype)
     share = 1 / size if codec.exchange == "allreduce" else 1.0
     rows = size if codec.exchange == "two_shot" and size > 2 else 1
     per_row = -(-given.numel() // (codec.block * rows))

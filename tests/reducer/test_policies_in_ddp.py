@@ -138,7 +138,6 @@ CHANGES: dict[str, dict[int, str]] = {
     "powersgd, int8": {0: POWERSGD, 3: "int8"},
     "threshold, powersgd": {0: "threshold:tau=1.5", 3: POWERSGD},
     "randomk, sign": {0: "randomk:ratio=0.25,block_size=64", 3: "sign:block_size=64"},
-    "topk, none": {0: TOPK, 3: "none"},
     "topk, none, topk": {0: TOPK, 2: "none", 4: TOPK},
     "powersgd, int8, powersgd": {0: POWERSGD, 2: "int8", 4: POWERSGD},
 }

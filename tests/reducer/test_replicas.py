@@ -35,7 +35,8 @@ def network() -> nn.Sequential:
 def train(rank: Rank, steps: int, codec: str | Int8, **settings: object) -> list[str]:
     """Digests of all parameters, before training and after every step."""
     module = network()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    kind = torch.optim.SGD if codec == "dgc" else torch.optim.AdamW  # dgc brings its momentum
+    optimizer = kind(module.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank.rank)
     with compressed(rank, module, codec, ddp={"bucket_cap_mb": 0.005}, **settings) as (model, _):
         digests = [digest(module.parameters())]
