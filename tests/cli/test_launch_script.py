@@ -9,7 +9,7 @@ from test_launch_accelerate import configure, home, invoke, planned
 
 __all__ = ["home"]  # a fixture, for every test here
 
-TORCHRUN, ACCELERATE = "torch.distributed.run", "accelerate.commands.launch"
+TORCHRUN, ACCELERATE = "lightning_dist.elastic.agent", "accelerate.commands.launch"
 LIGHTNING = [
     "import lightning as L",
     "from lightning.pytorch import Trainer",

@@ -35,10 +35,10 @@ def test_codec_none_is_bit_identical_to_ddp(two: Results) -> None:
     [
         ("fp16", 2 * TRAINED),
         ("bf16", 2 * TRAINED),
-        # Blocks of 256 bytes and a scale of 2: two weights of 2 blocks, a bias of 1, in planes
-        # that are padded to 8 bytes.
-        ("int8", 5 * 256 + 16),
-        ("int8 without memory", 5 * 256 + 16),
+        # Two weights of 2 blocks of 256, each with a scale of 2 bytes, and a bias with a block of
+        # its own size, in planes that are padded to 8 bytes.
+        ("int8", 4 * 256 + 8 + 32 + 8),
+        ("int8 without memory", 4 * 256 + 8 + 32 + 8),
     ],
 )
 def test_lossy_codecs_train_as_ddp_does(two: Results, codec: str, wire_bytes: int) -> None:

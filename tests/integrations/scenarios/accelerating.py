@@ -69,7 +69,9 @@ class Training:
         self.accelerator.register_for_checkpointing(self.tally)
         self.reducer = None
         if self.accelerator.num_processes > 1:
-            self.reducer = compress_ddp(self.model, "topk:ratio=0.1", min_compress_numel=0)
+            self.reducer = compress_ddp(
+                self.model, "topk:ratio=0.1,block_size=64", min_compress_numel=0
+            )
         own = 100 * seed + self.rank
         torch.manual_seed(own)
         random.seed(own)
