@@ -39,7 +39,7 @@ def add_owed(
     lane: Lane, bucket: Tensor, state: ReducerState, network: Network, scale: Tensor
 ) -> None:
     """``lane``'s gradients in ``bucket``, which carry ``scale``, plus what is owed."""
-    for slot in lane.slots:
+    for slot in lane.slots if lane.owed else ():
         weight = lane.owed.get(slot.name)
         if weight is None:
             continue
