@@ -65,4 +65,9 @@ def is_ours(storage: Storage, inside: str) -> bool:
             text = bytes(file.read(_HEAD))
         known = text[30 : 30 + len(_FIRST_RECORD)] == _FIRST_RECORD
     saved_as = _SAVED_AS.search(text)
-    return known and (saved_as is None or json.loads(saved_as[1]) == inside.rsplit("/", 1)[-1])
+    if not known or saved_as is None:
+        return known
+    try:
+        return bool(json.loads(saved_as[1]) == inside.rsplit("/", 1)[-1])
+    except ValueError:
+        return False

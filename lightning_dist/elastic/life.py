@@ -120,14 +120,14 @@ class Life:
         """
         told = self.reason
         self._notes.end(told or "told by others", is_echo=not told)
-        if not is_saved:
-            return EXIT_UNSAVED
         launch = Launch.from_env()
-        if told or not launch.is_elastic:
-            return 0
         first = launch.rank - launch.local_rank  # ranks of a node follow each other
         here = reasons[first : first + (launch.local_world_size or 1)]
-        return EXIT_LEAVE if PREEMPTED in here else EXIT_RESTART
+        if launch.is_elastic and PREEMPTED in here and not (told and is_saved):
+            return EXIT_LEAVE
+        if not is_saved:
+            return EXIT_UNSAVED
+        return EXIT_RESTART if launch.is_elastic and not told else 0
 
     def leave(self) -> None:
         """After :meth:`stop`: nothing is left to do but to end."""

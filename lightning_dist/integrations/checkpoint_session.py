@@ -54,6 +54,7 @@ class CheckpointSession:
         self._trainer = trainer
         self._sharded = sharded
         self._removals: list[str] = []  # of this trigger
+        self._has_saved = False
         self._doomed: set[str] = set()  # files that stay for now, but not for a user
         self._watched: list[Optimizer] = []
         self._outcomes = Outcomes(self, settings, callback=callback, trainer=trainer)
@@ -139,6 +140,7 @@ class CheckpointSession:
                 trainer.strategy.save_checkpoint(checkpoint, path)
                 if self._checkpointer is not None and not trainer.is_global_zero:
                     io.save_checkpoint(checkpoint, path)
+        self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
         self.metrics.stall_s = time.perf_counter() - began
@@ -174,6 +176,9 @@ class CheckpointSession:
         self._doomed.add(path)
 
     def flush_removals(self) -> None:
+        """Ask for them, once there is a save behind which they are done."""
+        if not self._has_saved:
+            return
         removals, self._removals = self._removals, []
         if self._checkpointer is None or not self._checkpointer.is_first:
             self._doomed = set()

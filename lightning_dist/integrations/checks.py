@@ -167,17 +167,20 @@ def _likeness(text: str, name: str) -> float:
     return max(difflib.SequenceMatcher(None, text, part).ratio() for part in parts)
 
 
-def require_fewer_bytes(settings: Settings, names: Mapping[Tensor, str], planner: Planner) -> None:
-    """Raise where the codec would send more than uncompressed gradients, whatever their size.
+def compresses_fewer_bytes(
+    settings: Settings, names: Mapping[Tensor, str], planner: Planner
+) -> bool:
+    """Whether the codec sends fewer bytes of some parameter; for a small model says once if not.
 
-    For a model that is merely small say so once.
+    Raises:
+        ValueError: it would send more than uncompressed gradients, whatever their size.
     """
     codec, wanted = None, list(_lossy(settings, names))
     for codec, slot, dtype in wanted:
         if not planner.affordable(codec, slot, dtype).lossless:
-            return
+            return True
     if codec is None:
-        return
+        return False
     ranks, count = planner.network.rows.count, len({slot.name for _, slot, _ in wanted})
     if planner.affordable(codec, Slot("", 0, (1 << 24,)), torch.float32).lossless:
         raise ValueError(
@@ -193,6 +196,7 @@ def require_fewer_bytes(settings: Settings, names: Mapping[Tensor, str], planner
             codec,
             ranks,
         )
+    return False
 
 
 def _lossy(

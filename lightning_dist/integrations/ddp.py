@@ -20,11 +20,11 @@ from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.checks import (
     brings_momentum,
+    compresses_fewer_bytes,
     finds_unused,
     require_compressible,
     require_ddp,
     require_effect,
-    require_fewer_bytes,
     require_one_momentum,
 )
 from lightning_dist.integrations.in_force import tell_in_force
@@ -151,8 +151,8 @@ def attach(
         find_unused=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if several else (),
     )
-    if several:
-        require_fewer_bytes(settings, names, reducer.planner)
+    if several and not compresses_fewer_bytes(settings, names, reducer.planner):
+        begins = None
     if continue_from is not None:
         reducer.step = continue_from.step
         numel = {names[p]: as_real(p).numel() for p in names if p.requires_grad}

@@ -34,7 +34,7 @@ def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
         return
     _show(in_force(reducer))
     if begins is not None:
-        finalize(reducer, _never_begun, reducer.stats, begins)
+        reducer.never_compressed = finalize(reducer, _never_begun, reducer.stats, begins)
 
 
 def in_force(reducer: Reducer) -> str:

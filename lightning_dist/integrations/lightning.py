@@ -151,6 +151,8 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
         alone = self._reducer.network.world_size == 1
         known = self.lightning_module.automatic_optimization
+        if is_trial and self._reducer.never_compressed is not None:
+            self._reducer.never_compressed.detach()
         if is_trial or alone or trainer.global_step or not known:
             return
         steps = trainer.estimated_stepping_batches

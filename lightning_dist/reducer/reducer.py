@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class Reducer:
         self.step = 0  # synchronised steps so far
         self.closed = False
         self.at_close: list[Callable[[], None]] = []
+        self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
@@ -85,6 +87,7 @@ class Reducer:
         )
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
+        self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
         self._in_flight: list[Job] = []
@@ -200,7 +203,9 @@ class Reducer:
             self._pending.drop()
             scale = self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
-            self._asks = self._keeps_state or bool(self.state.residuals.names())
+            self._asks = self._keeps_state or not self._trained.isdisjoint(
+                self.state.residuals.names()
+            )
         self._in_flight.append(job)
 
     def _lanes(self, job: Job) -> Sequence[Lane]:

@@ -37,7 +37,7 @@ class Verdict:
         sums: Sequence[Tensor],
         network: Network,
     ) -> None:
-        self._names = list(used)
+        self._names, self._compares = list(used), bool(sums)
         answers = torch.tensor([False, *used.values(), 0, 0], dtype=torch.float32, device="cpu")
         self._flags = placed(answers, network.device)
         if finite:
@@ -47,21 +47,24 @@ class Verdict:
             self._flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
             self._flags[-2] = -self._flags[-1]
         self._work = network.control.all_reduce(self._flags, op=dist.ReduceOp.MAX)
-        self._known = False
+        self._known: list[float] = []
 
-    def _wait(self) -> Tensor:
+    def _wait(self) -> list[float]:
+        """All flags, on the host: a GPU is waited for, once."""
         if not self._known:
             self._work.wait()
-            self._known = True
-        return self._flags
+            self._known = self._flags.tolist()
+        return self._known
 
     def ok(self) -> bool:
         """Whether every gradient of every rank is finite. Waits for a GPU."""
-        return float(self._wait()[0]) == 0
+        return self._wait()[0] == 0
 
     def require_equal(self) -> None:
         """Raise RuntimeError where ranks have given other sums."""
-        least, most = self._wait()[-2:].tolist()
+        if not self._compares:
+            return
+        least, most = self._wait()[-2:]
         if least != -most:
             raise RuntimeError(
                 "the ranks have applied different gradients of codec 'powersgd', and their weights "
@@ -74,7 +77,7 @@ class Verdict:
         """Names of parameters without a gradient on any rank."""
         if not self._names:
             return set()
-        flags = self._wait()[1:-2].tolist()
+        flags = self._wait()[1:-2]
         return {name for name, used in zip(self._names, flags, strict=True) if not used}
 
 
@@ -109,16 +112,16 @@ def settle_lane(
     before = [(t, t.clone()) for slot in undone for t in state.tensors(slot.name)]
     true = torch.ones((), dtype=torch.bool, device=bucket.device)
     settle_all(lane.chunks, scale, true)
-    for slot in lane.slots if stateful else ():
-        paid = partial(free_owed, lane, state, slot.name)
+    if pending is None:
+        for name in [name for name in lane.owed if name not in unused]:
+            free_owed(lane, state, name)
+    for slot in lane.slots if pending is not None and stateful else ():
+        assert pending is not None
         mean = slot.of(bucket)
-        if pending is not None and not bool(mean.isfinite().all()):
+        if not bool(mean.isfinite().all()):
             mean.fill_(torch.nan)
-        elif slot.name in unused:
-            continue
-        elif pending is None:
-            paid()
-        else:
+        elif slot.name not in unused:
+            paid = partial(free_owed, lane, state, slot.name)
             pending.add(slot.name, state.tensors(slot.name), then=paid)
     for tensor, value in before:
         tensor.copy_(value)

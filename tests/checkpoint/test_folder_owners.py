@@ -288,6 +288,7 @@ def test_without_locks_it_is_refused_with_the_setting_that_goes_on(
         own(str(tmp_path))
     assert "lock=False" in str(error.value)
     assert owner_of(str(tmp_path)) is None
+    assert not os.listdir(tmp_path)
 
 
 @NO_LOCKS

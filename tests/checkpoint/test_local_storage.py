@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
+from lightning_dist.checkpoint.disk import local
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage
@@ -119,6 +120,32 @@ def test_recover_finishes_what_was_cut_between_two_renames(
     recover(STORAGE, str(tmp_path))
     assert_equal(load(str(target)), small_state(1 if cut == 1 else 2))
     assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_what_was_replaced_is_known_as_such_where_it_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not what recovery gives its name back to: the folder is on disk with the new one."""
+    target = tmp_path / "x.ckpt"
+    whole_folder(str(target), 1)
+    whole_folder(str(tmp_path / "elsewhere"), 2)
+    staged = STORAGE.staging(str(target), origin(2).save_id)
+    os.rename(tmp_path / "elsewhere", staged)
+    without_renameat2(monkeypatch)
+    synced = []
+
+    def failing(path: str) -> None:
+        synced.append(path)
+        if path == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(local, "_sync_folder", failing)
+    with pytest.raises(OSError, match="error"):
+        STORAGE.publish(staged, str(target))
+    assert synced
+    (left,) = STORAGE.leftovers(str(tmp_path))
+    assert ".trash-" in left
+    assert_equal(load(str(target)), small_state(2))
 
 
 def cut_between_the_renames(folder: Path, patch: pytest.MonkeyPatch, old: Any, new: Any) -> Path:

@@ -83,7 +83,6 @@ def test_prune_goes_on_without_locks_if_told_to(
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert "--no-lock" in refusal("prune", tmp_path, "--keep", "1", "--yes")
-    (tmp_path / ".lightning_dist.lock").unlink()
     result = ckpt("prune", tmp_path, "--keep", "1", "--no-lock", stdin="y\n")
     assert "there are no locks here" in result.stdout
     assert sorted(os.listdir(tmp_path)) == [LEFTOVER, "2.ckpt"]
@@ -107,6 +106,15 @@ def test_damaged_ones_do_not_count_and_go(tmp_path: Path) -> None:
     assert names(tmp_path) == {"2.ckpt"}
     assert "has changed since it was written" in result.stdout
     assert "has no manifest.json" in result.stdout
+
+
+def test_one_with_a_damaged_name_stays_and_the_others_are_pruned(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 2, 3)
+    content = (tmp_path / "1.ckpt").read_bytes()
+    (tmp_path / "1.ckpt").write_bytes(content.replace(b'"1.ckpt"', b'"\xff.ckpt"'))
+    result = ckpt("prune", tmp_path, "--keep", "1", "--yes")
+    assert result.exit_code == 0, result.output
+    assert names(tmp_path) == {"1.ckpt", "3.ckpt"}
 
 
 def test_damaged_ones_stay_where_nothing_whole_is_left(tmp_path: Path) -> None:

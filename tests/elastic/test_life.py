@@ -55,5 +55,12 @@ def test_without_a_checkpoint_nobody_ends_well(monkeypatch: pytest.MonkeyPatch) 
     assert codes_of(monkeypatch, ["", "SIGTERM"], is_saved=False) == [EXIT_UNSAVED] * 2
 
 
+def test_a_machine_that_goes_is_left_without_a_checkpoint_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes = codes_of(monkeypatch, ["", "", PREEMPTED, ""], is_saved=False)
+    assert codes == [EXIT_UNSAVED, EXIT_UNSAVED, EXIT_LEAVE, EXIT_LEAVE]
+
+
 def test_where_nobody_restarts_ranks_all_end_well() -> None:
     assert Life(EndSettings(), Account()).stop(["", "SIGTERM"], is_saved=True) == 0

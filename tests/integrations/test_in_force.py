@@ -99,6 +99,19 @@ def test_one_process_exchanges_nothing(capsys: Any, caplog: Any) -> None:
     ]
 
 
+def test_parameters_that_are_too_small_are_told_once(caplog: Any) -> None:
+    """And not at the end, with the advice to begin earlier."""
+
+    def body(rank: Rank) -> bool:
+        model = rank.ddp(nn.Linear(1, 3))
+        reducer = compress_ddp(model, "int8", min_compress_numel=0, groups=rank.groups())
+        reducer.close()
+        return reducer.never_compressed is None
+
+    assert run_threads(body, 2) == [True, True]
+    assert "are so small that it would send more bytes" in caplog.messages[0]
+
+
 def test_bytes_of_a_warm_up_are_those_of_its_end(capsys: Any, caplog: Any) -> None:
     (line,) = said(after_steps(50, "int8"), capsys, caplog, min_compress_numel=0)
     assert " per step from step 50 on, " in line

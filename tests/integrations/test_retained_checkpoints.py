@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from elastic_runs import FailAt, Fault, fit
 from loop_runs import train
 from torch import nn
 
+from lightning_dist.checkpoint.disk import scan
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.verify import verify
 
@@ -107,6 +109,25 @@ def test_a_damaged_newest_does_not_count_for_keep(tmp_path: Path, kind: str) -> 
     found = [verify(str(folder / name)).origin for name in names(folder)]
     assert {origin.step for origin in found if origin} == {6, 8}
     assert len(found) == 2
+
+
+@KINDS
+def test_a_start_that_saves_nothing_removes_nothing(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest could not be read, once: it is passed over, and there when it can be again."""
+    UNTIL[kind](tmp_path, 9)
+    before = names(tmp_path / "ckpt")
+
+    def unreadable(path: str, *args: Any, **kwargs: Any) -> Any:
+        if "step=8" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return verify(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scan, "verify", unreadable)
+        UNTIL[kind](tmp_path, 7)  # from step 6, and no further than before the next checkpoint
+    assert names(tmp_path / "ckpt") == before
 
 
 def _state(**project: Any) -> Any:

@@ -21,7 +21,7 @@ from lightning_dist.codecs import BlockCodec, Codec, NoCompression, Uncompressed
 from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.traffic import Sent
-from lightning_dist.integrations.checks import require_fewer_bytes
+from lightning_dist.integrations.checks import compresses_fewer_bytes
 from lightning_dist.reducer.fitting import fitted
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan import Planner
@@ -204,7 +204,7 @@ def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent() -> Non
 
 def require(codec: str, hosts: int, per_host: int = 1, *, shape: tuple[int, ...]) -> None:
     names: dict[Tensor, str] = {torch.nn.Parameter(torch.zeros(shape)): "weight"}
-    require_fewer_bytes(Settings.check(codec), names, planner(hosts, per_host))
+    compresses_fewer_bytes(Settings.check(codec), names, planner(hosts, per_host))
 
 
 def test_a_model_that_is_merely_small_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -285,7 +285,9 @@ def _open_to_change(folder: str) -> LockFile:
             file.take(_CHANGE, wait=True)
             if file.is_named():
                 return file
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NoLocksError) and os.stat(file.path).st_size == 0:
+                os.unlink(file.path)  # made just now, and of no use
             file.close()
             raise
         file.close()  # somebody has just removed it

@@ -201,4 +201,9 @@ def _exchange(one: str, other: str) -> str:
     except OSError:
         os.rename(aside, other)
         raise
-    return aside
+    trash = _aside(other, "trash")  # replaced: if it cannot be removed now, the next start does
+    try:
+        os.rename(aside, trash)
+    except OSError:
+        return aside
+    return trash
