@@ -33,7 +33,7 @@ def require_loadable(state: Any, content: Pickled | None = None, *, name: str) -
     Raises:
         ValueError: the restricted unpickler does not read it; names what, and where it is.
     """
-    if _is_loadable(content or pickled(state)):
+    if _is_loadable(state, content or pickled(state)):
         return
     name, value = _culprit(state, name)
     kind = value if isinstance(value, type) else type(value)
@@ -62,21 +62,32 @@ def restricted_load(file: Any, *, path: str, map_location: Any, weights_only: bo
         raise _refusal(path, names) from error
 
 
-def problem_with(file: Any, *, path: str, load: Callable[..., Any]) -> ValueError | None:
+def problem_with(
+    file: Any, *, path: str, load: Callable[..., Any], whole: Callable[[], Any] | None = None
+) -> ValueError | None:
     """Why the restricted unpickler does not read a file of ``torch.save``; None if it does.
 
     Args:
         file: open, at its beginning.
         path: of ``file``, for the message.
         load: ``torch.load``, or what stands in for it.
+        whole: the file to read where tensors have to be read too; None: ``file``.
     """
     try:
         load(file, map_location="meta", weights_only=True)  # nothing of tensors is read
+        return None
     except pickle.UnpicklingError as error:
         return _refusal(path, _unsafe_in(file) or str(error))
-    except Exception:  # of tensors that cannot be on "meta"
+    except Exception:  # nested and quantized tensors cannot be on "meta"
+        file.seek(0)
+    try:  # to the end: nothing is said of what comes after the tensor that failed
+        file = file if whole is None else whole()
+        load(file, map_location="cpu", weights_only=True)
         return None
-    return None
+    except pickle.UnpicklingError as error:
+        return _refusal(path, _unsafe_in(file) or str(error))
+    except Exception as error:
+        return _refusal(path, f"what raises {type(error).__name__} ({error})")
 
 
 def _refusal(path: str, names: str) -> ValueError:
@@ -85,7 +96,7 @@ def _refusal(path: str, names: str) -> ValueError:
     )
 
 
-def _is_loadable(content: Pickled) -> bool:
+def _is_loadable(state: Any, content: Pickled) -> bool:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", content.data)
@@ -93,7 +104,15 @@ def _is_loadable(content: Pickled) -> bool:
         for index in range(len(content.storages)):  # on "meta" nothing of them is read
             archive.writestr(f"archive/data/{index}", b"")
     file.seek(0)
-    return problem_with(file, path="", load=torch.load) is None
+    problem = problem_with(file, path="", load=torch.load, whole=lambda: _saved(state))
+    return problem is None
+
+
+def _saved(state: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
 
 
 def _culprit(state: Any, name: str) -> tuple[str, Any]:
@@ -104,7 +123,7 @@ def _culprit(state: Any, name: str) -> tuple[str, Any]:
     elif isinstance(state, list | tuple):
         parts = enumerate(state)
     for key, part in parts:
-        if not _is_loadable(pickled(part)):
+        if not _is_loadable(part, pickled(part)):
             return _culprit(part, f"{name}[{key!r}]")
     return name, state
 

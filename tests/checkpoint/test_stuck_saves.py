@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import run
 from snapshots import small_state, trained
+from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.copying import LaterCopy
@@ -62,9 +67,86 @@ def test_closing_waits_for_a_copy_no_longer_than_it_may(
 ) -> None:
     with stuck_copy(tmp_path, monkeypatch) as (checkpointer, _):
         error = ends(lambda: checkpointer.close(0.2))
+        assert not checkpointer._delivery._free  # it may still be copied to
     assert isinstance(error, CheckpointError)
     assert "still being copied after 0.2 s" in str(error)
     assert f"{tmp_path}/1.ckpt" in str(error)
+
+
+STUCK = """
+import sys, threading
+from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from processes import run
+from snapshots import trained
+
+model, optimizer = trained()
+checkpointer = Checkpointer(CheckpointSettings(writer=sys.argv[2]))
+checkpointer.open(sys.argv[1])
+checkpointer.watch([optimizer])
+LaterCopy.run = lambda self: threading.Event().wait()
+checkpointer.save(model.state_dict(), f"{sys.argv[1]}/1.ckpt", step=1)
+try:
+    checkpointer.close(0.2)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_process_ends_although_a_copy_is_stuck(tmp_path: Path, writer: str) -> None:
+    command = [sys.executable, "-c", STUCK, str(tmp_path / "here"), writer]
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = run(command, limit=LIMIT, **environment)
+    assert ended.returncode == 0, ended.output
+    assert "1.ckpt is still being copied after 0.2 s, and is lost" in ended.output
+
+
+NOT_CLOSED = """
+import sys
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from processes import run
+from snapshots import trained
+
+model, optimizer = trained()
+checkpointer = Checkpointer(CheckpointSettings())
+checkpointer.open(sys.argv[1])
+checkpointer.watch([optimizer])
+copy = LaterCopy.run
+LaterCopy.run = lambda self: sys.stdin.readline() and copy(self)
+checkpointer.save(model.state_dict(), f"{sys.argv[1]}/1.ckpt", step=1)
+print("ends", flush=True)
+"""
+
+
+def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(tmp_path: Path) -> None:
+    """Of a script that closes nothing."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", NOT_CLOSED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        timer = threading.Timer(LIMIT, process.kill)
+        timer.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ends\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.stdin.write(b"go on\n")
+        process.stdin.close()
+        assert process.wait() == 0
+        timer.cancel()
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(str(tmp_path))  # its writer has ended
+    assert (tmp_path / "1.ckpt").exists()
+    checkpointer.close(LIMIT)
 
 
 def test_a_step_waits_for_a_copy_no_longer_than_it_may(
@@ -96,6 +178,79 @@ def test_a_save_waits_for_a_stuck_writer_no_longer_than_it_may(
     assert f"{tmp_path}/1.ckpt is still being written after" in str(error)
     checkpointer.close(LIMIT)
     assert (tmp_path / "1.ckpt").exists()
+
+
+@contextmanager
+def stopped(checkpointer: Checkpointer) -> Iterator[None]:
+    """Its writer does nothing meanwhile."""
+    writer = checkpointer._delivery.writer
+    assert isinstance(writer, WriterProcess)
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+
+
+def test_the_wait_allows_for_the_bytes_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AsyncState saves them; an upload of 2 MB/s is slow, not stuck."""
+    (tmp_path / "optimizer.bin").write_bytes(bytes(1_000_000))
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(f"{tmp_path}/here")
+    with stopped(checkpointer):
+        files = [("optimizer.bin", f"{tmp_path}/optimizer.bin")]
+        checkpointer.save_files(files, f"{tmp_path}/here/1", step=1)
+        assert checkpointer.progress() == (0, 1_000_000)
+        monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
+        error = ends(checkpointer.wait_for_turn)
+    assert isinstance(error, CheckpointError)
+    assert "still being written after 0.7 s" in str(error)
+    checkpointer.close(LIMIT)
+
+
+def save_part(checkpointer: Checkpointer, group: Any, target: str) -> None:
+    checkpointer.save(small_state(2), target, step=2, sharded=True)
+
+
+def save_files(checkpointer: Checkpointer, group: Any, target: str) -> None:
+    checkpointer.save_files([], target, step=2)
+
+
+def take_turn(checkpointer: Checkpointer, group: Any, target: str) -> None:
+    pytest.importorskip("accelerate")
+    from lightning_dist.integrations.accelerate.saves import Saves
+    from lightning_dist.integrations.ranks import Ranks
+
+    Saves(checkpointer, ranks=Ranks(group)).take_turn(target)
+
+
+@pytest.mark.parametrize("action", [save_part, save_files, take_turn])
+def test_a_stuck_writer_of_one_rank_is_an_error_on_all_ranks(
+    tmp_path: Path, action: Callable[[Checkpointer, Any, str], None]
+) -> None:
+    """And nobody waits in a collective for the rank that gave up."""
+
+    def body(rank: Rank) -> Exception | None:
+        group = rank.group("checkpoint")
+        checkpointer = Checkpointer(CheckpointSettings(), group=group)
+        checkpointer.open(f"{tmp_path}/together")
+        error: Exception | None = None
+        with stopped(checkpointer) if rank.rank == 1 else nullcontext():
+            if rank.rank == 1:
+                checkpointer.save(small_state(1), f"{tmp_path}/together/mine.ckpt", step=1)
+                checkpointer._delivery._patience = 0.2
+            try:
+                action(checkpointer, group, f"{tmp_path}/together/2")
+            except Exception as raised:
+                error = raised
+        checkpointer.close(LIMIT)
+        return error
+
+    for error in run_threads(body, 2):
+        assert isinstance(error, CheckpointError)
+        assert "mine.ckpt is still being written after 0.2 s" in str(error)
 
 
 def test_a_writer_that_crashes_says_why(tmp_path: Path) -> None:

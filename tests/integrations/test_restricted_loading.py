@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from lightning_dist import ElasticLoop
 from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.state import KEY
 
@@ -201,6 +203,62 @@ def test_an_accelerator_is_not_given_what_runs_code(tmp_path: Path) -> None:
     with _state(tmp_path, 0, weights_only=False) as state:
         state.load_state()
     assert file.exists()
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)])
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("first", [nested, quantized])
+def test_tensors_that_cannot_be_on_meta_hide_nothing_that_runs_code(
+    tmp_path: Path, first: Callable[[], torch.Tensor]
+) -> None:
+    file = tmp_path / "ran"
+    value = [first(), Crafted(file)]
+    with _state(tmp_path, value, weights_only=False) as state:
+        state.save_state()
+        state.wait()
+    with (
+        _state(tmp_path, 0) as state,
+        pytest.raises(ValueError, match=r"custom_checkpoint_0.pkl.*weights_only=False"),
+    ):
+        state.load_state()
+    assert not file.exists()
+    with _state(tmp_path, value) as state, pytest.raises(ValueError, match="weights_only=False"):
+        state.save_state()
+    with pytest.raises(ValueError, match=r"checkpoint\[1\] is a .*Crafted.*weights_only=False"):
+        require_loadable(value, name="checkpoint")
+
+
+def test_what_cannot_be_read_at_all_is_not_given_to_an_accelerator(tmp_path: Path) -> None:
+    from lightning_dist.integrations.accelerate.restricted import problem_on_load
+
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # torch.load would run its code
+    path = tmp_path / "custom_checkpoint_0.pkl"
+    path.write_bytes(file.getvalue())
+    problem = problem_on_load(str(tmp_path), rank=0)
+    assert problem is not None
+    assert f"{path} " in str(problem)
+    assert "weights_only=False" in str(problem)
+
+
+def test_tensors_that_cannot_be_on_meta_are_saved_and_loaded(tmp_path: Path) -> None:
+    for value in (nested(), quantized()):
+        require_loadable({"value": value}, name="checkpoint")
+        with _state(tmp_path, value) as state:
+            state.save_state(tmp_path / "folder")
+            state.wait()
+        with _state(tmp_path, 0) as state:
+            state.load_state(tmp_path / "folder")
+            (loaded,) = state._accelerator._custom_objects
+        expected = value.unbind() if value.is_nested else [value.dequantize()]
+        found = loaded.value.unbind() if value.is_nested else [loaded.value.dequantize()]
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
