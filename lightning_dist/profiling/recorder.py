@@ -46,7 +46,7 @@ class Recorder(Observer):
         self.losses = Losses(clock)
         self._lookout = lookout_for(self.moments)
         self._ready: list[tuple[int, Moment]] = []
-        self._buckets: list[tuple[Moment, BucketTimes]] = []
+        self._buckets: list[tuple[Moment, Moment, BucketTimes]] = []
         self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
@@ -106,7 +106,7 @@ class Recorder(Observer):
         def ended(end: Moment) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
             if mean is not None:
-                buckets.append((end, mean))
+                buckets.append((begin, end, mean))
 
         return lambda work: self._lookout.see(work, ended, group=group)
 
@@ -128,7 +128,7 @@ class Recorder(Observer):
 
     def note(self, done: Moment, bucket: BucketTimes) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
-        self._buckets.append((done, bucket))
+        self._buckets.append((done, done, bucket))
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""

@@ -20,17 +20,18 @@ class Taken:
 
     Args:
         ready: buckets, when their gradients were there.
-        done: buckets, when their means were there; the times within them do not count.
+        done: buckets, with a moment between their gradients and those of the next pass, and when
+            their means were there; the times within them do not count.
     """
 
     ready: Sequence[tuple[int, Moment]]
-    done: Sequence[tuple[Moment, BucketTimes]]
+    done: Sequence[tuple[Moment, Moment, BucketTimes]]
     spans: Sequence[Row]
 
     @property
     def last(self) -> Iterator[Moment]:
         """When these are past, all of it can be read."""
-        yield from (moment for moment, _ in self.done)
+        yield from (moment for _, moment, _ in self.done)
         yield from (row[3] for row in self.spans)
 
     def read(
@@ -45,21 +46,22 @@ class Taken:
         if begin is None:
             (begin,) = moments.read([since], since=since)
         readies = moments.read([moment for _, moment in self.ready], since=since)
-        dones = moments.read([moment for moment, _ in self.done], since=since)
+        laters = moments.read([moment for moment, _, _ in self.done], since=since)
+        dones = moments.read([moment for _, moment, _ in self.done], since=since)
         begins = moments.read([row[2] for row in self.spans], since=since)
         ends = moments.read([row[3] for row in self.spans], since=since)
-        return self._buckets(begin, readies, dones), self._spans(begin, begins, ends)
+        return self._buckets(begin, readies, laters, dones), self._spans(begin, begins, ends)
 
     def _buckets(
-        self, step: int, readies: Sequence[int], dones: Sequence[int]
+        self, step: int, readies: Sequence[int], laters: Sequence[int], dones: Sequence[int]
     ) -> tuple[BucketTimes, ...]:
         # Of a pass that failed and was tried again the last counts: it has the means.
         ready: dict[int, list[int]] = {}
         for (index, _), at in zip(self.ready, readies, strict=True):
             ready.setdefault(index, []).append(at)
         both = []
-        for (_, each), at in zip(self.done, dones, strict=True):
-            before = [begin for begin in ready.get(each.index, ()) if begin <= at]
+        for (_, _, each), later, at in zip(self.done, laters, dones, strict=True):
+            before = [begin for begin in ready.get(each.index, ()) if begin <= later]
             if before:
                 both.append((before[-1], at, each))
         return tuple(

@@ -17,6 +17,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(30):
     dist.all_reduce(torch.ones(2))
 print(dump_flight_record(Path(sys.argv[1]) / "run-0", rank=3))
+dist.destroy_process_group()  # torch's threads may abort a process that ends without
 """
 
 

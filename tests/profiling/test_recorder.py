@@ -113,6 +113,23 @@ def test_the_mean_of_a_bucket_is_there_when_its_collective_has_ended() -> None:
     assert span.end == 2
 
 
+def test_a_mean_that_is_seen_late_is_of_the_pass_that_launched_it() -> None:
+    """A thread that waits for a collective may come when the next pass is under way."""
+    taking = recorder()
+    works = []
+    for _ in range(2):
+        taking.ready(4)  # 1000, 1002
+        mean = BucketTimes(4, 0, 0, 8, 0, 8, "ddp")
+        see = taking.launches("all_reduce", group="flat", sent=10, mean=mean)  # 1001, 1003
+        assert see is not None
+        see(work := Work())
+        works.append(work)
+    for work in works:
+        work.end()
+    buckets, _ = taken(taking, 1000)
+    assert [bucket.ready for bucket in buckets] == [0, 2]
+
+
 def test_of_a_pass_that_was_tried_again_the_last_counts() -> None:
     taking = recorder()
     taking.ready(0)  # 1000
