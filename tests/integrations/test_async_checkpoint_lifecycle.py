@@ -325,7 +325,8 @@ def test_what_is_remembered_of_saves_does_not_grow_with_their_number(tmp_path: P
     fit(callback, Between({4: note, 29: note}), max_epochs=10)
     few, many = counts
     assert len(few) > 8
-    assert {name: (few[name], n) for name, n in many.items() if n > few[name]} == {}
+    # A save that is just being reported may be in one of the counts; 25 more are between them.
+    assert {name: (few[name], n) for name, n in many.items() if n > few[name] + 2} == {}
 
 
 @pytest.mark.parametrize("enforced", ["overlap", "blocking", "sync"])
