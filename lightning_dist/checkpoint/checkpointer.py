@@ -142,15 +142,16 @@ class Checkpointer:
         Raises:
             ValueError: the state takes more than ``host_memory_limit``, or cannot be saved (in a
                 sharded save: on any rank).
+            CheckpointError: an earlier save is stuck (in a sharded save: on any rank).
         """
         began = time.perf_counter()
-        self._prepare()
+        late = self._prepare(together=sharded)
         self._metrics.queue_s = time.perf_counter() - began
         origin = self._origin(step, target, resumable=resumable)
         by_address = {each.whole.untyped_storage().data_ptr(): each for each in striped}
         by_address.pop(0, None)  # of empty tensors
         if sharded:
-            self._save_part(state, origin, target, striped=by_address)
+            self._save_part(state, origin, target, striped=by_address, problem=late)
         else:
             content, owned = self._pickled(state), self._snapshots.owned()
             divided = plan(content, owned=owned, overlap=self._snapshots.overlap)
@@ -161,16 +162,23 @@ class Checkpointer:
         self._metrics.saves += 1
 
     def _save_part(
-        self, state: Any, origin: Origin, target: str, *, striped: Mapping[int, Striped]
+        self,
+        state: Any,
+        origin: Origin,
+        target: str,
+        *,
+        striped: Mapping[int, Striped],
+        problem: Exception | None,
     ) -> None:
         """This rank's part of a sharded save. Collective."""
-        content, problem, shape = Pickled(b"", ()), "", 0
+        content, shape = Pickled(b"", ()), 0
         owned = self._snapshots.owned()
-        try:
-            content = self._pickled(state)
-            shape = shape_of(content, owned, striped)
-        except Exception as error:  # the others must know before they wait for this rank
-            problem = f"{type(error).__name__}: {error}"
+        if problem is None:
+            try:
+                content = self._pickled(state)
+                shape = shape_of(content, owned, striped)
+            except Exception as error:  # the others must know before they wait for this rank
+                problem = error
         origin, alike = agree(origin, group=self._group, shape=shape, problem=problem)
         owned = owned if alike else {}
         divided = plan(
@@ -218,8 +226,8 @@ class Checkpointer:
         Returns:
             ``origin.save_id`` of the event that will say what became of it.
         """
-        self._prepare()
-        origin, _ = agree(self._origin(step, target), group=self._group)
+        late = self._prepare(together=True)
+        origin, _ = agree(self._origin(step, target), group=self._group, problem=late)
         self._delivery.send(
             SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
         )
@@ -268,9 +276,16 @@ class Checkpointer:
                         forget(folder)
             self._locks = {}
 
-    def _prepare(self) -> None:
-        self._delivery.await_slot()
-        self._snapshots.wait()  # one copy at a time
+    def _prepare(self, *, together: bool) -> Exception | None:
+        """Wait for earlier saves; where ranks save ``together``, why that failed is for all."""
+        try:
+            self._delivery.await_slot()
+            self._snapshots.wait()  # one copy at a time
+        except Exception as error:
+            if not together or self._group is None:
+                raise
+            return error
+        return None
 
     def _origin(self, step: int, target: str, *, resumable: bool = True) -> Origin:
         save_id = os.urandom(8).hex()

@@ -22,7 +22,7 @@ from lightning_dist.checkpoint.disk.jobs import (
     Remove,
     Save,
 )
-from lightning_dist.checkpoint.disk.writing import staged_nbytes
+from lightning_dist.checkpoint.disk.writing import content_nbytes, staged_nbytes
 from lightning_dist.checkpoint.memory import SnapshotMemory
 from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -39,6 +39,8 @@ _PATIENCE = 600.0
 class _InFlight:
     save: Save
     memory: SnapshotMemory | None
+    nbytes: int
+    """counted before it is sent: the writer removes files that it has copied."""
     writer: WriterHandle | None = None
     """that has it; None until it is sent."""
 
@@ -120,7 +122,7 @@ class Delivery:
         """
         with self._changed:
             # Looking at the files for progress would hang where the file system does.
-            nbytes = sum(p.nbytes for each in self._in_flight.values() for p in each.save.pieces)
+            nbytes = sum(each.nbytes for each in self._in_flight.values())
             limit = self._patience + nbytes / SLOWEST_UPLOAD
             if not self._changed.wait_for(
                 lambda: len(self._in_flight) < self._settings.max_in_flight, limit
@@ -152,8 +154,9 @@ class Delivery:
             prepare: called before, on the thread of this object; returns why the save has to be
                 dropped, or an empty string.
         """
+        nbytes = content_nbytes(save)
         with self._changed:
-            self._in_flight[save.origin.save_id] = _InFlight(save, memory)
+            self._in_flight[save.origin.save_id] = _InFlight(save, memory, nbytes)
             self._removals.cancel(save.target)
             again = self._removals.take_again()
             if memory is not None:
@@ -184,7 +187,7 @@ class Delivery:
         """Bytes of the saves under way that are in files already, and all of them."""
         with self._changed:
             saves = [each.save for each in self._in_flight.values()]
-        total = sum(piece.nbytes for save in saves for piece in save.pieces)
+            total = sum(each.nbytes for each in self._in_flight.values())
         return min(sum(map(staged_nbytes, saves)), total), total
 
     def wait(self, timeout: float | None = None) -> None:

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from snapshots import small_state, trained
+from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.copying import LaterCopy
@@ -96,6 +98,79 @@ def test_a_save_waits_for_a_stuck_writer_no_longer_than_it_may(
     assert f"{tmp_path}/1.ckpt is still being written after" in str(error)
     checkpointer.close(LIMIT)
     assert (tmp_path / "1.ckpt").exists()
+
+
+@contextmanager
+def stopped(checkpointer: Checkpointer) -> Iterator[None]:
+    """Its writer does nothing meanwhile."""
+    writer = checkpointer._delivery.writer
+    assert isinstance(writer, WriterProcess)
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+
+
+def test_the_wait_allows_for_the_bytes_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AsyncState saves them; an upload of 2 MB/s is slow, not stuck."""
+    (tmp_path / "optimizer.bin").write_bytes(bytes(1_000_000))
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(f"{tmp_path}/here")
+    with stopped(checkpointer):
+        files = [("optimizer.bin", f"{tmp_path}/optimizer.bin")]
+        checkpointer.save_files(files, f"{tmp_path}/here/1", step=1)
+        assert checkpointer.progress() == (0, 1_000_000)
+        monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
+        error = ends(checkpointer.wait_for_turn)
+    assert isinstance(error, CheckpointError)
+    assert "still being written after 0.7 s" in str(error)
+    checkpointer.close(LIMIT)
+
+
+def save_part(checkpointer: Checkpointer, group: Any, target: str) -> None:
+    checkpointer.save(small_state(2), target, step=2, sharded=True)
+
+
+def save_files(checkpointer: Checkpointer, group: Any, target: str) -> None:
+    checkpointer.save_files([], target, step=2)
+
+
+def take_turn(checkpointer: Checkpointer, group: Any, target: str) -> None:
+    pytest.importorskip("accelerate")
+    from lightning_dist.integrations.accelerate.saves import Saves
+    from lightning_dist.integrations.ranks import Ranks
+
+    Saves(checkpointer, ranks=Ranks(group)).take_turn(target)
+
+
+@pytest.mark.parametrize("action", [save_part, save_files, take_turn])
+def test_a_stuck_writer_of_one_rank_is_an_error_on_all_ranks(
+    tmp_path: Path, action: Callable[[Checkpointer, Any, str], None]
+) -> None:
+    """And nobody waits in a collective for the rank that gave up."""
+
+    def body(rank: Rank) -> Exception | None:
+        group = rank.group("checkpoint")
+        checkpointer = Checkpointer(CheckpointSettings(), group=group)
+        checkpointer.open(f"{tmp_path}/together")
+        error: Exception | None = None
+        with stopped(checkpointer) if rank.rank == 1 else nullcontext():
+            if rank.rank == 1:
+                checkpointer.save(small_state(1), f"{tmp_path}/together/mine.ckpt", step=1)
+                checkpointer._delivery._patience = 0.2
+            try:
+                action(checkpointer, group, f"{tmp_path}/together/2")
+            except Exception as raised:
+                error = raised
+        checkpointer.close(LIMIT)
+        return error
+
+    for error in run_threads(body, 2):
+        assert isinstance(error, CheckpointError)
+        assert "mine.ckpt is still being written after 0.2 s" in str(error)
 
 
 def test_a_writer_that_crashes_says_why(tmp_path: Path) -> None:

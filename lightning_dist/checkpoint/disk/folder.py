@@ -20,7 +20,7 @@ from lightning_dist.checkpoint.disk.jobs import SaveFolder
 from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part, zeros
 from lightning_dist.checkpoint.disk.storage import Storage
 from lightning_dist.checkpoint.disk.verify import read_manifest, verify_files
-from lightning_dist.checkpoint.disk.writing import copy_file, write_shard
+from lightning_dist.checkpoint.disk.writing import content_nbytes, copy_file, write_shard
 
 _ORPHAN_TIMEOUT = 10.0
 """Seconds that a writer waits for others once its trainer is dead."""
@@ -241,7 +241,7 @@ class SharedFolder:
         while not condition():
             limit = patience or self.save.peer_timeout
             if self._staged == self.target:  # an upload is seen when it is complete
-                limit += sum(piece.nbytes for piece in self.save.pieces) / SLOWEST_UPLOAD
+                limit += content_nbytes(self.save) / SLOWEST_UPLOAD
             written = self.storage.tree_nbytes(self._staged)
             if reading:
                 limit += written / _SLOWEST_READING

@@ -25,7 +25,7 @@ from lightning_dist.checkpoint.disk.jobs import (
 from lightning_dist.checkpoint.disk.manifest import RECORD
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import verify
-from lightning_dist.checkpoint.disk.writing import write_archive
+from lightning_dist.checkpoint.disk.writing import content_nbytes, write_archive
 
 
 class Writer:
@@ -170,8 +170,7 @@ def _nbytes(save: Save) -> int:
     if isinstance(save, SaveFile):
         described = (RECORD, len(save.origin.to_json()))
         return archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
-    assert isinstance(save, SaveFolder)
-    return sum(p.nbytes for p in save.pieces) + sum(os.stat(f).st_size for _, f in save.files)
+    return content_nbytes(save)
 
 
 def _reason(error: Exception) -> str:

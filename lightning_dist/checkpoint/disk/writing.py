@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from lightning_dist.checkpoint.disk.archive import Archive
 from lightning_dist.checkpoint.disk.crc import combined
@@ -71,6 +73,15 @@ def copy_file(source: str, storage: Storage, path: str, name: str) -> File:
         raise
     sink.close()
     return File(name, nbytes, checksum)
+
+
+def content_nbytes(save: Save) -> int:
+    """Bytes of the pieces and the files of ``save``; a file that is missing counts as empty."""
+    nbytes = sum(piece.nbytes for piece in save.pieces)
+    for _, path in save.files if isinstance(save, SaveFolder) else ():
+        with suppress(OSError):
+            nbytes += os.stat(path).st_size
+    return nbytes
 
 
 def staged_nbytes(save: Save) -> int:

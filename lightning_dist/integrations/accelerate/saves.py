@@ -43,16 +43,20 @@ class Saves:
         """Whether a save may begin: wait until it may, or skip it. Collective.
 
         Raises:
-            CheckpointError: an earlier save has failed on some rank.
+            CheckpointError: an earlier save has failed, or is stuck, on some rank.
             ValueError: the ranks have been given different folders.
         """
         began = time.perf_counter()
         skip, busy = self._checkpointer.settings.on_busy == "skip", self._checkpointer.busy
+        error: Exception | None = None
         if not skip:
-            self._checkpointer.wait_for_turn()
+            try:
+                self._checkpointer.wait_for_turn()
+            except Exception as raised:  # the others must know before they wait for this rank
+                error = raised
         queue_s = time.perf_counter() - began
         mine = {"busy": busy, "failures": self.collect(), "output_dir": output_dir}
-        facts = self._ranks.all(mine)
+        facts = self._ranks.all(mine, error=error)
         self.report(fact["failures"] for fact in facts)
         if len({fact["output_dir"] for fact in facts}) > 1:
             names = ", ".join(f"rank {r}: {f['output_dir']}" for r, f in enumerate(facts))
