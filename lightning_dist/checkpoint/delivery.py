@@ -6,7 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -31,6 +32,8 @@ from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, Write
 Errand = Link | Remove | Keep
 
 _NOTHING = Keep("")
+_FAREWELL = 1.0
+"""Seconds to tell the writer that a copy is given up."""
 _PATIENCE = 600.0
 """Seconds for which a save may wait for an earlier one, beyond what a slow upload takes."""
 
@@ -41,6 +44,8 @@ class _InFlight:
     memory: SnapshotMemory | None
     nbytes: int
     """counted before it is sent: the writer removes files that it has copied."""
+    copied: Future[str]
+    """when it is prepared: why it has to be dropped, or an empty string."""
     writer: WriterHandle | None = None
     """that has it; None until it is sent."""
 
@@ -49,7 +54,8 @@ class Delivery:
     """Hands jobs to a writer in the order of the calls, and keeps count of them.
 
     All jobs pass through one thread, because a snapshot may have to be completed first: the thread
-    calls ``prepare`` and then sends. Events come back on another thread.
+    waits for ``prepare``, which has a thread of its own, and then sends. The process does not end
+    before, unless :meth:`close` has given up. Events come back on another thread.
 
     Args:
         settings: for the number of saves in flight and the kind of writer.
@@ -145,23 +151,28 @@ class Delivery:
         save: Save,
         memory: SnapshotMemory | None = None,
         *,
-        prepare: Callable[[], str] = lambda: "",
+        prepare: Callable[[], str] | None = None,
     ) -> None:
         """Have ``save`` done.
 
         Args:
             memory: where its pieces lie.
-            prepare: called before, on the thread of this object; returns why the save has to be
-                dropped, or an empty string.
+            prepare: called before, on another thread; returns why the save has to be dropped, or
+                an empty string.
         """
-        nbytes = content_nbytes(save)
+        nbytes, copied = content_nbytes(save), Future[str]()
         with self._changed:
-            self._in_flight[save.origin.save_id] = _InFlight(save, memory, nbytes)
+            self._in_flight[save.origin.save_id] = _InFlight(save, memory, nbytes, copied)
             self._removals.cancel(save.target)
             again = self._removals.take_again()
             if memory is not None:
                 self._free.remove(memory)
-        self._thread.submit(self._prepare_and_put, save, memory, prepare)
+        if prepare is None:
+            copied.set_result("")
+        else:  # a thread that is stuck must not keep the process from ending
+            name, arguments = "checkpoint-copy", (prepare, copied)
+            threading.Thread(target=_prepare, args=arguments, name=name, daemon=True).start()
+        self._thread.submit(self._put_prepared, save, memory, copied)
         for path in again:
             self.run_errand(Remove(path))
 
@@ -211,6 +222,10 @@ class Delivery:
         last = [self._thread.submit(int)] if is_first else []
         self._thread.shutdown(wait=False)
         stuck = bool(wait(last, timeout).not_done)
+        targets = self._targets()
+        if stuck:
+            self._give_copies_up()
+            wait(last, _FAREWELL)  # the writer and the other ranks are told
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
@@ -220,20 +235,21 @@ class Delivery:
                 memory.release()
         if stuck:
             raise CheckpointError(
-                f"{self._targets()} is still being copied after {timeout:g} s, and is lost"
+                f"{targets} is still being copied after {timeout:g} s, and is lost"
             )
 
     def _targets(self) -> str:
         return ", ".join(each.save.target for each in self._in_flight.values())
 
-    def _prepare_and_put(
-        self, save: Save, memory: SnapshotMemory | None, prepare: Callable[[], str]
-    ) -> None:
-        try:
-            problem = prepare()
-        except Exception as error:
-            problem = f"the snapshot failed: {error!r}"
-        if problem:  # the writer and the other ranks have to know
+    def _give_copies_up(self) -> None:
+        with self._changed:
+            for each in self._in_flight.values():
+                with suppress(InvalidStateError):  # copied
+                    each.copied.set_result("its copy had not ended when it was closed")
+                    each.memory = None  # not given back: the copy may go on
+
+    def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:
+        if problem := copied.result():  # the writer and the other ranks have to know
             save = replace(save, pieces=(), dropped=problem)
         self._put(save, memory, self._writer)
 
@@ -324,6 +340,15 @@ class Delivery:
             if alone:
                 writer.own(folder)
         return writer
+
+
+def _prepare(prepare: Callable[[], str], copied: Future[str]) -> None:
+    try:
+        problem = prepare()
+    except Exception as error:
+        problem = f"the snapshot failed: {error!r}"
+    with suppress(InvalidStateError):  # given up
+        copied.set_result(problem)
 
 
 def _only_here(folder: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run
 from snapshots import small_state, trained
 from worlds import Rank, run_threads
 
@@ -64,9 +67,86 @@ def test_closing_waits_for_a_copy_no_longer_than_it_may(
 ) -> None:
     with stuck_copy(tmp_path, monkeypatch) as (checkpointer, _):
         error = ends(lambda: checkpointer.close(0.2))
+        assert not checkpointer._delivery._free  # it may still be copied to
     assert isinstance(error, CheckpointError)
     assert "still being copied after 0.2 s" in str(error)
     assert f"{tmp_path}/1.ckpt" in str(error)
+
+
+STUCK = """
+import sys, threading
+from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from processes import run
+from snapshots import trained
+
+model, optimizer = trained()
+checkpointer = Checkpointer(CheckpointSettings(writer=sys.argv[2]))
+checkpointer.open(sys.argv[1])
+checkpointer.watch([optimizer])
+LaterCopy.run = lambda self: threading.Event().wait()
+checkpointer.save(model.state_dict(), f"{sys.argv[1]}/1.ckpt", step=1)
+try:
+    checkpointer.close(0.2)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_process_ends_although_a_copy_is_stuck(tmp_path: Path, writer: str) -> None:
+    command = [sys.executable, "-c", STUCK, str(tmp_path / "here"), writer]
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = run(command, limit=LIMIT, **environment)
+    assert ended.returncode == 0, ended.output
+    assert "1.ckpt is still being copied after 0.2 s, and is lost" in ended.output
+
+
+NOT_CLOSED = """
+import sys
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from processes import run
+from snapshots import trained
+
+model, optimizer = trained()
+checkpointer = Checkpointer(CheckpointSettings())
+checkpointer.open(sys.argv[1])
+checkpointer.watch([optimizer])
+copy = LaterCopy.run
+LaterCopy.run = lambda self: sys.stdin.readline() and copy(self)
+checkpointer.save(model.state_dict(), f"{sys.argv[1]}/1.ckpt", step=1)
+print("ends", flush=True)
+"""
+
+
+def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(tmp_path: Path) -> None:
+    """Of a script that closes nothing."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", NOT_CLOSED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        timer = threading.Timer(LIMIT, process.kill)
+        timer.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ends\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.stdin.write(b"go on\n")
+        process.stdin.close()
+        assert process.wait() == 0
+        timer.cancel()
+    checkpointer = Checkpointer(CheckpointSettings())
+    checkpointer.open(str(tmp_path))  # its writer has ended
+    assert (tmp_path / "1.ckpt").exists()
+    checkpointer.close(LIMIT)
 
 
 def test_a_step_waits_for_a_copy_no_longer_than_it_may(
