@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.agreement import agree
 from lightning_dist.checkpoint.delivery import Delivery
-from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, own
+from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, is_owned, own
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Failed,
@@ -78,7 +78,7 @@ class Checkpointer:
         return self._metrics
 
     def open(self, folder: str, *, alone: bool = True) -> None:
-        """Prepare to write to ``folder``; on every rank that writes.
+        """Prepare to write to ``folder``; on every rank that writes, once rank 0's call is over.
 
         Args:
             alone: keep other trainers from it, and remove what dead ones left half done. Otherwise
@@ -91,6 +91,8 @@ class Checkpointer:
         self._alone &= alone and self.settings.lock
         if folder not in self._locks:
             takes = alone and self.is_first
+            # The writer of a rank that comes before would keep rank 0 out.
+            assert takes or not alone or is_owned(folder), f"rank 0 has not opened {folder}"
             self._locks[folder] = own(folder, lock=self.settings.lock) if takes else None
             self._delivery.open(folder, alone=alone and self.settings.lock)
             if self.is_first:

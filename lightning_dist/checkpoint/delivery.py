@@ -230,6 +230,9 @@ class Delivery:
         try:
             if writer is not None:
                 writer.close(None if deadline is None else max(deadline - time.monotonic(), 1.0))
+        except CheckpointError:
+            if not stuck:  # what is lost is worse
+                raise
         finally:
             for memory in self._free:
                 memory.release()

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from worlds import Rank
 
+from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.copying import copy_now
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import Origin
@@ -112,6 +114,15 @@ class Ranks:
 
 def write_folder(saves: list[tuple[SaveFolder, Snapshot]], **arguments: Any) -> list[Event]:
     return Ranks(len(saves), **arguments).write(saves)
+
+
+def open_together(checkpointer: Checkpointer, folder: object, rank: Rank) -> None:
+    """On all ranks of a world of threads, rank 0 first."""
+    if rank.rank == 0:
+        checkpointer.open(str(folder))
+    rank.barrier.wait()
+    if rank.rank > 0:
+        checkpointer.open(str(folder))
 
 
 def assert_equal(found: Any, expected: Any) -> None:

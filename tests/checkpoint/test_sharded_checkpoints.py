@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from rich.filesize import decimal
-from snapshots import assert_equal, folder_saves, write_folder
+from snapshots import assert_equal, folder_saves, open_together, write_folder
 from torch import nn
 from worlds import Rank, run_threads
 
@@ -55,7 +55,7 @@ def save_on_all_ranks(
     def body(rank: Rank) -> list[object]:
         state, optimizer = state_of(rank.rank, extra(rank.rank))
         checkpointer = Checkpointer(settings, group=rank.group("checkpoint"))
-        checkpointer.open(str(target.parent))
+        open_together(checkpointer, target.parent, rank)
         checkpointer.watch([optimizer])
         checkpointer.save(state, str(target), step=1, sharded=True)
         checkpointer.close(LIMIT)
@@ -115,7 +115,7 @@ class Unpicklable:
 def test_a_rank_that_cannot_save_stops_all_before_they_wait(tmp_path: Path, bad: int) -> None:
     def body(rank: Rank) -> str:
         checkpointer = Checkpointer(CheckpointSettings(), group=rank.group("checkpoint"))
-        checkpointer.open(str(tmp_path))
+        open_together(checkpointer, tmp_path, rank)
         state = {"bad": Unpicklable() if rank.rank == bad else None}
         with pytest.raises(ValueError, match="cannot save") as raised:
             checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
@@ -134,7 +134,7 @@ def test_a_rank_without_memory_tells_the_others(tmp_path: Path) -> None:
         limit = 100 if rank.rank == 0 else None
         settings = CheckpointSettings(host_memory_limit=limit)
         checkpointer = Checkpointer(settings, group=rank.group("checkpoint"))
-        checkpointer.open(str(tmp_path))
+        open_together(checkpointer, tmp_path, rank)
         state, _ = state_of(rank.rank)
         if rank.rank == 0:
             with pytest.raises(ValueError, match="host_memory_limit=100"):

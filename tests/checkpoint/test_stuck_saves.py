@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from processes import run
-from snapshots import small_state, trained
+from snapshots import open_together, small_state, trained
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -235,7 +235,7 @@ def test_a_stuck_writer_of_one_rank_is_an_error_on_all_ranks(
     def body(rank: Rank) -> Exception | None:
         group = rank.group("checkpoint")
         checkpointer = Checkpointer(CheckpointSettings(), group=group)
-        checkpointer.open(f"{tmp_path}/together")
+        open_together(checkpointer, f"{tmp_path}/together", rank)
         error: Exception | None = None
         with stopped(checkpointer) if rank.rank == 1 else nullcontext():
             if rank.rank == 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -87,17 +89,26 @@ def test_ranks_that_died_while_they_waited(agent: dist.TCPStore) -> None:
     assert stores[0].get("key") == stores[2].get("key") == b"value"
 
 
-def test_a_rank_zero_that_died_while_it_gathered(agent: dist.TCPStore) -> None:
+def test_a_rank_zero_that_died_while_it_gathered(
+    agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 took its answer, rank 2 never came; both start again, with another name."""
+    has_met, deadline = threading.Event(), time.monotonic() + 60
+    clock = SimpleNamespace(
+        monotonic=lambda: deadline + 1 if has_met.is_set() else time.monotonic(), sleep=time.sleep
+    )
+    monkeypatch.setattr("lightning_dist.elastic.store.time", clock)
 
     def first(rank: int) -> dist.Store | TimeoutError:
-        deadline = time.monotonic() + 2
         try:
             return meet(client(agent), rank=rank, world_size=3, deadline=deadline)
         except TimeoutError as error:
             return error
+        finally:
+            has_met.set()
 
     error, old = each((0, 1), first)
+    monkeypatch.undo()
     assert isinstance(error, TimeoutError)
     assert str(error).startswith("1 of 2 other ranks did not reach rank 0 in time: 2;")
     assert isinstance(old, dist.PrefixStore)
