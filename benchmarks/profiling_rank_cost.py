@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.profiling_rank_planted import compressed
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.profiling.session import SessionSettings
+from lightning_dist.profiling.capture.session import SessionSettings
 
 _WIDTH = 128
 _LAYERS = 40

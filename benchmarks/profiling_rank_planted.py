@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.profiling.session import SessionSettings
+from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.reducer.block_chunk import BlockChunk
 
 FIRST = 4

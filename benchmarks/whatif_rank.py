@@ -19,7 +19,7 @@ from benchmarks.allreduce_rank import write_whole
 from benchmarks.allreduce_rows import Row
 from benchmarks.allreduce_settings import WIDTH
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.profiling.session import SessionSettings
+from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.reducer.calibration import calibrate
 
 _CHUNKS = 24  # of a megabyte: about what the gradients of the model take

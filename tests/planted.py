@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_dist.profiling.folder import RankRun, Run
-from lightning_dist.profiling.records import (
+from lightning_dist.profiling.capture.records import (
     BucketTimes,
     ClockRecord,
     EndRecord,
@@ -15,6 +14,7 @@ from lightning_dist.profiling.records import (
     Span,
     StepRecord,
 )
+from lightning_dist.profiling.folder import RankRun, Run
 
 MS = 1_000_000
 

@@ -11,13 +11,13 @@ import typer
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_table import describe, print_differences
 from lightning_dist.cli.profile_whatif import whatif_command
-from lightning_dist.profiling.compare import Difference, compare, measured, verdict
+from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
+from lightning_dist.profiling.analysis.parts import SCHEMA, Summary
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run, run_folder
-from lightning_dist.profiling.parts import SCHEMA, Summary
 from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.write import Wanted, write_files
-from lightning_dist.profiling.summarize import summarize
-from lightning_dist.profiling.terminal import print_summary
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import read_costs
 

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.console import stdout_console
-from lightning_dist.profiling.compare import Difference
-from lightning_dist.profiling.headline import count
-from lightning_dist.profiling.parts import PARTS, Summary
+from lightning_dist.profiling.analysis.compare import Difference
+from lightning_dist.profiling.analysis.headline import count
+from lightning_dist.profiling.analysis.parts import PARTS, Summary
 
 _UNITS = {"ms": "ms", "mb": "MB"}
 

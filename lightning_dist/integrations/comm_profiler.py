@@ -21,11 +21,11 @@ from typing_extensions import override
 from lightning_dist.integrations.live_profile import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
-from lightning_dist.profiling.divergence import ResidualAlarm
-from lightning_dist.profiling.parts import Summary
-from lightning_dist.profiling.records import ErrorRecord
+from lightning_dist.profiling.analysis.divergence import ResidualAlarm
+from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.report.write import Wanted
-from lightning_dist.profiling.session import SessionSettings
 
 _NO_WANDB = (
     "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
@@ -241,7 +241,7 @@ class CommProfiler(pl.Callback):
         for problem in written.problems:
             rank_zero_warn(f"CommProfiler: {problem}")
         if self._show:
-            from lightning_dist.profiling.terminal import print_summary
+            from lightning_dist.profiling.report.terminal import print_summary
 
             print_summary(self.summary)
             print(f"CommProfiler: {run.folder}")

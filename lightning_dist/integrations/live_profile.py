@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_dist.profiling.live import of_errors, of_one_rank
-from lightning_dist.profiling.parts import BucketSummary, Summary
-from lightning_dist.profiling.records import ErrorRecord, StepRecord
+from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
+from lightning_dist.profiling.capture.live import of_errors, of_one_rank
+from lightning_dist.profiling.capture.records import ErrorRecord, StepRecord
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""

@@ -9,8 +9,8 @@ import time
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.profiling.allreduce import why_not_watched
-from lightning_dist.profiling.records import RankRecord
+from lightning_dist.profiling.capture.allreduce import why_not_watched
+from lightning_dist.profiling.capture.records import RankRecord
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions
 

@@ -21,27 +21,27 @@ from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.integrations.profile_about import about, why_not_in_detail
 from lightning_dist.integrations.profile_meta import meta_of
 from lightning_dist.integrations.said_after import said_after
-from lightning_dist.profiling.allreduce import WatchedAllReduce, is_watched, watch_allreduce
+from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.calibration import measure_links
+from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, is_watched, watch_allreduce
+from lightning_dist.profiling.capture.ends import await_ends
+from lightning_dist.profiling.capture.flight import dump_flight_record
+from lightning_dist.profiling.capture.gathering import Gatherer, is_shared
+from lightning_dist.profiling.capture.messenger import Messenger
+from lightning_dist.profiling.capture.records import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.watching import Watching
+from lightning_dist.profiling.capture.zoom import Zoom
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.ends import await_ends
-from lightning_dist.profiling.flight import dump_flight_record
 from lightning_dist.profiling.folder import Run, new_run_folder, read_run
-from lightning_dist.profiling.gathering import Gatherer, is_shared
-from lightning_dist.profiling.messenger import Messenger
-from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.peer import end_group, first_sentence
-from lightning_dist.profiling.records import ErrorRecord, StepRecord
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
-from lightning_dist.profiling.session import Session, SessionSettings
-from lightning_dist.profiling.summarize import summarize
-from lightning_dist.profiling.watching import Watching
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_costs
 from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.zoom import Zoom
 from lightning_dist.reducer.moments import moments_on
 from lightning_dist.topology import this_host
 

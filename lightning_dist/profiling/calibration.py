@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_dist.profiling.analysis.bursts import measure_burst
 from lightning_dist.profiling.bandwidth import measure, pairs
-from lightning_dist.profiling.bursts import measure_burst
+from lightning_dist.profiling.capture.records import BurstRecord, LinkRecord
 from lightning_dist.profiling.peer import end_group
-from lightning_dist.profiling.records import BurstRecord, LinkRecord
 
 _PROBE_BYTES = 2**18
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**22

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.profiling.drift import uncertainty_at
-from lightning_dist.profiling.machine import this_machine
+from lightning_dist.profiling.analysis.drift import uncertainty_at
+from lightning_dist.profiling.capture.machine import this_machine
+from lightning_dist.profiling.capture.records import ClockRecord
 from lightning_dist.profiling.peer import receive, send
-from lightning_dist.profiling.records import ClockRecord
 
 _FAN_OUT = 16
 """So many hosts ask the same rank, one after the other; more make a tree."""

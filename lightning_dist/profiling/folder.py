@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from lightning_dist.profiling.drift import offset_at, uncertainty_at
-from lightning_dist.profiling.lines import from_line, to_line
-from lightning_dist.profiling.records import (
+from lightning_dist.profiling.analysis.drift import offset_at, uncertainty_at
+from lightning_dist.profiling.capture.lines import from_line, to_line
+from lightning_dist.profiling.capture.records import (
     SCHEMA,
     BurstRecord,
     ClockRecord,
@@ -28,7 +28,7 @@ from lightning_dist.profiling.records import (
     Record,
     StepRecord,
 )
-from lightning_dist.profiling.step_lines import StepLines
+from lightning_dist.profiling.capture.step_lines import StepLines
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
 

@@ -16,8 +16,8 @@ from comm_profiles import (
 )
 
 from lightning_dist import CommProfiler
-from lightning_dist.profiling.breakdown import parts_of
-from lightning_dist.profiling.parts import PARTS
+from lightning_dist.profiling.analysis.breakdown import parts_of
+from lightning_dist.profiling.analysis.parts import PARTS
 
 CASES = (
     *("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing", "told to end"),

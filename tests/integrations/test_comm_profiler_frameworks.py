@@ -19,7 +19,7 @@ from comm_profiles import (
 )
 from wandb_runs import history, records
 
-from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.analysis.breakdown import parts_of
 from lightning_dist.profiling.whatif.costs_file import read_costs
 
 CASES = (

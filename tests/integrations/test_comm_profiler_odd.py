@@ -14,9 +14,9 @@ from comm_profiles import (
     truth,
 )
 
-from lightning_dist.profiling.breakdown import parts_of
+from lightning_dist.profiling.analysis.breakdown import parts_of
+from lightning_dist.profiling.analysis.passes import passes_of
 from lightning_dist.profiling.folder import read_run
-from lightning_dist.profiling.passes import passes_of
 
 ENDS = ("lost at the end", "late at the end")
 CASES = (

@@ -12,7 +12,7 @@ from elastic_runs import Net, make_loader
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dist import CommProfiler
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary
 
 ONE = "CommProfiler records nothing: one process exchanges no gradients"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from forked import TIMEOUT, run_ranks, say
 
-from lightning_dist.profiling.gathering import Gatherer, is_shared
+from lightning_dist.profiling.capture.gathering import Gatherer, is_shared
 
 VICTIM = 2
 STEPS = 6

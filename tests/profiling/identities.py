@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_dist.profiling.parts import PARTS, StepParts
+from lightning_dist.profiling.analysis.parts import PARTS, StepParts
 
 
 def check_identities(parts: StepParts) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from lightning_dist.profiling.parts import Summary, Timeline
+from lightning_dist.profiling.analysis.parts import Summary, Timeline
 from lightning_dist.profiling.report.html import page
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.profiling.parts import (
+from lightning_dist.profiling.analysis.parts import (
     PARTS,
     BucketSummary,
     Placed,

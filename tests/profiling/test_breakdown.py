@@ -8,9 +8,9 @@ import pytest
 from identities import check_identities
 from planted import MS, Planted, replaced
 
-from lightning_dist.profiling.breakdown import analyse, parts_of, timeline, unknown_wait
-from lightning_dist.profiling.parts import StepParts
-from lightning_dist.profiling.records import (
+from lightning_dist.profiling.analysis.breakdown import analyse, parts_of, timeline, unknown_wait
+from lightning_dist.profiling.analysis.parts import StepParts
+from lightning_dist.profiling.capture.records import (
     ClockRecord,
 )
 

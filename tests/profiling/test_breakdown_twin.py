@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import pytest
 from identities import check_identities
 
-from lightning_dist.profiling.breakdown import analyse, parts_of
-from lightning_dist.profiling.folder import RankRun, Run
-from lightning_dist.profiling.parts import EXPOSED, PARTS, StepParts
-from lightning_dist.profiling.records import (
+from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, StepParts
+from lightning_dist.profiling.capture.records import (
     BucketTimes,
     ClockRecord,
     Phase,
@@ -20,6 +19,7 @@ from lightning_dist.profiling.records import (
     Span,
     StepRecord,
 )
+from lightning_dist.profiling.folder import RankRun, Run
 
 GROUPS = {"intra": ((0, 1), (2, 3)), "inter": ((0, 2), (1, 3)), "flat": ((0, 1, 2, 3),)}
 

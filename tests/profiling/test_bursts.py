@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.bursts import measure_burst
-from lightning_dist.profiling.records import BurstRecord
+from lightning_dist.profiling.analysis.bursts import measure_burst
+from lightning_dist.profiling.capture.records import BurstRecord
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import MS, Planted, replaced
 
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.records import ClockRecord
 from lightning_dist.profiling.folder import RankRun, Run
-from lightning_dist.profiling.records import ClockRecord
-from lightning_dist.profiling.summarize import summarize
 
 SECOND = 1000 * MS
 HOUR = 3600 * SECOND

@@ -15,9 +15,9 @@ from processes import run
 from worlds import Rank, run_threads
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.profiling import machine
+from lightning_dist.profiling.capture import machine
+from lightning_dist.profiling.capture.records import ClockRecord
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.records import ClockRecord
 
 SCRIPT = Path(__file__).with_name("read_clocks.py")
 HOUR = 3_600_000_000_000

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from planted import Planted
 
-from lightning_dist.profiling.compare import (
+from lightning_dist.profiling.analysis.compare import (
     NAMES,
     Difference,
     Measured,
@@ -16,8 +16,8 @@ from lightning_dist.profiling.compare import (
     measured,
     verdict,
 )
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.summarize import summarize
 
 UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
 BASE = Planted(steps=42, slow_steps=UNEVEN)

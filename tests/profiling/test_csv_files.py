@@ -10,10 +10,10 @@ from statistics import mean
 import pytest
 from planted import Planted
 
+from lightning_dist.profiling.analysis.parts import PARTS
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import RankRun, Run
-from lightning_dist.profiling.parts import PARTS
 from lightning_dist.profiling.report.csv_files import BUCKET_COLUMNS, STEP_COLUMNS, write_csv
-from lightning_dist.profiling.summarize import summarize
 
 
 def tables(folder: Path, run: Run) -> tuple[list[dict[str, str]], list[dict[str, str]]]:

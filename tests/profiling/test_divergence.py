@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from planted import Planted
 
-from lightning_dist.profiling.divergence import ResidualAlarm, growth_of
-from lightning_dist.profiling.live import of_errors
-from lightning_dist.profiling.records import ErrorRecord
-from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.analysis.divergence import ResidualAlarm, growth_of
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.live import of_errors
+from lightning_dist.profiling.capture.records import ErrorRecord
 
 
 def errors(ratio: Callable[[int], float | None], count: int, bucket: int = 0) -> list[ErrorRecord]:

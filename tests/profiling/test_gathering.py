@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from processes import run
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling import gathering
-from lightning_dist.profiling.gathering import Gatherer, is_shared
-from lightning_dist.profiling.messenger import Messenger
+from lightning_dist.profiling.capture import gathering
+from lightning_dist.profiling.capture.gathering import Gatherer, is_shared
+from lightning_dist.profiling.capture.messenger import Messenger
 
 SCRIPT = Path(__file__).with_name("gather_lines.py")
 LIMIT = 20.0

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.profiling.governor import Governor
-from lightning_dist.profiling.session import SessionSettings
+from lightning_dist.profiling.capture.governor import Governor
+from lightning_dist.profiling.capture.session import SessionSettings
 
 MS = 1_000_000
 

@@ -5,10 +5,16 @@ from dataclasses import replace
 import pytest
 from planted import MS, Planted, replaced
 
+from lightning_dist.profiling.analysis.headline import milliseconds, percent, two_digits
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.records import (
+    BucketTimes,
+    ClockRecord,
+    Phase,
+    Span,
+    StepRecord,
+)
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.headline import milliseconds, percent, two_digits
-from lightning_dist.profiling.records import BucketTimes, ClockRecord, Phase, Span, StepRecord
-from lightning_dist.profiling.summarize import summarize
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from lightning_dist.profiling.intervals import Interval, difference, intersection, length, union
+from lightning_dist.profiling.analysis.intervals import (
+    Interval,
+    difference,
+    intersection,
+    length,
+    union,
+)
 
 
 def points(intervals: list[Interval]) -> set[int]:

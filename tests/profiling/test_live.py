@@ -11,10 +11,10 @@ import pytest
 from planted import Planted
 
 from lightning_dist.integrations.live_profile import LiveProfile, log_summary
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.live import of_one_rank
+from lightning_dist.profiling.capture.records import Phase, StepRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.live import of_one_rank
-from lightning_dist.profiling.records import Phase, StepRecord
-from lightning_dist.profiling.summarize import summarize
 
 UNEVEN = Planted(slow_steps={1: 4, 3: 9})
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.lookout import ThreadLookout
+from lightning_dist.profiling.capture.lookout import ThreadLookout
 
 PATIENCE = 10
 

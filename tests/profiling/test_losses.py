@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dist.profiling.losses import MOST, Losses
-from lightning_dist.profiling.records import ErrorRecord, RankRecord
-from lightning_dist.profiling.session import Session, SessionSettings
+from lightning_dist.profiling.capture.losses import MOST, Losses
+from lightning_dist.profiling.capture.records import ErrorRecord, RankRecord
+from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.observer import Sight
 

@@ -8,11 +8,11 @@ import pytest
 from identities import check_identities
 from planted import MS, Planted, doubled, replaced, twice
 
-from lightning_dist.profiling.breakdown import analyse, exposed_in
+from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in
+from lightning_dist.profiling.analysis.passes import passes_of
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.analysis.totals import BucketTotals, add_buckets
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.passes import passes_of
-from lightning_dist.profiling.summarize import summarize
-from lightning_dist.profiling.totals import BucketTotals, add_buckets
 from lightning_dist.profiling.whatif.observe import observe
 
 ONCE = Planted(steps=6).run()

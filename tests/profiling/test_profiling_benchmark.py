@@ -28,9 +28,9 @@ from benchmarks.profiling_rows import (
 from benchmarks.profiling_tables import show
 from benchmarks.report import renewed
 from benchmarks.testbed import Testbed, TestbedUnavailable
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.records import LinkRecord
 from lightning_dist.profiling.folder import RankFile, Run, read_run
-from lightning_dist.profiling.records import LinkRecord
-from lightning_dist.profiling.summarize import summarize
 
 SENDS = Path(__file__).with_name("send_bytes.py")
 META = {

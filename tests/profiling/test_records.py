@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from planted import MS, Planted
 
-from lightning_dist.profiling.folder import RankFile, RankRun, read_run
-from lightning_dist.profiling.lines import from_line, to_line
-from lightning_dist.profiling.records import (
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.lines import from_line, to_line
+from lightning_dist.profiling.capture.records import (
     SCHEMA,
     BurstRecord,
     ClockRecord,
@@ -22,7 +22,7 @@ from lightning_dist.profiling.records import (
     RankRecord,
     Record,
 )
-from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.folder import RankFile, RankRun, read_run
 
 
 def records_of(run: RankRun) -> list[Record]:

@@ -13,10 +13,10 @@ import pytest
 from browsers import LIMIT_MS
 from summaries import a_summary, a_timeline, a_whatif, sampled
 
+from lightning_dist.profiling.analysis.parts import PARTS, Placed, Summary, Timeline
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import PARTS, Placed, Summary, Timeline
 from lightning_dist.profiling.report.html import write_report
-from lightning_dist.profiling.summarize import summarize
 
 HOSTILE = (
     "<script>document.title = 'taken'</script>",

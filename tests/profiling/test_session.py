@@ -13,15 +13,15 @@ import pytest
 from planted import MS, Planted
 from processes import run
 
-from lightning_dist.profiling.folder import read_run
-from lightning_dist.profiling.lines import from_line, to_line
-from lightning_dist.profiling.recorder import Recorder
-from lightning_dist.profiling.records import (
+from lightning_dist.profiling.capture.lines import from_line, to_line
+from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.records import (
     BucketTimes,
     ClockRecord,
     StepRecord,
 )
-from lightning_dist.profiling.session import Session, SessionSettings
+from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.folder import read_run
 
 BUCKETS = 40
 

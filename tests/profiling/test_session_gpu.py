@@ -13,11 +13,11 @@ import torch.distributed as dist
 from planted import Planted
 from planted_gpu import MS, Collective, Gpu
 
-from lightning_dist.profiling.breakdown import exposed_in
+from lightning_dist.profiling.analysis.breakdown import exposed_in
+from lightning_dist.profiling.analysis.intervals import length
+from lightning_dist.profiling.capture.records import BucketTimes, StepRecord
+from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.folder import read_run
-from lightning_dist.profiling.intervals import length
-from lightning_dist.profiling.records import BucketTimes, StepRecord
-from lightning_dist.profiling.session import Session, SessionSettings
 from lightning_dist.reducer.moments import StreamMoments
 
 NEAR = 0.01 * MS

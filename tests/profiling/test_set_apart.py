@@ -11,9 +11,9 @@ from planted import MS, Planted
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.records import StepRecord
-from lightning_dist.profiling.session import Session, SessionSettings
-from lightning_dist.profiling.watching import Watching
+from lightning_dist.profiling.capture.records import StepRecord
+from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.watching import Watching
 
 DATA = 2
 PASS = 20

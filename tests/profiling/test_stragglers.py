@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from planted import MS, Planted
 
-from lightning_dist.profiling.stragglers import Waits
-from lightning_dist.profiling.summarize import summarize
+from lightning_dist.profiling.analysis.stragglers import Waits
+from lightning_dist.profiling.analysis.summarize import summarize
 
 
 def waits(*steps: dict[int, int]) -> Waits:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from planted import MS, Planted, replaced
 
+from lightning_dist.profiling.analysis.parts import PARTS
+from lightning_dist.profiling.analysis.sample import sample
+from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
+from lightning_dist.profiling.analysis.traffic import ONE_HOST
+from lightning_dist.profiling.capture.records import ErrorRecord, LinkRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import PARTS
-from lightning_dist.profiling.records import ErrorRecord, LinkRecord
-from lightning_dist.profiling.sample import sample
-from lightning_dist.profiling.summarize import pick_steps, summarize
-from lightning_dist.profiling.traffic import ONE_HOST
 
 
 def test_a_planted_run_in_numbers() -> None:

@@ -11,13 +11,13 @@ from planted import Planted, replaced
 from report_pages import body_of
 
 from lightning_dist.integrations.live_profile import metrics_of
-from lightning_dist.profiling.compare import compare, measured
+from lightning_dist.profiling.analysis.compare import compare, measured
+from lightning_dist.profiling.analysis.parts import EXPOSED
+from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
+from lightning_dist.profiling.capture.records import EndRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import EXPOSED
-from lightning_dist.profiling.records import EndRecord
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.summary_file import to_json, write_summary
-from lightning_dist.profiling.summarize import pick_steps, summarize
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import Costs
 

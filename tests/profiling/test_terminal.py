@@ -7,11 +7,11 @@ import pytest
 from planted import Planted
 from rich.console import Console
 
+from lightning_dist.profiling.analysis.parts import PARTS, Summary
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.records import LinkRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import PARTS, Summary
-from lightning_dist.profiling.records import LinkRecord
-from lightning_dist.profiling.summarize import summarize
-from lightning_dist.profiling.terminal import print_summary
+from lightning_dist.profiling.report.terminal import print_summary
 
 
 def printed(summary: Summary, *, width: int = 200, color: bool = False) -> str:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from planted import Planted, twice
 from trace_rules import Event, events_of, problems
 
-from lightning_dist.profiling.breakdown import parts_of, timeline
-from lightning_dist.profiling.intervals import length, union
-from lightning_dist.profiling.lanes import lanes
-from lightning_dist.profiling.parts import Placed, Timeline
+from lightning_dist.profiling.analysis.breakdown import parts_of, timeline
+from lightning_dist.profiling.analysis.intervals import length, union
+from lightning_dist.profiling.analysis.lanes import lanes
+from lightning_dist.profiling.analysis.parts import Placed, Timeline
 from lightning_dist.profiling.report.trace import write_trace
 
 MS = 1_000_000

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from planted import MS, Planted, replaced
 
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.records import LinkRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.records import LinkRecord
-from lightning_dist.profiling.summarize import summarize
 from lightning_dist.profiling.whatif.observe import observe
 
 SENT = 1_000_000

@@ -11,15 +11,15 @@ from planted import Planted, replaced
 from report_pages import body_of
 from test_terminal import printed
 
-from lightning_dist.profiling.findings import Findings
+from lightning_dist.profiling.analysis.findings import Findings
+from lightning_dist.profiling.analysis.parts import Summary, Uneven
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.analysis.totals import RankTotals
+from lightning_dist.profiling.analysis.uneven import uneven_phases
+from lightning_dist.profiling.capture.records import PHASES, StepRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import Summary, Uneven
-from lightning_dist.profiling.records import PHASES, StepRecord
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.tables import ranks_table
-from lightning_dist.profiling.summarize import summarize
-from lightning_dist.profiling.totals import RankTotals
-from lightning_dist.profiling.uneven import uneven_phases
 
 FOUR = Planted(world_size=4, late_data={2: 40}, meets_in_forward=True)
 BUFFERS = Planted(late_data={0: 50}, meets_in_forward=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from planted import MS, Planted
 
-from lightning_dist.profiling.records import Phase
+from lightning_dist.profiling.capture.records import Phase
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients, recut
 from lightning_dist.profiling.whatif.candidates import in_buckets, other_buckets
 from lightning_dist.profiling.whatif.observe import observe

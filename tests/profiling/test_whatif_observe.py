@@ -8,7 +8,7 @@ import pytest
 from planted import Planted, replaced
 from whatif_runs import COSTS, DDP, INT8, duration, with_small_exchanges
 
-from lightning_dist.profiling.records import BurstRecord, LinkRecord
+from lightning_dist.profiling.capture.records import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import Wish, predict
 

@@ -14,12 +14,12 @@ from planted import Planted
 from rich.console import Console
 from summaries import a_summary, a_whatif
 
+from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run
-from lightning_dist.profiling.parts import Summary
 from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.whatif import whatif_views
-from lightning_dist.profiling.summarize import summarize
-from lightning_dist.profiling.terminal import print_summary
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import Costs

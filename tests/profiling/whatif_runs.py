@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from planted import MS, Planted
 
+from lightning_dist.profiling.capture.records import Span
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.records import Span
 from lightning_dist.profiling.whatif.answer import WhatIf
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import Wish, predict

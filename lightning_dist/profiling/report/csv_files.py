@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from lightning_dist.profiling.breakdown import parts_of
-from lightning_dist.profiling.collectives import begin_of
+from lightning_dist.profiling.analysis.breakdown import parts_of
+from lightning_dist.profiling.analysis.collectives import begin_of
+from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary, StepParts, Summary
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import PARTS, BucketSummary, StepParts, Summary
 from lightning_dist.profiling.report.files import replace_file
 
 _MS = 1e6

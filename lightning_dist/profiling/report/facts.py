@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.report.text import MISSING, finite, megabytes, ms, percent, rate, why
 from lightning_dist.profiling.report.view import Fact
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.report.bins import FEW_BARS, bins, digits, middles, of_steps
 from lightning_dist.profiling.report.figure import axis, figure, legend_above
 from lightning_dist.profiling.report.text import finite, why

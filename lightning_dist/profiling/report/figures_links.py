@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.report.bins import digits
 from lightning_dist.profiling.report.figure import HEAT, axis, figure
 from lightning_dist.profiling.report.text import finite, label, number, plain, rate, why

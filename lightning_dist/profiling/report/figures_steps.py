@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dist.profiling.parts import PARTS, Series, Summary
+from lightning_dist.profiling.analysis.parts import PARTS, Series, Summary
 from lightning_dist.profiling.report.bins import FEW_BARS, Columns, columns, mean
 from lightning_dist.profiling.report.figure import axis, figure, fill, legend_above
 from lightning_dist.profiling.report.text import why

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dist.profiling.lanes import count, lanes
-from lightning_dist.profiling.parts import Placed, Summary, Timeline
+from lightning_dist.profiling.analysis.lanes import count, lanes
+from lightning_dist.profiling.analysis.parts import Placed, Summary, Timeline
 from lightning_dist.profiling.report.bars import Bars
 from lightning_dist.profiling.report.figure import axis, figure, legend_above
 from lightning_dist.profiling.report.text import label, why

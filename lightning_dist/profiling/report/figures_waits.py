@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_dist.profiling.parts import Series, Summary
+from lightning_dist.profiling.analysis.parts import Series, Summary
 from lightning_dist.profiling.report.bins import FEW_BARS, Columns, columns, mean, most_frequent
 from lightning_dist.profiling.report.figure import HEAT, axis, figure, legend_above
 from lightning_dist.profiling.report.text import finite, label, why

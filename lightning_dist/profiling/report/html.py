@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from lightning_dist.profiling.parts import Summary, Timeline
+from lightning_dist.profiling.analysis.parts import Summary, Timeline
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_errors import errors_over_time
 from lightning_dist.profiling.report.figures_links import links_between_hosts, links_of_groups

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lightning_dist.profiling.headline import count
-from lightning_dist.profiling.parts import EXPOSED, PARTS, RankSummary, Summary
-from lightning_dist.profiling.records import PHASES
+from lightning_dist.profiling.analysis.headline import count
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, RankSummary, Summary
+from lightning_dist.profiling.capture.records import PHASES
 from lightning_dist.profiling.report.text import MISSING, finite, ms, number, percent, why
 from lightning_dist.profiling.report.view import Column, Table
 from lightning_dist.profiling.report.words import PART_WORDS

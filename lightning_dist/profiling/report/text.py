@@ -6,7 +6,7 @@ import html
 import math
 from typing import Any
 
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary
 
 MISSING = "n/a"
 """In a cell of a table: not measured."""

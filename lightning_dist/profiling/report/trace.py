@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lightning_dist.profiling.lanes import lanes
-from lightning_dist.profiling.parts import Timeline
+from lightning_dist.profiling.analysis.lanes import lanes
+from lightning_dist.profiling.analysis.parts import Timeline
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.trace_slices import (
     TRACKS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_dist.profiling.parts import Placed, Timeline
+from lightning_dist.profiling.analysis.parts import Placed, Timeline
 
 
 @dataclass(frozen=True)

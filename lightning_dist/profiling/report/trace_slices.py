@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from lightning_dist.profiling.intervals import Intervals, difference
-from lightning_dist.profiling.parts import Placed, Timeline
+from lightning_dist.profiling.analysis.intervals import Intervals, difference
+from lightning_dist.profiling.analysis.parts import Placed, Timeline
 from lightning_dist.profiling.report.trace_exchanges import (
     Collective,
     collectives,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_dist.profiling.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.report.figure import Figure, axis, figure, fill, legend_above
 from lightning_dist.profiling.report.text import number, plain, why
 from lightning_dist.profiling.report.view import Column, Picture, Table, View

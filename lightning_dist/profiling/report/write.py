@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dist.profiling.analysis.parts import Summary, Timeline
+from lightning_dist.profiling.analysis.summarize import pick_steps
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.parts import Summary, Timeline
 from lightning_dist.profiling.report.csv_files import write_csv
 from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.trace import write_trace
-from lightning_dist.profiling.summarize import pick_steps
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lightning_dist.profiling.breakdown import Analysed, analyse
+from lightning_dist.profiling.analysis.breakdown import Analysed, analyse
+from lightning_dist.profiling.analysis.intervals import length, union
+from lightning_dist.profiling.analysis.passes import passes_of
+from lightning_dist.profiling.analysis.sample import sample
+from lightning_dist.profiling.analysis.totals import RankTotals, Reach, mean, moving_of_hosts
+from lightning_dist.profiling.analysis.traffic import link_uses
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.intervals import length, union
-from lightning_dist.profiling.passes import passes_of
-from lightning_dist.profiling.sample import sample
-from lightning_dist.profiling.totals import RankTotals, Reach, mean, moving_of_hosts
-from lightning_dist.profiling.traffic import link_uses
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, Link, Setting
 from lightning_dist.profiling.whatif.simulate import BYTES, Bucket

@@ -1,0 +1,164 @@
+"""Two runs beside each other, with what the spread of their steps can explain.
+
+Of medians over steps. Each has the interval of a notched box plot, 1.58 quartile distances by the
+root of the number of steps to both sides; a difference that is not larger than both together is
+what two runs of the same may show. That errs to the careful side for steps that are independent;
+neighbouring steps are not wholly, so a difference just above it may still be chance.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
+from lightning_dist.profiling.analysis.sample import sample
+from lightning_dist.profiling.folder import Run
+
+_NOTCH = 1.58
+_FEWEST = 6
+"""Steps of a run below which their quartiles say nothing."""
+
+_MB = 1e6
+
+NAMES = (
+    "step_ms",
+    *(f"{part}_ms" for part in PARTS),
+    "exposed_ms",
+    "sent_mb",
+    "all_steps_ms",
+)
+"""What is compared: parts are means over ranks, ``sent_mb`` is of a rank. All but ``all_steps_ms``
+are of the steps that were looked at in detail, as they are in a report."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, by what is compared: a value for every step, or why there is none."""
+
+    values: Mapping[str, Sequence[float]]
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One line of a comparison.
+
+    Args:
+        a, b: medians over steps; None: not measured, see ``reason``.
+        spread: how much of ``b - a`` the spread of the steps can explain; None: too few steps.
+        reason: why a figure is None.
+    """
+
+    name: str
+    a: float | None
+    b: float | None
+    spread: float | None
+    reason: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """By how much ``b`` is more."""
+        return None if self.a is None or self.b is None else self.b - self.a
+
+    @property
+    def is_explained(self) -> bool | None:
+        """Whether the spread of the steps alone can explain it; None: nobody knows."""
+        if self.difference is None or self.spread is None:
+            return None
+        assert self.a is not None
+        assert self.b is not None
+        return abs(self.difference) <= self.spread or math.isclose(self.a, self.b)
+
+
+def measured(run: Run, summary: Summary) -> Measured:
+    """What there is to compare of a run and its summary."""
+    series, reasons = summary.series, summary.reasons
+    values: dict[str, Sequence[float]] = {"step_ms": series.step_ms}
+    if not series.step_ms:
+        return Measured({}, dict.fromkeys(NAMES, reasons.get("step_ms", "no step was recorded")))
+    missing: dict[str, str] = {}
+    for part in PARTS:
+        if of_part := series.parts_ms.get(part, ()):
+            values[f"{part}_ms"] = of_part
+        else:
+            missing[f"{part}_ms"] = reasons.get(part, reasons.get("parts_ms", "not recorded"))
+    exposed = [series.parts_ms[part] for part in EXPOSED if series.parts_ms.get(part)]
+    if exposed and summary.exposed_ms is not None:
+        values["exposed_ms"] = [sum(row) for row in zip(*exposed, strict=True)]
+    else:
+        missing["exposed_ms"] = reasons.get("exposed_ms", "not recorded")
+    if summary.traffic is None:
+        missing["sent_mb"] = reasons.get("traffic", "not recorded")
+    else:
+        values["sent_mb"] = [_sent(run, step) / _MB for step in series.steps]
+    values["all_steps_ms"] = sample(run, skip=summary.skipped).durations_ms()
+    return Measured(values, missing)
+
+
+def compare(a: Measured, b: Measured) -> list[Difference]:
+    """Everything of :data:`NAMES`, in that order."""
+    return [_difference(name, a, b) for name in NAMES]
+
+
+def verdict(differences: Sequence[Difference]) -> str:
+    """What is to be said of them, in a sentence."""
+    step = differences[0]
+    assert step.name == "step_ms"
+    if step.difference is None or step.is_explained is None:
+        return f"The steps cannot be compared: {step.reason}."
+    unlike = [each for each in differences[1:] if each.is_explained is False]
+    others = _largest(unlike, 0.0 if step.is_explained else step.difference)
+    if step.is_explained:
+        nothing = "no difference that the spread of the steps would not explain"
+        return f"Step time: {nothing}; but {others}." if others else f"There is {nothing}."
+    share = f" ({abs(step.difference) / step.a:.1%})".replace("%", " %") if step.a else ""
+    word = "longer" if step.difference > 0 else "shorter"
+    because = f": {others}" if others else "; no part alone says why"
+    return f"The step of B is {abs(step.difference):.3g} ms{share} {word}{because}."
+
+
+def _largest(differences: Sequence[Difference], of_step: float) -> str:
+    """In words, the three parts that differ most; without any, what is sent.
+
+    First those that go where the step went: they are why.
+    """
+    signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
+    parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
+    if parts:
+        along = [each for each in parts if each[1] * of_step > 0]
+        against = [each for each in parts if each not in along]
+        told = [*along[: 2 if against else 3], *against]
+        return ", ".join(f"{name} {value:+.3g} ms" for name, value in told[:3])
+    return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
+
+
+def _difference(name: str, a: Measured, b: Measured) -> Difference:
+    of_a, of_b = a.values.get(name, ()), b.values.get(name, ())
+    median_a, median_b = (statistics.median(of) if of else None for of in (of_a, of_b))
+    spread, reason = None, ""
+    if not of_a or not of_b:
+        told = ((run, each.reasons.get(name)) for run, each in (("A", a), ("B", b)))
+        reason = "; ".join(f"{run}: {why}" for run, why in told if why)
+    elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
+        reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
+    else:
+        spread = _notch(of_a) + _notch(of_b)
+    return Difference(name, median_a, median_b, spread, reason)
+
+
+def _notch(values: Sequence[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return _NOTCH * (high - low) / math.sqrt(len(values))
+
+
+def _sent(run: Run, step: int) -> float:
+    """Bytes of a rank, the mean over ranks."""
+    of_ranks = [
+        sum(bucket.intra + bucket.inter for bucket in each.steps[step].buckets)
+        for each in run.ranks.values()
+        if step in each.steps
+    ]
+    return sum(of_ranks) / len(of_ranks)

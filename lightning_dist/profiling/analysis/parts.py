@@ -1,0 +1,296 @@
+"""What a profile says: the parts of a step, and a summary of all steps. Types only.
+
+Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank; a
+figure that could not be measured is None, and ``reasons`` says why. All but ``Summary.step_ms`` and
+``overhead`` is of the steps that were looked at in detail, where any were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lightning_dist.profiling.analysis.intervals import Intervals
+from lightning_dist.profiling.whatif.answer import WhatIf
+
+SCHEMA = 1
+
+PARTS = (
+    "data",
+    "forward",
+    "backward",
+    "wait",
+    "transfer",
+    "codec",
+    "unattributed",
+    "optimizer",
+    "other",
+)
+"""They add up to the step. ``wait``, ``transfer``, ``codec`` and ``unattributed`` are exposed:
+between the last gradient of the backward pass and the mean of all gradients. What is hidden under
+the backward pass is in ``backward``."""
+
+EXPOSED = ("wait", "transfer", "codec", "unattributed")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """One step on one rank, in nanoseconds.
+
+    Args:
+        begin: on rank 0's clock.
+        parts: by name, all of :data:`PARTS`; their sum is ``duration``.
+        union: how long any exchange was under way on this rank.
+        hidden: how much of that was before the last gradient was there.
+        waited_for: nanoseconds of ``wait`` and of hidden waiting by the rank that came last.
+        exposed_for: the same of ``wait`` alone.
+    """
+
+    step: int
+    rank: int
+    begin: int
+    duration: int
+    parts: Mapping[str, int]
+    union: int
+    hidden: int
+    waited_for: Mapping[int, int]
+    exposed_for: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def exposed(self) -> int:
+        """What compute did not hide."""
+        return sum(self.parts[name] for name in EXPOSED)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A span on the time line of a step that all ranks share, in nanoseconds.
+
+    It counts from the begin of the step on the first rank that began it.
+
+    Args:
+        arrival: of an exchange, when the last member had come to it.
+        last: that member.
+        meeting: of an exchange: its number in the step, equal on all members; None: not known.
+    """
+
+    phase: str
+    bucket: int
+    begin: int
+    end: int
+    arrival: int | None = None
+    op: str = ""
+    group: str = ""
+    sent: int = 0
+    last: int | None = None
+    meeting: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step on all ranks.
+
+    Args:
+        label: why this step, such as ``"median step"``.
+        phases: by rank: ``(name, begin, end)``.
+        buckets: by rank: ``(index, ready, done)``.
+        spans: by rank, in the order in which they began.
+        exposed: by rank: when communication was exposed, once for each backward pass.
+    """
+
+    step: int
+    label: str
+    phases: Mapping[int, Sequence[tuple[str, int, int]]]
+    buckets: Mapping[int, Sequence[tuple[int, int, int]]]
+    spans: Mapping[int, Sequence[Placed]]
+    exposed: Mapping[int, Intervals] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank.
+
+    Args:
+        step_ms: of the steps that the parts are of.
+        wait_ms: it waited for others, per step, hidden or not.
+        caused_ms: others waited for it, per step, added up over them.
+        clock_uncertainty_ms: of its clock, at the worst step; None: never compared.
+        intra_gbps, inter_gbps: what it sent over the time something was under way.
+        phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
+            ``Summary.parts_ms``; empty: not recorded.
+    """
+
+    rank: int
+    host: str
+    step_ms: float
+    exposed_ms: float | None
+    wait_ms: float | None
+    caused_ms: float | None
+    clock_uncertainty_ms: float | None = None
+    intra_gbps: float | None = None
+    inter_gbps: float | None = None
+    phases_ms: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A phase in which ranks differ, and waiting in exchanges does not say why.
+
+    Args:
+        ranks: that it takes longer, the longest first: by more than half of ``more_ms``.
+        than: the rank that it takes shortest.
+        more_ms: by so much the longest, per step.
+    """
+
+    phase: str
+    ranks: Sequence[int]
+    than: int
+    more_ms: float
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """One bucket. ``exposed_ms``: from the last gradient of the step to the end of its exchange."""
+
+    index: int
+    codec: str
+    raw_mb: float
+    wire_mb: float
+    ready_ms: float
+    encode_ms: float | None
+    wait_ms: float | None
+    transfer_ms: float
+    decode_ms: float | None
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per step and rank, and rates in Gbit/s over the union of exchanges without waiting.
+
+    An exchange lasts until its last member is done: until then bytes may be on their way to it.
+
+    Args:
+        wire_gbps: what all ranks of a host sent to other hosts, the mean over hosts: comparable
+            with the link. On a single host what a rank sent.
+        effective_gbps: what the bus bandwidth of uncompressed DDP would have to be for this time.
+        peak_gbps: the best that was measured of an idle link.
+    """
+
+    raw_bytes: float
+    wire_bytes: float
+    intra_bytes: float
+    inter_bytes: float
+    wire_gbps: float | None = None
+    effective_gbps: float | None = None
+    peak_gbps: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than uncompressed DDP."""
+        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    @property
+    def link_utilization(self) -> float | None:
+        """Of the calibrated peak; 1.0 is all of it."""
+        if self.wire_gbps is None or not self.peak_gbps:
+            return None
+        return self.wire_gbps / self.peak_gbps
+
+
+@dataclass(frozen=True)
+class Series:
+    """One value per step that all ranks have recorded, for pictures over time.
+
+    Args:
+        parts_ms: by part, the mean over ranks.
+        wait_ms: by rank, hidden or not.
+        slowest: the rank that most waiting was for; None: there was none.
+    """
+
+    steps: Sequence[int]
+    step_ms: Sequence[float]
+    parts_ms: Mapping[str, Sequence[float]]
+    wait_ms: Mapping[int, Sequence[float]]
+    slowest: Sequence[int | None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A profile in numbers; ``summary.json`` is this.
+
+    Args:
+        headline: the most important in one or two sentences.
+        run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
+        skipped: first steps that were left out: buckets are not built yet.
+        step_ms: of all steps; None: there is none.
+        parts_ms: of ``parts_steps`` of them; every share of a part is of ``parts_step_ms``, their
+            mean, which is the sum of the parts. None: not measured.
+        overlap: hidden share of the time in which an exchange was under way, 0 to 1.
+        straggler: the rank that others wait for, if it is clearly one
+            (:mod:`~lightning_dist.profiling.analysis.stragglers`).
+        exposed_straggler: the same of exposed waiting alone, however little there is.
+        overhead: share of the time that the profiler took.
+        errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
+            "residual_ratio"}``, as in
+            :class:`~lightning_dist.profiling.capture.records.ErrorRecord`.
+        links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
+        reasons: by field, why it is None; ``steps``: why there are none, and what helps.
+        notes: what is missing or odd.
+        whatif: what is predicted of other settings.
+        uneven: phases in which ranks differ, and do not wait for each other in exchanges
+            (:mod:`~lightning_dist.profiling.analysis.uneven`).
+    """
+
+    headline: str
+    run: Mapping[str, Any]
+    steps: int
+    skipped: int
+    step_ms: Mapping[str, float | None]  # "mean", "median", "p95"
+    parts_ms: Mapping[str, float | None]
+    exposed_ms: float | None
+    hidden_ms: float | None
+    overlap: float | None
+    traffic: Traffic | None
+    ranks: Sequence[RankSummary]
+    buckets: Sequence[BucketSummary]
+    straggler: int | None
+    overhead: float | None
+    series: Series
+    errors: Sequence[Mapping[str, Any]] = ()
+    links: Sequence[Mapping[str, Any]] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    exposed_straggler: int | None = None
+    whatif: WhatIf | None = None
+    parts_steps: int = 0
+    uneven: Sequence[Uneven] = ()
+
+    @property
+    def parts_step_ms(self) -> float | None:
+        """The mean of the steps that the parts are of: their sum. None: no part is known."""
+        known = [value for value in self.parts_ms.values() if value is not None]
+        return sum(known) if known else None
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether it is of all ranks of the run."""
+        return len(self.ranks) >= int(self.run.get("world_size", 0))
+
+    @property
+    def exposed(self) -> float | None:
+        """Exposed share, 0 to 1, of the steps that were looked at in detail."""
+        if self.exposed_ms is None:
+            return None
+        return self.exposed_ms / (self.parts_step_ms or 1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        whatif = None if self.whatif is None else self.whatif.as_dict()
+        return {
+            "schema": SCHEMA,
+            **asdict(replace(self, whatif=None)),
+            "parts_step_ms": self.parts_step_ms,
+            "whatif": whatif,
+        }

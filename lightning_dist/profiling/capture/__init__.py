@@ -1,0 +1,1 @@
+"""Recording one rank's steps, gradients and collectives while it trains."""

@@ -1,0 +1,173 @@
+"""Takes the times of one rank's gradients while they travel."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_dist.profiling.capture.lookout import lookout_for
+from lightning_dist.profiling.capture.losses import Losses
+from lightning_dist.profiling.capture.records import BucketTimes
+from lightning_dist.profiling.capture.taken import Row, Taken
+from lightning_dist.reducer.chunk import Lane
+from lightning_dist.reducer.moments import HostMoments, Moment, Moments
+from lightning_dist.reducer.observer import Observer, Phase, Sight
+
+_CALIBRATION = 500
+_UNSEEN = 3.0
+"""What recording adds to a step, over what can be counted of it: threads change places, caches are
+cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiling.py)."""
+_PATIENCE = 0.1
+"""Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
+
+
+class Recorder(Observer):
+    """Buckets and spans of the step that is under way.
+
+    Appends to lists, from the thread of the backward pass, that of the reducer, and one of its own;
+    nothing is computed before :meth:`take`.
+
+    Args:
+        clock: of the host, in nanoseconds.
+        moments: of the work; None: of the host, by ``clock``.
+    """
+
+    def __init__(
+        self, clock: Callable[[], int] = time.monotonic_ns, *, moments: Moments | None = None
+    ) -> None:
+        self.moments: Moments = HostMoments(clock) if moments is None else moments
+        self._now = self.moments.now
+        self.is_on = True
+        """Whether anything is recorded, besides losses that were asked for."""
+        self.losses = Losses(clock)
+        self._lookout = lookout_for(self.moments)
+        self._ready: list[tuple[int, Moment]] = []
+        self._buckets: list[tuple[Moment, Moment, BucketTimes]] = []
+        self._spans: list[Row] = []
+        self._orders: Counter[str] = Counter()
+        self._bucket, self._phase = -1, ""
+        self._since: Moment = 0
+        self.spent = 0
+        """Nanoseconds of this step that went into what only a profile needs, on or off."""
+        self._looked = 0  # of the thread, before this step
+        self.is_closed = False
+
+    @override
+    def ready(self, bucket: int) -> None:
+        if self.is_on:
+            self._ready.append((bucket, self._now()))
+
+    @override
+    def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
+        self._bucket = bucket
+        if not self.is_on:
+            return _nothing
+        self._phase, self._since = phase, self._now()
+        return self._work_ends
+
+    def is_for(self, bucket: int) -> None:
+        """What is launched from now on is for this bucket."""
+        self._bucket = bucket
+
+    def _work_ends(self) -> None:
+        row = (self._phase, self._bucket, self._since, self._now(), "", "", 0, -1)
+        self._spans.append(row)
+        self._phase = ""
+
+    @override
+    def waits(self) -> Callable[[], None]:
+        if not (self.is_on and self._phase):
+            return _nothing
+        phase = self._phase
+        self._work_ends()  # waiting is not work
+
+        def over() -> None:
+            self._phase, self._since = phase, self._now()
+
+        return over
+
+    @override
+    def launches(
+        self, op: str, *, group: str, sent: int, mean: BucketTimes | None = None
+    ) -> Callable[[dist.Work], None] | None:
+        """The same as of any observer; ``mean``: of a bucket that is there when it has ended."""
+        order = self._orders[group]
+        self._orders[group] = order + 1
+        if not self.is_on:
+            return None
+        bucket, begin = self._bucket, self._now()
+        # Of this step, also where it is over before this has ended.
+        spans, buckets = self._spans, self._buckets
+
+        def ended(end: Moment) -> None:
+            spans.append(("exchange", bucket, begin, end, op, group, sent, order))
+            if mean is not None:
+                buckets.append((begin, end, mean))
+
+        return lambda work: self._lookout.see(work, ended, group=group)
+
+    @override
+    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
+        return self.losses.look(sights)
+
+    @override
+    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
+        if not self.is_on:
+            return
+        done = self._now()
+        for index, lanes in buckets:
+            raw = sum(lane.raw_bytes for lane in lanes)
+            sents = [lane.sent for lane in lanes]
+            intra, inter = sum(s.intra for s in sents), sum(s.inter for s in sents)
+            codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
+            self.note(done, BucketTimes(index, 0, 0, raw, intra, inter, codec))
+
+    def note(self, done: Moment, bucket: BucketTimes) -> None:
+        """The mean of a bucket is there; when its gradients were is known already."""
+        self._buckets.append((done, done, bucket))
+
+    def cost(self, of_event: float) -> int:
+        """Nanoseconds by which recording made this step longer; an event alone takes so many."""
+        self._lookout.catch_up(_PATIENCE)
+        events = 2 * len(self._spans) + len(self._ready) + len(self._buckets)
+        return round(_UNSEEN * (events * of_event + self._lookout.spent - self._looked))
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether any gradients have travelled in this step, on or off."""
+        return bool(self._orders or self._buckets)
+
+    def take(self) -> Taken:
+        """What was recorded since the last call."""
+        self._lookout.catch_up(_PATIENCE)
+        taken = Taken(self._ready, self._buckets, self._spans)
+        self.drop()
+        return taken
+
+    def drop(self) -> None:
+        """Forget what was recorded since the last call."""
+        self._ready, self._buckets, self._spans = [], [], []
+        self._orders.clear()
+        self.spent, self._looked = 0, self._lookout.spent
+
+    def close(self) -> None:
+        """Record nothing more."""
+        self.is_on, self.is_closed = False, True
+        self._lookout.close()
+
+
+def cost_of_an_event(moments: Moments | None = None) -> float:
+    """Nanoseconds that one call of a recorder takes on this machine."""
+    recorder = Recorder(moments=moments)
+    begin = time.perf_counter_ns()
+    for _ in range(_CALIBRATION):
+        recorder.works(0, "encode")()
+    return (time.perf_counter_ns() - begin) / (2 * _CALIBRATION)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,284 @@
+"""One rank's profile while it is being taken: from events to lines in a file."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dist.profiling.capture.governor import Governor
+from lightning_dist.profiling.capture.lines import to_line
+from lightning_dist.profiling.capture.pending import PendingStep
+from lightning_dist.profiling.capture.recorder import Recorder, cost_of_an_event
+from lightning_dist.profiling.capture.records import (
+    EndRecord,
+    ErrorRecord,
+    RankRecord,
+    Record,
+    StepRecord,
+)
+from lightning_dist.profiling.capture.timer import Cut, StepTimer
+from lightning_dist.profiling.folder import RankFile
+from lightning_dist.reducer.moments import HostMoments, Moments
+
+_FOR_LOSSES = 0.25
+"""Share of the budget."""
+_AT = 2
+"""The first two steps have other buckets: DDP builds them anew."""
+_PATIENCE = 2.0
+"""Seconds for an accelerator to come to the end of the last steps."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a profile is taken.
+
+    Args:
+        budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        flush_s: seconds after which records are in the file at the latest (and a step).
+        in_detail: record phases, buckets and spans; False: only how long steps take.
+        error_every: steps between two looks at what compression loses, of one bucket; 0: never.
+    """
+
+    budget: float = 0.01
+    flush_s: float = 1.0
+    in_detail: bool = True
+    error_every: int = 50
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise ValueError(
+                f"budget is the share of a step that the profiler may take, above 0 and at most 1; "
+                f"got {self.budget}"
+            )
+        if self.error_every < 0:
+            raise ValueError(
+                "error_every is the number of steps after which compression errors are looked at, "
+                f"0 for never; got {self.error_every}"
+            )
+
+
+class Session:
+    """Is told what happens, in the thread of the training, and writes steps down.
+
+    What happens on an accelerator is known later: a step is written down when the next ones are
+    over on the host. Nothing waits for it before the end.
+
+    Args:
+        folder: of the run; None: nothing is kept.
+        about: of this rank.
+        first: number of the step that comes next.
+        moments: of the work; None: of the host, by ``clock``.
+        on_over: called with the number of every step when it is over on the host.
+        on_step: called with every step that nothing disturbed, when its times are known.
+        on_error: called with every compression error that was.
+        on_problem: called with what goes wrong on this rank, and what that costs.
+        clock: of the host, in nanoseconds.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        about: RankRecord,
+        *,
+        settings: SessionSettings,
+        first: int = 0,
+        moments: Moments | None = None,
+        on_over: Callable[[int], None] = lambda step: None,
+        on_step: Callable[[StepRecord], None] = lambda step: None,
+        on_error: Callable[[ErrorRecord], None] = lambda error: None,
+        on_problem: Callable[[str], None] = lambda problem: None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._settings, self._clock = settings, clock
+        self._moments: Moments = HostMoments(clock) if moments is None else moments
+        self._on_over, self._on_step = on_over, on_step
+        self._on_error, self._on_problem = on_error, on_problem
+        self._step = first
+        self._file = None if folder is None else RankFile(folder, rank=about.rank)
+        self._unwritten: list[str] = []
+        self._written_at = clock()
+        self._governor = Governor((1 - _FOR_LOSSES) * settings.budget)
+        self._losses_governor = Governor(_FOR_LOSSES * settings.budget)
+        self._cost = cost_of_an_event(self._moments)
+        self._writing = 0
+        self.is_disturbed = False
+        """Whether something else makes steps longer than they are; they are not written down."""
+        self._over: deque[PendingStep] = deque()
+        self._has_stopped = False
+        self.recorder = Recorder(clock, moments=self._moments)
+        self._begin_step()
+        self._timer = StepTimer(self._moments.now())
+        self.note(about)
+        self._flush()  # a rank that is killed at once has said at least who it was
+
+    def forward(self) -> None:
+        """A forward pass of training begins."""
+        if (cut := self._timer.forward(self._moments.now())) is not None:
+            self._close(cut)
+        elif self.recorder.has_exchanged and not self._timer.has_means:
+            self.recorder.drop()  # of a backward pass that has failed
+
+    def forward_ended(self) -> None:
+        """It has ended."""
+        self._timer.forward_ended()
+
+    def backward(self) -> None:
+        """A backward pass begins."""
+        self._timer.backward(self._moments.now())
+
+    def backward_ended(self, *, synchronised: bool) -> None:
+        """It has ended; ``synchronised``: with the mean over all ranks."""
+        self._timer.backward_ended(self._moments.now(), synchronised=synchronised)
+
+    def stepping(self) -> None:
+        """An optimizer begins its step."""
+        self._timer.stepping(self._moments.now(), exchanged=self.recorder.has_exchanged)
+
+    def stepped(self, *, within_forward: bool = False) -> None:
+        """It has made it; ``within_forward``: a forward pass of training is still under way."""
+        self._timer.stepped(self._moments.now())
+        if within_forward and (cut := self._timer.stepped_within()) is not None:
+            self._close(cut)
+
+    def set_apart(self) -> None:
+        """What was since the last step belongs to none: a validation, a checkpoint."""
+        if (cut := self._timer.restart(self._moments.now())) is not None:
+            self._close(cut)
+
+    def note(self, *records: Record) -> None:
+        """Write them down with what comes next."""
+        # Lines are made in the step that they are of, so that each bears what it costs.
+        if self._file is not None:
+            self._unwritten += map(to_line, records)
+
+    def stop(self, patience: float = _PATIENCE) -> None:
+        """No step comes any more.
+
+        Args:
+            patience: seconds for an accelerator to come to their end; it may hang or have failed.
+        """
+        if self._has_stopped:
+            return
+        self._has_stopped = True
+        until = self._clock() + patience * 1e9
+        because = ""
+        try:
+            if (cut := self._timer.end()) is not None:
+                self._close(cut)
+            while self._over and self._clock() < until:
+                time.sleep(0.001)
+                self._write_what_is_past()
+        except RuntimeError as error:  # of whatever is asked of one that has failed
+            because = str(error).split("\n")[0]
+        if self._over or because:
+            first = self._over[0].step if self._over else self._step
+            because = because or f"the device did not come to their end within {patience:g} s"
+            self._on_problem(f"steps from {first} on are not in the profile: {because}")
+
+    def end(self, reason: str) -> None:
+        """The training is over: all of it is in the file. More may be noted before it is closed."""
+        self.stop()
+        self.recorder.close()
+        self.note(EndRecord(reason))
+        self._flush()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._flush()
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._on_problem(f"{file.path} may not be whole: {error.strerror}")
+
+    def _close(self, cut: Cut) -> None:
+        now, recorder = self._clock(), self.recorder
+        was_disturbed = self.is_disturbed
+        # Writing down the step before was in the time of this one.
+        loss, looking = recorder.losses.take()
+        of_hooks, recording = recorder.spent, recorder.cost(self._cost)
+        self._over.append(
+            PendingStep(
+                self._step,
+                cut,
+                recorder.take() if recorder.is_on else None,
+                loss,
+                recording,
+                looking,
+                recording + self._writing + looking + of_hooks,
+                was_disturbed,
+            )
+        )
+        recorder.drop()
+        self._on_over(self._step)
+        self._step += 1
+        written = self._write_what_is_past()
+        self._begin_step()
+        self._moments.compare()
+        self._flush_if_due(now)
+        self._writing = self._clock() - now
+        if self.is_disturbed:
+            return  # what disturbs it is in these times
+        for over, record in written:
+            if over.was_disturbed:
+                continue
+            if over.looking:
+                every = self._settings.error_every
+                self._losses_governor.spent(over.looking / every, of=record.duration)
+            if record.detailed:
+                writing = self._writing / len(written)
+                self._governor.spent(over.recording + writing, of=record.duration)
+
+    def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
+        written = []
+        while self._over and self._over[0].is_past(self._moments):
+            over = self._over.popleft()
+            written.append((over, self._write(over)))
+        return written
+
+    def _write(self, over: PendingStep) -> StepRecord:
+        record = over.read(self._moments, in_detail=self._settings.in_detail)
+        if not over.was_disturbed:
+            self.note(record)
+            self._on_step(record)
+        error = None if over.loss is None else over.loss.record()
+        if error is not None:
+            self.note(error)
+            self._on_error(error)
+        return record
+
+    def _begin_step(self) -> None:
+        """Decide what to look at."""
+        step, every, recorder = self._step, self._settings.error_every, self.recorder
+        in_detail = self._settings.in_detail
+        recorder.is_on = in_detail and self._governor.wants(step)
+        due = in_detail and every > 0 and step % every == min(_AT, every - 1)
+        looks = due and self._losses_governor.wants(step // every)
+        recorder.losses.ask(step if looks else None)
+
+    def _flush_if_due(self, now: int) -> None:
+        if now - self._written_at >= self._settings.flush_s * 1e9:
+            self._written_at = now
+            self._flush()
+
+    def _flush(self) -> None:
+        lines, self._unwritten = self._unwritten, []
+        if self._file is None:
+            return
+        try:
+            self._file.write_lines(lines)
+        except OSError as error:  # a full disk is no reason to stop training
+            file, self._file = self._file, None
+            with suppress(OSError):
+                file.close()
+            self._on_problem(
+                f"{file.path}: {error.strerror}; the steps of this rank are not kept any more"
+            )
