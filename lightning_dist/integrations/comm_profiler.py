@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dist.integrations.live_profile import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
-from lightning_dist.profiling.analysis.divergence import ResidualAlarm
+from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.records import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from lightning_dist.profiling.analysis.collectives import Exchange, begin_of, exchanges_of
 from lightning_dist.profiling.analysis.intervals import (
@@ -14,9 +15,14 @@ from lightning_dist.profiling.analysis.intervals import (
     length,
     union,
 )
-from lightning_dist.profiling.analysis.parts import PARTS, Placed, StepParts, Timeline
-from lightning_dist.profiling.analysis.passes import passes_of
-from lightning_dist.profiling.capture.records import PHASES, Span, StepRecord
+from lightning_dist.profiling.analysis.parts import (
+    PARTS,
+    Placed,
+    StepParts,
+    Timeline,
+    Unavailable,
+)
+from lightning_dist.profiling.capture.records import PHASES, BucketTimes, Span, StepRecord
 from lightning_dist.profiling.folder import Run
 
 _CODEC = ("encode", "decode")
@@ -58,18 +64,10 @@ def analyse(run: Run, step: int) -> list[Analysed]:
 
 def unknown_wait(steps: Iterable[Analysed]) -> str:
     """Why waiting is not, or not wholly, known; empty if it is."""
-    missing: set[int] = set()
-    nameless = False
-    for step in steps:
-        for each in step.exchanges:
-            missing.update(each.missing)
-            nameless = nameless or (each.arrival is None and not each.missing)
-    if missing:
-        ranks = ", ".join(map(str, sorted(missing)))
-        return f"exchanges without a record of rank {ranks} count as transfer, waiting included"
-    if nameless:
-        return "exchanges that do not say who takes part count as transfer, waiting included"
-    return ""
+    exchanges = [exchange for step in steps for exchange in step.exchanges]
+    if missing := set[int]().union(*(each.missing for each in exchanges)):
+        return Unavailable.NO_RECORD.format(ranks=", ".join(map(str, sorted(missing))))
+    return Unavailable.NO_MEMBERS if any(each.arrival is None for each in exchanges) else ""
 
 
 def timeline(run: Run, step: int, label: str) -> Timeline:
@@ -200,3 +198,50 @@ def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
 def _lengths(of_ranks: Mapping[int, Intervals]) -> dict[int, int]:
     found = {rank: length(of) for rank, of in sorted(of_ranks.items())}
     return {rank: nanoseconds for rank, nanoseconds in found.items() if nanoseconds}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One backward pass whose gradients travelled.
+
+    Args:
+        buckets: in the order in which they were ready.
+        end: when the first bucket of the next one was ready; infinite of the last.
+    """
+
+    buckets: Sequence[BucketTimes]
+    end: float
+
+    @property
+    def begin(self) -> int:
+        """Its first bucket is ready."""
+        return self.buckets[0].ready
+
+    @property
+    def last_ready(self) -> int:
+        """The gradients of its last bucket are there."""
+        return max(each.ready for each in self.buckets)
+
+    def has(self, begin: int) -> bool:
+        """Whether what began then, in nanoseconds of the step, is of this pass."""
+        return self.begin <= begin < self.end
+
+
+def passes_of(record: StepRecord) -> list[Pass]:
+    """In their order. A bucket that comes again is of the next one."""
+    groups: list[list[BucketTimes]] = []
+    seen: set[int] = set()
+    for bucket in record.buckets:
+        if not groups or bucket.index in seen:
+            groups.append([])
+            seen = set()
+        groups[-1].append(bucket)
+        seen.add(bucket.index)
+    ends = [*(float(group[0].ready) for group in groups[1:]), inf]
+    return [Pass(group, end) for group, end in zip(groups, ends, strict=False)]
+
+
+def asks_again(record: StepRecord) -> bool:
+    """Whether a forward pass came after an exchange of the same step: an optimizer's closure."""
+    first = min((bucket.ready for bucket in record.buckets), default=inf)
+    return any(phase.name == "forward" and phase.begin > first for phase in record.phases)

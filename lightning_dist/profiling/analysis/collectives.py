@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lightning_dist.profiling.analysis.clock_quality import uncompared
 from lightning_dist.profiling.analysis.intervals import Interval
 from lightning_dist.profiling.capture.records import Span, StepRecord
 from lightning_dist.profiling.folder import Run
@@ -67,40 +68,6 @@ def begin_of(run: Run, rank: int, step: int) -> int:
     of_rank = run.ranks[rank]
     begin = of_rank.head(step).begin
     return begin + of_rank.offset(begin)
-
-
-def uncompared(run: Run) -> list[int]:
-    """Ranks whose clock has nothing to do with rank 0's: another host, and never compared."""
-    host = run.ranks[0].about.host if 0 in run.ranks else None
-    return [
-        rank
-        for rank, each in run.ranks.items()
-        if rank != 0 and not each.clocks and each.about.host != host
-    ]
-
-
-def groups_of_one_clock(run: Run) -> dict[int, frozenset[str]]:
-    """Of every rank those groups whose members all read the same clock."""
-    clocks = {rank: _clock_of(run, rank) for rank in run.ranks}
-    return {
-        rank: frozenset(
-            name
-            for name, members in each.about.groups.items()
-            if len({clocks.get(member) for member in members}) == 1
-        )
-        for rank, each in run.ranks.items()
-    }
-
-
-def _clock_of(run: Run, rank: int) -> tuple[int, int] | str:
-    """The same for ranks of one machine, where one compares the clocks for all."""
-    of_rank = run.ranks[rank]
-    if not of_rank.clocks:
-        return of_rank.about.host
-    first = of_rank.clocks[0]
-    if first.uncertainty == 0 and 0 in run.ranks:  # rank 0's own
-        return run.ranks[0].about.host
-    return first.offset, first.uncertainty
 
 
 def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:

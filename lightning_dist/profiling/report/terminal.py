@@ -11,7 +11,7 @@ from rich.text import Text
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.analysis.headline import count, milliseconds, percent
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, RankSummary, Summary, Traffic
-from lightning_dist.profiling.analysis.totals import MB
+from lightning_dist.profiling.analysis.tables import MB
 from lightning_dist.profiling.whatif.answer import LABEL, WhatIf
 from lightning_dist.profiling.whatif.told import error_of, name_of, remarks, signed
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lightning_dist.profiling.analysis.breakdown import Analysed, analyse
+from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
-from lightning_dist.profiling.analysis.passes import passes_of
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.totals import RankTotals, Reach, mean, moving_of_hosts
+from lightning_dist.profiling.analysis.tables import mean, step_table
 from lightning_dist.profiling.analysis.traffic import link_uses
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients
@@ -189,14 +188,11 @@ def _link(
 ) -> tuple[Link, float]:
     """How fast it is, and the bytes over the busiest."""
     rates, sents = [], []
-    reach = {rank: Reach.of(run, each.about) for rank, each in run.ranks.items()}
-    for ranks in steps:
-        totals = {each.parts.rank: RankTotals() for each in ranks}
-        for each in ranks:
-            totals[each.parts.rank].add(each, reach[each.parts.rank])
-        uses = link_uses(run, totals, moving_of_hosts(run, ranks, reach))
-        sents.append(max(use.sent for use in uses))
-        rates += [use.sent / use.moving for use in uses if use.sent and use.moving]
+    table = step_table(run, [ranks[0].record.step for ranks in steps], steps)
+    for i in range(len(steps)):
+        uses = [each.tolist() for each in link_uses(table, slice(i, i + 1))]
+        sents.append(max(uses[0]))
+        rates += [sent / moving for sent, moving in zip(*uses, strict=True) if sent and moving]
     if not rates:
         raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
     # Small exchanges leave a link idle between them, and what they reach is less than it can do.
