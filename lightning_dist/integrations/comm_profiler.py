@@ -72,7 +72,7 @@ class CommProfiler(pl.Callback):
             never.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev: the median and the p95 step.
-        csv: write ``steps.csv`` and ``buckets.csv``.
+        csv: write ``steps.csv``.
         whatif: after a training of 30 s or more that has ended by itself, measure on rank 0 what
             codecs cost there, about 2 s and at most a tenth of the training and one codec more
             (with compiled kernels a codec may take 20 s), to predict the step with other settings.

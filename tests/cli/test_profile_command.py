@@ -17,7 +17,7 @@ from test_program import LOADED
 
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run
-from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import Costs, read_costs, write_costs
 from lightning_dist.reducer.costs import CodecCost
@@ -48,7 +48,7 @@ def test_report_prints_the_summary_and_writes_the_page(folder: Path) -> None:
 
 def test_report_writes_what_is_asked_for(folder: Path) -> None:
     assert profile("report", folder, "--no-html", "--trace", "--csv").exit_code == 0
-    assert written(folder) == {"summary.json", "trace.json.gz", "steps.csv", "buckets.csv"}
+    assert written(folder) == {"summary.json", "trace.json.gz", "steps.csv"}
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
              if "name" in event["args"]}  # fmt: skip
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_said_and_the_summary_still_printed(folder: Pa
     )
     asked = profile("report", folder, "--no-html", "--csv", "--trace")
     assert asked.exit_code == 2
-    assert "steps.csv, buckets.csv not written" in asked.stderr
+    assert "steps.csv not written" in asked.stderr
     assert asked.stdout.endswith(f"written to {folder}: trace.json.gz\n")
     assert {path.name for path in folder.glob(".*")} == set()
 

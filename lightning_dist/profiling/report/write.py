@@ -9,8 +9,7 @@ from pathlib import Path
 from lightning_dist.profiling.analysis.parts import Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.report.csv_files import write_csv
-from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.files import write_csv, write_summary
 from lightning_dist.profiling.report.trace import write_trace
 
 
@@ -21,7 +20,7 @@ class Wanted:
     Args:
         html: ``report.html``.
         trace: ``trace.json.gz``.
-        csv: ``steps.csv`` and ``buckets.csv``.
+        csv: ``steps.csv``.
     """
 
     html: bool = True
@@ -89,4 +88,4 @@ def _writers(
             lambda folder: write_trace(folder / "trace.json.gz", timelines(), hosts),
         )
     if wanted.csv:
-        yield "steps.csv, buckets.csv", lambda folder: write_csv(folder, run, summary)
+        yield "steps.csv", lambda folder: write_csv(folder / "steps.csv", run, summary)
