@@ -12,7 +12,7 @@ import pytest
 from report_pages import body_of, figures_of
 from summaries import a_summary, a_timeline, sampled
 
-from lightning_dist.profiling.analysis.lanes import lanes
+from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.parts import PARTS, Placed, Timeline, Traffic
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -22,7 +22,7 @@ from lightning_dist.profiling.analysis.parts import (
     Timeline,
     Unavailable,
 )
-from lightning_dist.profiling.capture.records import PHASES, BucketTimes, Span, StepRecord
+from lightning_dist.profiling.capture.records import PHASES, BucketTimes, StepRecord
 from lightning_dist.profiling.folder import Run
 
 _CODEC = ("encode", "decode")
@@ -74,51 +74,33 @@ def timeline(run: Run, step: int, label: str) -> Timeline:
     """A step of all ranks that have recorded it, on the clock of rank 0."""
     exchanges = exchanges_of(run, step)
     begins = {
-        rank: begin_of(run, rank, step) for rank in run.ranks if step in run.ranks[rank].steps
+        rank: begin_of(run, rank, step) for rank, each in run.ranks.items() if step in each.steps
     }
-    first = min(begins.values(), default=0)
-    records = {rank: run.ranks[rank].steps[step] for rank in begins}
-    shifts = {rank: begin - first for rank, begin in begins.items()}
-    return Timeline(
-        step,
-        label,
-        phases={
-            rank: [(each.name, each.begin + at, each.end + at) for each in records[rank].phases]
-            for rank, at in shifts.items()
-        },
-        buckets={
-            rank: [(each.index, each.ready + at, each.done + at) for each in records[rank].buckets]
-            for rank, at in shifts.items()
-        },
-        spans={
-            rank: _placed(records[rank], exchanges.get(rank, ()), at) for rank, at in shifts.items()
-        },
-        exposed={
-            rank: [(begin + at, end + at) for begin, end in exposed_in(records[rank])]
-            for rank, at in shifts.items()
-        },
-    )
+    phases, buckets, spans, exposed = {}, {}, {}, {}
+    for rank, begin in begins.items():
+        at, record = begin - min(begins.values()), run.ranks[rank].steps[step]
+        phases[rank] = [(each.name, each.begin + at, each.end + at) for each in record.phases]
+        buckets[rank] = [(each.index, each.ready + at, each.done + at) for each in record.buckets]
+        spans[rank] = _placed(record, exchanges.get(rank, ()), at)
+        exposed[rank] = [(since + at, until + at) for since, until in exposed_in(record)]
+    return Timeline(step, label, phases, buckets, spans, exposed)
 
 
 def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[Placed]:
+    found = []
     of_spans = iter(exchanges)
-
-    def placed(span: Span) -> Placed:
-        here = Placed(
+    for span in record.spans if record.detailed else ():
+        placed = Placed(
             span.phase, span.bucket, span.begin + at, span.end + at, None, span.op, span.group
         )
-        if span.phase != "exchange":
-            return here
-        each = next(of_spans)
-        return replace(
-            here,
-            arrival=None if each.arrival is None else each.arrival + at,
-            sent=span.sent,
-            last=each.last,
-            meeting=each.meeting,
-        )
-
-    return [placed(each) for each in record.spans] if record.detailed else []
+        if span.phase == "exchange":
+            each = next(of_spans)
+            arrival = None if each.arrival is None else each.arrival + at
+            placed = replace(
+                placed, arrival=arrival, sent=span.sent, last=each.last, meeting=each.meeting
+            )
+        found.append(placed)
+    return found
 
 
 def _analyse(
@@ -131,36 +113,30 @@ def _analyse(
     window = exposed_in(record)
     transfer = union(each.transfer for each in exchanges)
     under_way = union((each.span.begin, each.span.end) for each in exchanges)
-    waiting = difference(under_way, transfer)
     codec = union((each.begin, each.end) for each in record.spans if each.phase in _CODEC)
     parts = {name: length(each) for name, each in phases.items()}
     parts["backward"] = length(difference(phases["backward"], window))
     left: Intervals = window
-    for name, intervals in (("transfer", transfer), ("wait", waiting), ("codec", codec)):
+    for name, intervals in (("transfer", transfer), ("wait", under_way), ("codec", codec)):
         parts[name] = length(intersection(left, intervals))
         left = difference(left, intervals)
     parts["unattributed"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
-    waits = _waits(exchanges)
-    return Analysed(
-        record,
-        StepParts(
-            record.step,
-            rank,
-            begin,
-            record.duration,
-            {name: parts[name] for name in PARTS},
-            union=length(under_way),
-            hidden=length(difference(under_way, window)),
-            waited_for=_lengths({rank: difference(of, transfer) for rank, of in waits.items()}),
-            exposed_for=_lengths(
-                {rank: intersection(difference(of, transfer), window) for rank, of in waits.items()}
-            ),
-        ),
-        exchanges,
-        transfer,
-        union(each.moving for each in exchanges),
+    waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
+    waited_for = {late: length(of) for late, of in waits.items()}
+    exposed_for = {late: length(intersection(of, window)) for late, of in waits.items()}
+    found = StepParts(
+        record.step,
+        rank,
+        begin,
+        record.duration,
+        {name: parts[name] for name in PARTS},
+        union=length(under_way),
+        hidden=length(difference(under_way, window)),
+        waited_for={late: of for late, of in waited_for.items() if of},
+        exposed_for={late: of for late, of in exposed_for.items() if of},
     )
+    return Analysed(record, found, exchanges, transfer, union(each.moving for each in exchanges))
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:
@@ -193,11 +169,6 @@ def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
             waits.setdefault(each.last, []).append((begin, end))
             claimed = end
     return {rank: union(of) for rank, of in waits.items()}
-
-
-def _lengths(of_ranks: Mapping[int, Intervals]) -> dict[int, int]:
-    found = {rank: length(of) for rank, of in sorted(of_ranks.items())}
-    return {rank: nanoseconds for rank, nanoseconds in found.items() if nanoseconds}
 
 
 @dataclass(frozen=True)

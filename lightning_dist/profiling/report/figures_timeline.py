@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dist.profiling.analysis.lanes import count, lanes
+from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.parts import Placed, Summary, Timeline
 from lightning_dist.profiling.report.bars import Bars
 from lightning_dist.profiling.report.figure import axis, figure, legend_above
@@ -98,7 +98,7 @@ def _draw(summary: Summary, timeline: Timeline, ranks: Sequence[int]) -> dict[st
     ticks: list[float] = []
     for rank in ranks:
         codec_lanes, exchange_lanes = _lanes(codec[rank]), _lanes(exchange[rank])
-        band = _Band(top, count(codec_lanes), count(exchange_lanes))
+        band = _Band(top, len({*codec_lanes}), len({*exchange_lanes}))
         for name, begin, end in timeline.phases.get(rank, ()):
             bars.phase(name, begin, end, rank=rank, top=band.top, bottom=band.bottom, strip=_STRIP)
         for span, lane in zip(codec[rank], codec_lanes, strict=True):

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lightning_dist.profiling.analysis.lanes import lanes
+from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.parts import Timeline
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.trace_slices import (
