@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.profiling.capture.records import RankRecord
 from lightning_dist.profiling.capture.session import SessionSettings
-from lightning_dist.profiling.report.files import to_json
+from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.reducer.reducer import Reducer
 
 SCHEMA = 1

@@ -13,7 +13,7 @@ from planted import Planted
 from lightning_dist.profiling.analysis.parts import PARTS
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import RankRun, Run
-from lightning_dist.profiling.report.files import STEP_COLUMNS, write_csv
+from lightning_dist.profiling.report.summary_file import STEP_COLUMNS, write_csv
 
 
 def table(folder: Path, run: Run) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.records import EndRecord
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.facts import facts
-from lightning_dist.profiling.report.files import to_json, write_summary
+from lightning_dist.profiling.report.summary_file import to_json, write_summary
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import Costs
 

@@ -17,7 +17,7 @@ from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import COLUMNS, step_table
 from lightning_dist.profiling.capture.records import StepRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.report.files import to_json
+from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.tables import ranks_table
 
 FOUR = Planted(world_size=4, late_data={2: 40}, meets_in_forward=True)

@@ -17,7 +17,7 @@ from summaries import a_summary, a_whatif
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run
-from lightning_dist.profiling.report.files import write_summary
+from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.whatif import whatif_views
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
