@@ -26,7 +26,7 @@ def named(late: Array, *, uncertainty: int = 0) -> int | None:
     if not late.any():
         return None
     rank = most(late)
-    return None if why_not_last(late, rank, uncertainty=uncertainty, ranks=[0, 1]) else rank
+    return None if why_not_last(late, rank, uncertainty=uncertainty) else rank
 
 
 def test_ranks_that_are_equally_late_are_hardly_ever_named() -> None:

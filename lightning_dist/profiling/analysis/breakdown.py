@@ -34,14 +34,13 @@ class Analysed:
     """One step on one rank, with what its parts were made of.
 
     Args:
-        transfer: while any exchange of this rank moved, since the begin of the step.
-        moving: the same until the other members are done too.
+        moving: while any exchange of this rank moved, until all its members were done; since the
+            begin of the step.
     """
 
     record: StepRecord
     parts: StepParts
     exchanges: Sequence[Exchange]
-    transfer: Intervals
     moving: Intervals
 
 
@@ -136,7 +135,7 @@ def _analyse(
         waited_for={late: of for late, of in waited_for.items() if of},
         exposed_for={late: of for late, of in exposed_for.items() if of},
     )
-    return Analysed(record, found, exchanges, transfer, union(each.moving for each in exchanges))
+    return Analysed(record, found, exchanges, union(each.moving for each in exchanges))
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:

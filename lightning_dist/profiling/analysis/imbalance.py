@@ -48,30 +48,27 @@ def straggler(
     if waiting < least * duration:
         return None, Unavailable.LITTLE_WAITING.format(share=waiting / duration)
     waiters = max(len(table.ranks) - 1, 1)
-    if because := why_not_last(late, row, uncertainty=uncertainty * waiters, ranks=table.ranks):
-        return None, Unavailable.NO_LAST.format(because=because)
+    if because := why_not_last(late, row, uncertainty=uncertainty * waiters):
+        return None, because.format(share=total[row] / waiting, rank=table.ranks[row])
     # It may be late in exchanges only because it has waited before them.
     if any(not waits_explain(table, row, each.more_ms) for each in uneven):
         return None, Unavailable.UNEVEN
     return table.ranks[row], ""
 
 
-def why_not_last(late: Array, row: int, *, uncertainty: int, ranks: Sequence[int]) -> str:
-    """Why the rank in this row is not clearly the last; empty if it is.
+def why_not_last(late: Array, row: int, *, uncertainty: int) -> Unavailable | None:
+    """The reason why the rank in this row is not clearly the last; None if it is.
 
     Args:
         uncertainty: of the clocks, nanoseconds a step, of all ranks that can wait for it together.
     """
     total = late.sum(axis=0)
-    share = total[row] / total.sum()
-    if share < SHARE:
-        return f"only {share:.0%} of it is for rank {ranks[row]}, the most"
+    if total[row] / total.sum() < SHARE:
+        return Unavailable.NOT_MOST
     if total[row] <= uncertainty * len(late):
-        return f"clocks are no more certain than what rank {ranks[row]} was late"
+        return Unavailable.UNCERTAIN
     # If it were a matter of chance, each step could as well have been the other way round.
-    if may_be_chance(2 * late[:, row] - late.sum(axis=1)):
-        return f"rank {ranks[row]} was late in too few steps to tell it from chance"
-    return ""
+    return Unavailable.CHANCE if may_be_chance(2 * late[:, row] - late.sum(axis=1)) else None
 
 
 def may_be_chance(leads: Array) -> bool:

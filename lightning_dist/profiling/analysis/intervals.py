@@ -39,8 +39,9 @@ def difference(one: Intervals, other: Intervals) -> list[Interval]:
     """Every point of the union ``one`` that is not in the union ``other``."""
     if not one:
         return []
-    ends = [one[0][0], *(edge for each in other for edge in each), one[-1][1]]
-    return intersection(one, union(zip(ends[::2], ends[1::2], strict=True)))
+    edges = [one[0][0], *(edge for each in other for edge in each), one[-1][1]]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return intersection(one, [(begin, end) for begin, end in gaps if begin < end])
 
 
 def length(intervals: Intervals) -> int:

@@ -39,6 +39,12 @@ class Unavailable(StrEnum):
     """Reasons why a figure is None; what is in braces is filled in where one is given."""
 
     NO_STEP = "no rank has recorded a step"
+    KILLED = "the training was killed in its first second, or has not made a step yet"
+    ENDED = "the training ended before its first step was over"
+    NO_OPTIMIZER_STEP = (
+        "no optimizer has made a step with parameters of the model; profile a training that makes "
+        "a few"
+    )
     NO_COMMON_STEP = "no step is recorded on all ranks"
     NO_DETAIL = "no step is recorded in detail on all ranks"
     NO_STEP_OF_RANK = (
@@ -59,7 +65,13 @@ class Unavailable(StrEnum):
     IN_BACKWARD = "the passes ran within each other; both are in backward"
     NO_WAITING = "no rank waited"
     LITTLE_WAITING = "waiting is {share:.1%} of the step"
-    NO_LAST = "no rank is clearly the last: {because}"
+    NOT_MOST = "no rank is clearly the last: only {share:.0%} of it is for rank {rank}, the most"
+    UNCERTAIN = (
+        "no rank is clearly the last: clocks are no more certain than what rank {rank} was late"
+    )
+    CHANCE = (
+        "no rank is clearly the last: rank {rank} was late in too few steps to tell it from chance"
+    )
     UNEVEN = "ranks are uneven outside of exchanges too, and by more"
 
 

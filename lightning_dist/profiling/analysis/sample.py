@@ -106,17 +106,12 @@ def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -
     return sum(step > end for step in recorded)
 
 
-def _why_no_step(run: Run) -> str:
-    """And what to do about it. What ended a training is told by a note."""
+def _why_no_step(run: Run) -> Unavailable:
+    """What ended a training is told by a note."""
     reasons = {each.end.reason for each in run.ranks.values() if each.end is not None}
     if not reasons:
-        return "the training was killed in its first second, or has not made a step yet"
-    if reasons != {"finished"}:
-        return "the training ended before its first step was over"
-    return (
-        "no optimizer has made a step with parameters of the model; profile a training that makes "
-        "a few"
-    )
+        return Unavailable.KILLED
+    return Unavailable.NO_OPTIMIZER_STEP if reasons == {"finished"} else Unavailable.ENDED
 
 
 def _most(ranks: Mapping[int, RankRun], step: int) -> int:

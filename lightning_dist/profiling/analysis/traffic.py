@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from lightning_dist.profiling.analysis.parts import Traffic, Unavailable
 from lightning_dist.profiling.analysis.tables import Array, StepTable
 from lightning_dist.profiling.capture.records import LinkRecord, RankRecord
@@ -30,19 +32,17 @@ def gbps(nbytes: float, nanoseconds: float) -> float | None:
     return nbytes * 8 / nanoseconds if nbytes > 0 and nanoseconds > 0 else None
 
 
-def link_uses(table: StepTable, steps: slice = slice(None)) -> tuple[Array, Array]:
-    """Bytes that went out over every link, and nanoseconds in which something was on its way.
+def link_uses(table: StepTable) -> tuple[Array, Array]:
+    """Bytes that went out over a link, and nanoseconds in which something was on its way.
 
-    A link is that of a host to others, or where nothing goes to other hosts, of a rank.
+    By step and link. A link is that of a host to others, or where nothing goes there, of a rank.
     """
-    inter = table.of("inter")[steps]
+    inter = table.of("inter")
     if not inter.any():
-        return table.of("intra")[steps].sum(axis=0), table.of("intra_moving")[steps].sum(axis=0)
-    hosts = list(dict.fromkeys(table.hosts))
-    sent = table.host_moving[0] * 0
-    for host, nbytes in zip(table.hosts, inter.sum(axis=0), strict=True):
-        sent[hosts.index(host)] += nbytes
-    return sent, table.host_moving[steps].sum(axis=0)
+        return table.of("intra"), table.of("intra_moving")
+    hosts = np.array(table.hosts)
+    links = [inter[:, hosts == host].sum(axis=1) for host in dict.fromkeys(table.hosts)]
+    return np.stack(links, axis=1), table.host_moving
 
 
 def traffic_of(run: Run, table: StepTable, reasons: dict[str, str]) -> Traffic | None:

@@ -187,17 +187,14 @@ def _link(
     reasons: dict[str, str],
 ) -> tuple[Link, float]:
     """How fast it is, and the bytes over the busiest."""
-    rates, sents = [], []
     table = step_table(run, [ranks[0].record.step for ranks in steps], steps)
-    for i in range(len(steps)):
-        uses = [each.tolist() for each in link_uses(table, slice(i, i + 1))]
-        sents.append(max(uses[0]))
-        rates += [sent / moving for sent, moving in zip(*uses, strict=True) if sent and moving]
-    if not rates:
+    sent, moving = link_uses(table)
+    used = (sent > 0) & (moving > 0)
+    if not used.any():
         raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
     # Small exchanges leave a link idle between them, and what they reach is less than it can do.
-    rate = max(median(rates) * NS, _measured(run))
-    return _with_bursts(run, Link(rate), steps, reasons), median(sents)
+    rate = max(median((sent[used] / moving[used]).tolist()) * NS, _measured(run))
+    return _with_bursts(run, Link(rate), steps, reasons), median(sent.max(axis=1).tolist())
 
 
 def _measured(run: Run) -> float:
