@@ -251,6 +251,7 @@ def _bucket_rows(step: Analysed) -> Iterable[tuple[int, str, Array]]:
         for span in coding:
             if (span.phase, span.bucket) in coded and each.has(span.begin):
                 coded[span.phase, span.bucket] += span.end - span.begin
+        last_ready = each.last_ready
         for bucket in each.buckets:
             own = [x for x in exchanges.get(bucket.index, ()) if each.has(x.span.begin)]
             moving = union(x.transfer for x in own)
@@ -263,7 +264,7 @@ def _bucket_rows(step: Analysed) -> Iterable[tuple[int, str, Array]]:
                 length(union([*(x.wait for x in own), *moving])) - length(moving),
                 length(moving),
                 coded["decode", bucket.index],
-                max(end - each.last_ready, 0),
+                max(end - last_ready, 0),
             )
             yield bucket.index, bucket.codec, np.array(sums, dtype=float)
 
