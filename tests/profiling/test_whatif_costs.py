@@ -11,10 +11,17 @@ import pytest
 import torch
 from planted import Planted
 
-from lightning_dist.profiling.whatif import measure
-from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs, write_costs
-from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled, seconds_of
+from lightning_dist.profiling.whatif.costs import (
+    NAME,
+    Costs,
+    measure_costs,
+    read_costs,
+    runs_compiled,
+    seconds_of,
+    write_costs,
+)
 from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.reducer import calibration
 from lightning_dist.reducer.calibration import calibrate, to_measure
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
@@ -44,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise RuntimeError("no sign")
         return {name: replace(COST, name=name, source=where) for name in names}
 
-    monkeypatch.setattr(measure, "calibrate", fake)
+    monkeypatch.setattr(calibration, "calibrate", fake)
     return found
 
 

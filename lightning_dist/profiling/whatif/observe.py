@@ -1,9 +1,10 @@
-"""What a profile says that a simulation needs: when gradients are there, and how fast links are."""
+"""Inputs of a simulation, read from a profile: when gradients are ready, and how fast links are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse
@@ -12,34 +13,48 @@ from lightning_dist.profiling.analysis.passes import passes_of
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.totals import RankTotals, Reach, mean, moving_of_hosts
 from lightning_dist.profiling.analysis.traffic import link_uses
+from lightning_dist.profiling.capture.records import StepRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.whatif.buckets import begin_of_gradients
-from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, Link, Setting
-from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
+from lightning_dist.profiling.whatif.simulator import (
+    DDP,
+    ELEMENT_BYTES,
+    FLAT,
+    GLOO_AT_ONCE,
+    LEADER,
+    SHARDED,
+    Bucket,
+    Link,
+    Scenario,
+)
 
 NS = 1e9
+"""Nanoseconds in a second."""
+
 _SMALL = 1 << 16
 """Bytes of an exchange below which it is its rounds that take the time."""
+
+Steps = Sequence[Sequence[Analysed]]
+"""Steps, and of each all ranks."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run; seconds, medians over its steps.
+    """Inputs of a simulation; seconds, medians over steps.
 
     Args:
-        setting: in which it was.
+        scenario: of the run.
         buckets: ready when the last rank has its gradients, in that order.
         tail: from the mean of all gradients to the end of the step.
-        step: how long it takes.
+        step: duration.
         sent: bytes over the link of the busiest host.
-        encode, decode: the codec, of a rank in a step; None: there is none.
-        reasons: what is not known, and why.
+        encode, decode: of the codec on a rank in a step; None: there is none.
+        reasons: figures that are not known, and why.
         begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
-        device: kind of what trains, and compresses.
+        device: kind of device that trains, and compresses.
     """
 
-    setting: Setting
+    scenario: Scenario
     buckets: Sequence[Bucket]
     tail: float
     step: float
@@ -53,95 +68,85 @@ class Observed:
 
     @property
     def elements(self) -> float:
-        """Of all gradients."""
+        """Elements of all gradients."""
         return sum(bucket.elements for bucket in self.buckets)
 
 
 def observe(run: Run, *, skip: int = 2) -> Observed:
-    """Look at a run.
+    """Inputs from a run, without its first ``skip`` steps.
 
     Ranks begin a step together, because they ended the one before together: times of several ranks
     count from the begin of each, and no clock is asked.
 
     Raises:
-        ValueError: it says too little, with what is missing.
+        ValueError: something is missing in the profile, with what it is.
     """
     chosen = sample(run, skip=skip)
-    if chosen.reason:
-        raise ValueError(f"nothing can be predicted from this profile: {chosen.whole_reason}")
-    if run.world_size < 2:
-        raise ValueError("nothing can be predicted from this profile: one rank exchanges nothing")
-    if missing := sorted(set(range(run.world_size)) - set(chosen.ranks)):
-        raise ValueError(
-            "nothing can be predicted from this profile: it has no step of rank "
-            f"{', '.join(map(str, missing))}"
-        )
     steps = [analyse(run, step) for step in chosen.detailed]
     buckets = _buckets(steps, run.world_size)
-    if not buckets:
-        raise ValueError(
-            "nothing can be predicted from this profile: no bucket of gradients was seen"
-        )
-    if any(len(passes_of(each.record)) > 1 for ranks in steps for each in ranks):
-        raise ValueError(
-            "nothing can be predicted from this profile: its steps exchange gradients several times"
-        )
+    missing = sorted(set(range(run.world_size)) - set(chosen.ranks))
+    groups = [set(each.about.groups) for each in run.ranks.values()]
+    of_link = _link_uses(run, steps)
+    for problem, because in {
+        chosen.whole_reason: chosen.reason,
+        "one rank exchanges nothing": run.world_size < 2,
+        f"it has no step of rank {', '.join(map(str, missing))}": missing,
+        "no bucket of gradients was seen": not buckets,
+        "its steps exchange gradients several times": any(
+            len(passes_of(each.record)) > 1 for ranks in steps for each in ranks
+        ),
+        "its exchange has more than two levels": any("inter2" in names for names in groups),
+        "no exchange was recorded": not any(sent and time for of in of_link for sent, time in of),
+    }.items():
+        if because:
+            raise ValueError(f"nothing can be predicted from this profile: {problem}")
     reasons: dict[str, str] = {}
-    codec, form = _codec(steps), _form(run)
-    codes = [sum(_codec_time(each, "encode") for each in ranks) / len(ranks) for ranks in steps]
-    decodes = [sum(_codec_time(each, "decode") for each in ranks) / len(ranks) for ranks in steps]
-    every = chosen.ranks.values()
-    durations = [mean([each.head(step).duration for each in every]) for step in chosen.steps]
-    hosts = _hosts(run)
-    link, sent = _link(run, steps, reasons)
+    codec = _codec(steps)
+    abouts = [each.about for each in run.ranks.values()]
+    hosts = Counter(about.host for about in abouts)
     device = run.ranks[min(run.ranks)].about.device or "cpu"
-    setting = Setting(
+    form = FLAT
+    if any("inter" in names for names in groups):
+        form = SHARDED if all("inter" in names for names in groups) else LEADER
+    scenario = Scenario(
         codec,
         form,
-        [len(ranks) for ranks in hosts.values()],
-        link,
+        tuple(hosts.values()),
+        _link(run, steps, of_link, reasons, alone=len(hosts) in (1, len(run.ranks))),
         _inside(steps, reasons),
-        at_once=Setting.at_once if device == "cpu" else 1,
+        at_once=GLOO_AT_ONCE if device == "cpu" else 1,
     )
+    every = chosen.ranks.values()
+    durations = [mean([each.head(step).duration for each in every]) for step in chosen.steps]
+    begins = [max(begin_of_gradients(each.record) for each in ranks) for ranks in steps]
     return Observed(
-        setting,
+        scenario,
         buckets,
-        tail=median(mean([_tail(each) for each in ranks]) for ranks in steps) / NS,
+        tail=_of_a_step(steps, _tail),
         step=median(durations) / NS,
-        sent=sent,
-        encode=None if codec == DDP else median(codes) / NS,
-        decode=None if codec == DDP else median(decodes) / NS,
+        sent=median(max(sent for sent, _ in of) for of in of_link),
+        encode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "encode")),
+        decode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "decode")),
         reasons=reasons,
-        begin=median(max(begin_of_gradients(x.record) for x in ranks) for ranks in steps) / NS,
-        one_core=_has_one_core(run, hosts),
+        begin=median(begins) / NS,
+        one_core=any(
+            0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
+            for about in abouts
+        ),
         device=device,
     )
 
 
-def _has_one_core(run: Run, hosts: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a rank of some host has less than two cores, as far as that is known."""
-    abouts = {rank: each.about for rank, each in run.ranks.items()}
-    return any(
-        0 < abouts[rank].cores < 2 * len(ranks) and abouts[rank].device in ("", "cpu")
-        for ranks in hosts.values()
-        for rank in ranks
-    )
+def begin_of_gradients(record: StepRecord) -> int:
+    """Begin of the backward pass that has filled the buckets: others before it only added up."""
+    first = min((bucket.ready for bucket in record.buckets), default=record.duration)
+    begins = [each.begin for each in record.phases if each.name == "backward"]
+    return max((begin for begin in begins if begin <= first), default=first)
 
 
-def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
-    ready: dict[int, list[int]] = {}
-    raw: dict[int, list[int]] = {}
-    for ranks in steps:
-        of_step: dict[int, list[int]] = {}
-        for each in ranks:
-            for bucket in each.record.buckets:
-                of_step.setdefault(bucket.index, []).append(bucket.ready)
-                raw.setdefault(bucket.index, []).append(bucket.raw)
-        for index, times in of_step.items():
-            ready.setdefault(index, []).append(max(times))
-    whole = world_size / (2 * (world_size - 1) * BYTES)
-    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * whole) for i in ready]
-    return sorted(found, key=lambda bucket: bucket.ready)
+def _of_a_step(steps: Steps, nanoseconds: Callable[[Analysed], int]) -> float:
+    """Seconds: the median over steps of the mean over ranks."""
+    return median(mean([nanoseconds(each) for each in ranks]) for ranks in steps) / NS
 
 
 def _tail(each: Analysed) -> int:
@@ -149,123 +154,104 @@ def _tail(each: Analysed) -> int:
     return max(each.record.duration - done, 0)
 
 
-def _codec_time(each: Analysed, phase: str) -> int:
+def _spent(each: Analysed, phase: str) -> int:
     return sum(span.end - span.begin for span in each.record.spans if span.phase == phase)
 
 
-def _codec(steps: Sequence[Sequence[Analysed]]) -> str:
-    """The codec of the most bytes: small tensors travel as they are, beside it."""
-    weights: dict[str, int] = {}
+def _buckets(steps: Steps, world_size: int) -> list[Bucket]:
+    ready: dict[int, list[int]] = defaultdict(list)
+    raw: dict[int, list[int]] = defaultdict(list)
     for ranks in steps:
-        for each in ranks:
-            for bucket in each.record.buckets:
-                names = [name for name in bucket.codec.split("+") if name != "none"] or ["none"]
-                weights[names[0]] = weights.get(names[0], 0) + bucket.raw
+        of_step: dict[int, int] = {}
+        for bucket in (bucket for each in ranks for bucket in each.record.buckets):
+            of_step[bucket.index] = max(of_step.get(bucket.index, 0), bucket.ready)
+            raw[bucket.index].append(bucket.raw)
+        for index, time in of_step.items():
+            ready[index].append(time)
+    whole = world_size / (2 * (world_size - 1) * ELEMENT_BYTES) if world_size > 1 else 0.0
+    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * whole) for i in ready]
+    return sorted(found, key=lambda bucket: bucket.ready)
+
+
+def _codec(steps: Steps) -> str:
+    """Codec of the most bytes: small tensors travel as they are, beside it."""
+    weights: Counter[str] = Counter()
+    for bucket in (bucket for ranks in steps for each in ranks for bucket in each.record.buckets):
+        names = [name for name in bucket.codec.split("+") if name != "none"]
+        weights[names[0] if names else "none"] += bucket.raw
     return max(weights, key=lambda name: weights[name])
 
 
-def _form(run: Run) -> str:
-    names = [set(each.about.groups) - {"control"} for each in run.ranks.values()]
-    if any("inter2" in each for each in names):
-        raise ValueError(
-            "nothing can be predicted from this profile: its exchange has more than two levels"
-        )
-    if not any("inter" in each for each in names):
-        return FLAT
-    return SHARDED if all("inter" in each for each in names) else LEADER
-
-
-def _hosts(run: Run) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, each in run.ranks.items():
-        hosts.setdefault(each.about.host, []).append(rank)
-    return hosts
-
-
-def _link(
-    run: Run,
-    steps: Sequence[Sequence[Analysed]],
-    reasons: dict[str, str],
-) -> tuple[Link, float]:
-    """How fast it is, and the bytes over the busiest."""
-    rates, sents = [], []
+def _link_uses(run: Run, steps: Steps) -> list[list[tuple[int, int]]]:
+    """Bytes over each link in each step, and nanoseconds in which something moved on it."""
     reach = {rank: Reach.of(run, each.about) for rank, each in run.ranks.items()}
+    found = []
     for ranks in steps:
         totals = {each.parts.rank: RankTotals() for each in ranks}
         for each in ranks:
             totals[each.parts.rank].add(each, reach[each.parts.rank])
         uses = link_uses(run, totals, moving_of_hosts(run, ranks, reach))
-        sents.append(max(use.sent for use in uses))
-        rates += [use.sent / use.moving for use in uses if use.sent and use.moving]
-    if not rates:
-        raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
-    # Small exchanges leave a link idle between them, and what they reach is less than it can do.
-    rate = max(median(rates) * NS, _measured(run))
-    return _with_bursts(run, Link(rate), steps, reasons), median(sents)
+        found.append([(use.sent, use.moving) for use in uses])
+    return found
 
 
-def _measured(run: Run) -> float:
-    """Bytes in a second of the collective that was alone on the link; 0: there was none."""
-    whole = [
-        link.sent / link.seconds
-        for each in run.ranks.values()
-        for link in each.links
-        if link.peer is None and link.seconds > 0
-    ]
-    hosts = _hosts(run)
-    # Where ranks share a link, a collective of all says less of it than their sum.
-    return median(whole) if whole and len(hosts) in (1, len(run.ranks)) else 0.0
-
-
-def _with_bursts(
-    run: Run, link: Link, steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]
+def _link(
+    run: Run,
+    steps: Steps,
+    uses: Sequence[Sequence[tuple[int, int]]],
+    reasons: dict[str, str],
+    *,
+    alone: bool,
 ) -> Link:
-    """What a collective takes however small it is; measured alone, or else seen in the steps."""
-    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
-    alone = [burst.seconds for burst in bursts if burst.count == 1]
-    together = [burst for burst in bursts if burst.count > 1]
-    if not alone or not together:
+    """Link between hosts: its rate in the steps, and what was measured with nothing else on it.
+
+    Args:
+        alone: a rank has its link for itself; else a collective of all says less than their sum.
+    """
+    rate = median(sent / moving for of in uses for sent, moving in of if sent and moving) * NS
+    every = run.ranks.values()
+    links = [link for each in every for link in each.links if alone and link.peer is None]
+    measured = [link.sent / link.seconds for link in links if link.seconds > 0]
+    # Small exchanges leave a link idle between them, and reach less than it can do.
+    rate = max(rate, median(measured) if measured else 0.0)
+    bursts = [burst for each in every for burst in each.bursts]
+    single = [burst.seconds for burst in bursts if burst.count == 1]
+    several = [burst for burst in bursts if burst.count > 1]
+    if not single or not several:
         reasons["overhead"] = "small collectives were not measured; each counts its bytes only"
-        return replace(link, latency=_latency(run, steps, reasons))
-    return replace(
-        link,
-        latency=median(alone) / (run.world_size - 1),
-        overhead=median(burst.seconds / burst.count for burst in together),
-        cpu=median(burst.cpu / burst.count for burst in together),
+        return Link(rate, _latency(run, steps, reasons))
+    return Link(
+        rate,
+        latency=median(single) / (run.world_size - 1),
+        overhead=median(burst.seconds / burst.count for burst in several),
+        cpu=median(burst.cpu / burst.count for burst in several),
     )
 
 
-def _moving(each: Analysed, groups: Sequence[str]) -> int:
-    return length(union(x.transfer for x in each.exchanges if x.span.group in groups))
-
-
-def _latency(
-    run: Run, steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]
-) -> float | None:
-    """Of the small exchange that was the quickest: others have queued behind large ones."""
+def _latency(run: Run, steps: Steps, reasons: dict[str, str]) -> float | None:
+    """Seconds of a round in the quickest small exchange: others queued behind large ones."""
     found = []
-    for ranks in steps:
-        for each in ranks:
-            groups = run.ranks[each.parts.rank].about.groups
-            for exchange in each.exchanges:
-                span, (begin, end) = exchange.span, exchange.transfer
-                peers = len(groups.get(span.group, ()))
-                if span.group != "intra" and span.sent <= _SMALL and peers > 1:
-                    rounds = (2 if span.op == "all_reduce" else 1) * (peers - 1)
-                    found.append((end - begin) / rounds)
+    for each in (each for ranks in steps for each in ranks):
+        groups = run.ranks[each.parts.rank].about.groups
+        for exchange in each.exchanges:
+            span, (begin, end) = exchange.span, exchange.transfer
+            peers = len(groups.get(span.group, ()))
+            if span.group != "intra" and span.sent <= _SMALL and peers > 1:
+                rounds = (2 if span.op == "all_reduce" else 1) * (peers - 1)
+                found.append((end - begin) / rounds)
     if not found:
         reasons["latency"] = "no small exchange was seen; rounds between hosts count nothing"
         return None
     return min(found) / NS
 
 
-def _inside(steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]) -> Link | None:
+def _inside(steps: Steps, reasons: dict[str, str]) -> Link | None:
     rates = []
-    for ranks in steps:
-        for each in ranks:
-            sent = sum(x.span.sent for x in each.exchanges if x.span.group == "intra")
-            if sent and (moving := _moving(each, ("intra",))):
-                rates.append(sent / moving)
+    for each in (each for ranks in steps for each in ranks):
+        exchanges = [exchange for exchange in each.exchanges if exchange.span.group == "intra"]
+        sent = sum(exchange.span.sent for exchange in exchanges)
+        if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
+            rates.append(sent / moving)
     if not rates:
         reasons["inside"] = "no exchange inside a host was measured"
         return None
