@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -14,7 +14,7 @@ from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.folder import read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
-from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, Prediction, WhatIf
+from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, WhatIf
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import (
@@ -33,10 +33,7 @@ from lightning_dist.profiling.whatif.told import (
     untold,
     where_of,
 )
-from lightning_dist.reducer.costs import CANDIDATES
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.costs import CodecCost
+from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 
 @reported
@@ -96,11 +93,7 @@ def whatif_command(
     observed = observe(read_run(folder))
     run, names = observed.scenario, codec or [DDP, *CANDIDATES]
     there = elsewhere(
-        run,
-        hosts=hosts,
-        link_gbps=link_gbps,
-        inside_gbps=inside_gbps,
-        latency_us=latency_us,
+        run, hosts=hosts, link_gbps=link_gbps, inside_gbps=inside_gbps, latency_us=latency_us
     )
     scenarios = candidates(there, names, forms=form or ())
     if bucket_mb:
@@ -122,12 +115,7 @@ def whatif_command(
 
 
 def _costs(
-    folder: str,
-    names: Sequence[str],
-    observed: Observed,
-    *,
-    compiled: bool | None,
-    anew: bool,
+    folder: str, names: Sequence[str], observed: Observed, *, compiled: bool | None, anew: bool
 ) -> Mapping[str, CodecCost]:
     """Costs that the run has kept; others are measured here, on a device of the same kind.
 
@@ -148,69 +136,55 @@ def _costs(
     read = Costs() if anew else read_costs(folder)
     because = read.reason.partition(";")[0]
     if not is_here:
-        left = f"{because}, so all but ddp is n/a"
-        if read.by_name:
-            left = "codecs that the run has not measured are n/a"
+        left = "codecs that the run has not measured are n/a"
+        left = left if read.by_name else f"{because}, so all but ddp is n/a"
         typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
         return read.by_name
     if read.reason.startswith(NAME):
         typer.echo(f"{because}; measured here instead", err=True)
     fused = runs_compiled(observed) if compiled is None else compiled
+    wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
     # Of kernels that are not compiled only what no compiler makes faster would fit to the others.
     kept = {
         name: cost
         for name, cost in read.by_name.items()
         if not (fused and cost.source.startswith(NOT_COMPILED))
     }
-    wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
-    missing = [name for name in wanted if name not in kept]
-    return {**kept, **calibrate(missing, fused=fused, device=device)}
+    return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
 
 
 def _print(found: WhatIf) -> None:
     """Print the run and the error of the model, then all predictions."""
     console, current = stdout_console(), found.current
     run = f"{current.codec}, {current.form}, {where_of(found)}"
-    lines = [f"Measured: {found.measured_ms:.1f} ms a step ({run}).", error_of(found), f"{LABEL}:"]
-    for line in lines:
-        console.print(Text(line))
+    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run})."))
+    console.print(Text(f"{error_of(found)}\n{LABEL}:"))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", justify="right")
-    for column in ("codec", "form"):
-        table.add_column(column, no_wrap=True)
-    for column in ("bucket", "hosts", "Gbit/s", "step", "exposed", "sent", "change"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for name in ("", "codec", "form", "bucket", "hosts", "Gbit/s", "step", "exposed", "sent"):
+        is_text = name in ("codec", "form")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    table.add_column("change", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for each in found.others:
         if each.step_ms is not None:
-            table.add_row(*map(Text, _cells(each)))
+            cells = (
+                str(each.place or ""),
+                each.codec,
+                each.form,
+                "" if each.bucket_mb is None else f"{each.bucket_mb:g} MB",
+                str(each.hosts),
+                f"{each.gbps:.3g}",
+                f"{each.step_ms:.1f} ms",
+                f"{each.exposed_ms:.1f} ms",
+                f"{each.sent_mb:.1f} MB",
+                "n/a" if each.change is None else signed(each.change),
+                remarks(each),
+            )
+            table.add_row(*map(Text, cells))
     console.print(table)
     notes = [*untold(found.others), *sources(found.others)]
     notes += [f"{name}: n/a, {reason}" for name, reason in found.reasons.items()]
     if found.against != THIS_RUN:
-        notes.insert(
-            0,
-            f"change: against {found.against}; places are among settings with the same link and "
-            "hosts",
-        )
+        notes.insert(0, f"change: against {found.against}, and so are places")
     for note in notes:
         console.print(Text(f"note: {note}"))
-
-
-def _cells(each: Prediction) -> Sequence[str]:
-    def figure(value: float | None, unit: str) -> str:
-        return "n/a" if value is None else f"{value:.1f} {unit}"
-
-    return (
-        "" if each.place is None else str(each.place),
-        each.codec,
-        each.form,
-        "" if each.bucket_mb is None else f"{each.bucket_mb:g} MB",
-        str(each.hosts),
-        f"{each.gbps:.3g}",
-        figure(each.step_ms, "ms"),
-        figure(each.exposed_ms, "ms"),
-        figure(each.sent_mb, "MB"),
-        "n/a" if each.change is None else signed(each.change),
-        remarks(each),
-    )

@@ -7,13 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA = 1
-
 LABEL = "PREDICTION, not measured"
-
-NO_DIFFERENCE = "no difference that the model could tell"
-
 THIS_RUN = "this run"
-
+NO_DIFFERENCE = "no difference that the model could tell"
 NO_ERROR = "the model has no error to be judged by"
 
 
@@ -25,8 +21,8 @@ class Prediction:
         gbps: of the link between hosts, headers included.
         exposed_ms: from the last gradient to the mean of all.
         sent_mb: over the link of a host.
-        change: of the step against the prediction for the run's own codec, form and buckets with
-            the same link and hosts, -0.5: half as long.
+        change: of the step against the run's own codec, form and buckets with the same link and
+            hosts, as predicted; -0.5: half as long.
         place: 1 for the best with the same link and hosts; those that the model cannot tell apart
             share one. None: not ranked.
         verdict: in words; empty where ``change`` says it.
@@ -66,8 +62,7 @@ class WhatIf:
         current: prediction for that very run.
         error: of ``current`` against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
         margin: share of a step within which nothing is ranked.
-        others: the best first, by links and hosts; then those without a place, then those without
-            a prediction.
+        others: by links and hosts the best first; those without a prediction last.
         link: measured speed of the links.
         reasons: figures that are not known, and why.
         against: reference of ``change``, in words.

@@ -20,20 +20,16 @@ if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
     from lightning_dist.profiling.whatif.observe import Observed
 
 NAME = "costs.json"
-
 SCHEMA = 1
-
 MEASURES = "`lightning-dist profile whatif DIR` measures"
 """Remedy where costs are missing."""
 
 LEAST_TRAINING = 30.0
 """Seconds: a shorter one is a trial, and nobody wants to wait at its end."""
 
-LARGEST_SHARE = 0.1
-"""Share of the training that measuring may take before it begins with no further codec."""
-
-LONGEST = 30.0
-"""Seconds of the same; a compiled codec takes up to 20 the first time."""
+LARGEST_SHARE, LONGEST = 0.1, 30.0
+"""Share of the training, and seconds, after which measuring begins with no further codec. One that
+is compiled takes up to 20 seconds the first time."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,13 @@ def read_costs(folder: str | Path) -> Costs:
                 "install a newer lightning_dist"
             )
         costs = msgspec.json.decode(file.costs, type=list[CodecCost])
+        if not all(map(_is_possible, costs)):
+            raise ValueError("a cost of no codec")
     except FileNotFoundError:
         return Costs(reason=f"what codecs cost was not measured; {MEASURES}")
     except OSError as error:
         return Costs(reason=f"{NAME} cannot be read: {error.strerror}; {MEASURES}")
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return Costs(reason=f"{NAME} is damaged; {MEASURES}")
-    if not all(map(_is_possible, costs)):
+    except (msgspec.MsgspecError, ValueError):
         return Costs(reason=f"{NAME} is damaged; {MEASURES}")
     return Costs({cost.name: cost for cost in costs}, file.reason)
 

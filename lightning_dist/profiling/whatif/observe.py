@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,7 +12,7 @@ from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.passes import passes_of
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.totals import RankTotals, Reach, mean, moving_of_hosts
-from lightning_dist.profiling.analysis.traffic import link_uses
+from lightning_dist.profiling.analysis.traffic import LinkUse, link_uses
 from lightning_dist.profiling.capture.records import StepRecord
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.whatif.simulator import (
@@ -83,52 +83,68 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     """
     chosen = sample(run, skip=skip)
     steps = [analyse(run, step) for step in chosen.detailed]
+    every = [each for ranks in steps for each in ranks]
     buckets = _buckets(steps, run.world_size)
+    uses = [_link_uses(run, ranks) for ranks in steps]
+    abouts = [each.about for each in run.ranks.values()]
+    across = ["inter" in about.groups for about in abouts]
     missing = sorted(set(range(run.world_size)) - set(chosen.ranks))
-    groups = [set(each.about.groups) for each in run.ranks.values()]
-    of_link = _link_uses(run, steps)
-    for problem, because in {
-        chosen.whole_reason: chosen.reason,
-        "one rank exchanges nothing": run.world_size < 2,
-        f"it has no step of rank {', '.join(map(str, missing))}": missing,
-        "no bucket of gradients was seen": not buckets,
-        "its steps exchange gradients several times": any(
-            len(passes_of(each.record)) > 1 for ranks in steps for each in ranks
+    for problem, because in (
+        (chosen.whole_reason, chosen.reason),
+        ("one rank exchanges nothing", run.world_size < 2),
+        (f"it has no step of rank {', '.join(map(str, missing))}", missing),
+        ("no bucket of gradients was seen", not buckets),
+        (
+            "its steps exchange gradients several times",
+            any(len(passes_of(each.record)) > 1 for each in every),
         ),
-        "its exchange has more than two levels": any("inter2" in names for names in groups),
-        "no exchange was recorded": not any(sent and time for of in of_link for sent, time in of),
-    }.items():
+        (
+            "its exchange has more than two levels",
+            any("inter2" in about.groups for about in abouts),
+        ),
+        ("no exchange was recorded", not any(of.sent and of.moving for x in uses for of in x)),
+    ):
         if because:
             raise ValueError(f"nothing can be predicted from this profile: {problem}")
-    reasons: dict[str, str] = {}
-    codec = _codec(steps)
-    abouts = [each.about for each in run.ranks.values()]
+    codec, device = _codec(every), run.ranks[min(run.ranks)].about.device or "cpu"
     hosts = Counter(about.host for about in abouts)
-    device = run.ranks[min(run.ranks)].about.device or "cpu"
-    form = FLAT
-    if any("inter" in names for names in groups):
-        form = SHARDED if all("inter" in names for names in groups) else LEADER
+    link = Link(_rate(run, uses, is_alone=len(hosts) in (1, len(abouts))), _latency(run, every))
+    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
+    single = [burst.seconds for burst in bursts if burst.count == 1]
+    if single and (several := [burst for burst in bursts if burst.count > 1]):
+        link = Link(
+            link.rate,
+            latency=median(single) / (run.world_size - 1),
+            overhead=median(burst.seconds / burst.count for burst in several),
+            cpu=median(burst.cpu / burst.count for burst in several),
+        )
     scenario = Scenario(
         codec,
-        form,
+        FLAT if not any(across) else SHARDED if all(across) else LEADER,
         tuple(hosts.values()),
-        _link(run, steps, of_link, reasons, alone=len(hosts) in (1, len(run.ranks))),
-        _inside(steps, reasons),
+        link,
+        _inside(every),
         at_once=GLOO_AT_ONCE if device == "cpu" else 1,
     )
-    every = chosen.ranks.values()
-    durations = [mean([each.head(step).duration for each in every]) for step in chosen.steps]
-    begins = [max(begin_of_gradients(each.record) for each in ranks) for ranks in steps]
+    unknown = {
+        "overhead": not link.overhead
+        and "small collectives were not measured; each counts its bytes only",
+        "latency": link.latency is None
+        and "no small exchange was seen; rounds between hosts count nothing",
+        "inside": scenario.inside is None and "no exchange inside a host was measured",
+    }
+    ranks = chosen.ranks.values()
     return Observed(
         scenario,
         buckets,
         tail=_of_a_step(steps, _tail),
-        step=median(durations) / NS,
-        sent=median(max(sent for sent, _ in of) for of in of_link),
+        step=median(mean([each.head(step).duration for each in ranks]) for step in chosen.steps)
+        / NS,
+        sent=median(max(use.sent for use in of_step) for of_step in uses),
         encode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "encode")),
         decode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "decode")),
-        reasons=reasons,
-        begin=median(begins) / NS,
+        reasons={name: reason for name, reason in unknown.items() if reason},
+        begin=median(max(begin_of_gradients(x.record) for x in of_step) for of_step in steps) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
             for about in abouts
@@ -173,86 +189,55 @@ def _buckets(steps: Steps, world_size: int) -> list[Bucket]:
     return sorted(found, key=lambda bucket: bucket.ready)
 
 
-def _codec(steps: Steps) -> str:
+def _codec(every: Iterable[Analysed]) -> str:
     """Codec of the most bytes: small tensors travel as they are, beside it."""
     weights: Counter[str] = Counter()
-    for bucket in (bucket for ranks in steps for each in ranks for bucket in each.record.buckets):
+    for bucket in (bucket for each in every for bucket in each.record.buckets):
         names = [name for name in bucket.codec.split("+") if name != "none"]
         weights[names[0] if names else "none"] += bucket.raw
     return max(weights, key=lambda name: weights[name])
 
 
-def _link_uses(run: Run, steps: Steps) -> list[list[tuple[int, int]]]:
-    """Bytes over each link in each step, and nanoseconds in which something moved on it."""
+def _link_uses(run: Run, step: Sequence[Analysed]) -> Sequence[LinkUse]:
     reach = {rank: Reach.of(run, each.about) for rank, each in run.ranks.items()}
-    found = []
-    for ranks in steps:
-        totals = {each.parts.rank: RankTotals() for each in ranks}
-        for each in ranks:
-            totals[each.parts.rank].add(each, reach[each.parts.rank])
-        uses = link_uses(run, totals, moving_of_hosts(run, ranks, reach))
-        found.append([(use.sent, use.moving) for use in uses])
-    return found
+    totals = {each.parts.rank: RankTotals() for each in step}
+    for each in step:
+        totals[each.parts.rank].add(each, reach[each.parts.rank])
+    return link_uses(run, totals, moving_of_hosts(run, step, reach))
 
 
-def _link(
-    run: Run,
-    steps: Steps,
-    uses: Sequence[Sequence[tuple[int, int]]],
-    reasons: dict[str, str],
-    *,
-    alone: bool,
-) -> Link:
-    """Link between hosts: its rate in the steps, and what was measured with nothing else on it.
+def _rate(run: Run, uses: Iterable[Sequence[LinkUse]], *, is_alone: bool) -> float:
+    """Bytes per second of a link: in the steps, or of a collective with nothing else on it.
 
     Args:
-        alone: a rank has its link for itself; else a collective of all says less than their sum.
+        is_alone: a rank has its link for itself; else a collective of all says less than their sum.
     """
-    rate = median(sent / moving for of in uses for sent, moving in of if sent and moving) * NS
-    every = run.ranks.values()
-    links = [link for each in every for link in each.links if alone and link.peer is None]
-    measured = [link.sent / link.seconds for link in links if link.seconds > 0]
+    rates = [use.sent / use.moving * NS for of in uses for use in of if use.sent and use.moving]
+    links = [link for each in run.ranks.values() for link in each.links if link.peer is None]
+    alone = [link.sent / link.seconds for link in links if is_alone and link.seconds > 0]
     # Small exchanges leave a link idle between them, and reach less than it can do.
-    rate = max(rate, median(measured) if measured else 0.0)
-    bursts = [burst for each in every for burst in each.bursts]
-    single = [burst.seconds for burst in bursts if burst.count == 1]
-    several = [burst for burst in bursts if burst.count > 1]
-    if not single or not several:
-        reasons["overhead"] = "small collectives were not measured; each counts its bytes only"
-        return Link(rate, _latency(run, steps, reasons))
-    return Link(
-        rate,
-        latency=median(single) / (run.world_size - 1),
-        overhead=median(burst.seconds / burst.count for burst in several),
-        cpu=median(burst.cpu / burst.count for burst in several),
-    )
+    return max(median(rates), median(alone or [0.0]))
 
 
-def _latency(run: Run, steps: Steps, reasons: dict[str, str]) -> float | None:
+def _latency(run: Run, every: Iterable[Analysed]) -> float | None:
     """Seconds of a round in the quickest small exchange: others queued behind large ones."""
     found = []
-    for each in (each for ranks in steps for each in ranks):
+    for each in every:
         groups = run.ranks[each.parts.rank].about.groups
         for exchange in each.exchanges:
             span, (begin, end) = exchange.span, exchange.transfer
             peers = len(groups.get(span.group, ()))
             if span.group != "intra" and span.sent <= _SMALL and peers > 1:
                 rounds = (2 if span.op == "all_reduce" else 1) * (peers - 1)
-                found.append((end - begin) / rounds)
-    if not found:
-        reasons["latency"] = "no small exchange was seen; rounds between hosts count nothing"
-        return None
-    return min(found) / NS
+                found.append((end - begin) / rounds / NS)
+    return min(found, default=None)
 
 
-def _inside(steps: Steps, reasons: dict[str, str]) -> Link | None:
+def _inside(every: Iterable[Analysed]) -> Link | None:
     rates = []
-    for each in (each for ranks in steps for each in ranks):
+    for each in every:
         exchanges = [exchange for exchange in each.exchanges if exchange.span.group == "intra"]
         sent = sum(exchange.span.sent for exchange in exchanges)
         if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
-            rates.append(sent / moving)
-    if not rates:
-        reasons["inside"] = "no exchange inside a host was measured"
-        return None
-    return Link(median(rates) * NS)
+            rates.append(sent / moving * NS)
+    return Link(median(rates)) if rates else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from operator import attrgetter, itemgetter
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.folder import Run
@@ -24,6 +25,7 @@ from lightning_dist.profiling.whatif.simulator import (
     FORMS,
     Link,
     Scenario,
+    rate_of,
     rebucket,
     simulate_step,
 )
@@ -35,9 +37,6 @@ LEAST_MARGIN = 0.02
 
 BUCKET_SIZES = (5.0, 25.0, 100.0)
 """MB to ask about; 25 is DDP's own."""
-
-MS = 1e3
-"""Milliseconds in a second."""
 
 
 def elsewhere(
@@ -66,19 +65,14 @@ def elsewhere(
             raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
     if latency_us is not None and not 0 <= latency_us < inf:
         raise ValueError(f"latency_us must be 0 or more, got {latency_us:g}")
-    link = run.link
-    if link_gbps is not None:
-        link = replace(link, rate=Link.of_gbps(link_gbps).rate)
+    link = run.link if link_gbps is None else replace(run.link, rate=rate_of(link_gbps))
     if latency_us is not None:
         link = replace(link, latency=latency_us / 1e6)
     elif run.hosts == 1 and hosts is not None:
         link = replace(link, latency=None)  # inside a host it is another
-    return replace(
-        run,
-        counts=run.counts if hosts is None else (max(run.counts),) * hosts,
-        link=link,
-        inside=run.inside if inside_gbps is None else Link.of_gbps(inside_gbps),
-    )
+    inside = run.inside if inside_gbps is None else Link(rate_of(inside_gbps))
+    counts = run.counts if hosts is None else (max(run.counts),) * hosts
+    return replace(run, counts=counts, link=link, inside=inside)
 
 
 def candidates(
@@ -118,39 +112,32 @@ def predict(
     """Simulate the run itself, and then ``scenarios``."""
     run = observed.scenario
     known = {**costs, **_cost_in_run(observed, costs)}
-    current, error = _prediction(observed, run, known), None
-    if current.step_ms is not None:
-        error = current.step_ms / (observed.step * MS) - 1
+    current = _prediction(observed, run, known)
+    error = None if current.step_ms is None else current.step_ms / (observed.step * 1e3) - 1
     margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    of_place: dict[Scenario, list[Scenario]] = {}  # by the run's own codec, form and buckets there
+    of_place: dict[Scenario, list[Prediction]] = {}  # by the run's own codec, form and buckets
     for scenario in scenarios:
         own = replace(scenario, codec=run.codec, form=run.form, bucket_mb=None)
-        of_place.setdefault(own, []).append(scenario)
+        of_place.setdefault(own, []).append(_prediction(observed, scenario, known))
     others: list[Prediction] = []
     for own, alike in of_place.items():
-        there = [_prediction(observed, scenario, known) for scenario in alike]
-        others += _ranked(there, _prediction(observed, own, known), margin)
+        others += _ranked(alike, _prediction(observed, own, known).step_ms, margin)
+    for alike in of_place.values():
+        others += [each for each in alike if each.step_ms is None]
     reasons, against = dict(observed.reasons), THIS_RUN
     if run.hosts == 1 and any(own.hosts > 1 and own.link.latency is None for own in of_place):
         reasons["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
         )
-    if any(own != run for own in of_place):
+    if set(of_place) - {run}:
         against = f"{run.codec} {run.form}, as in this run, with the same link and hosts"
-    latency = run.link.latency
+    link = {
+        "gbps": run.link.gbps,
+        "inside_gbps": None if run.inside is None else run.inside.gbps,
+        "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
+    }
     return WhatIf(
-        measured_ms=observed.step * MS,
-        current=current,
-        error=error,
-        margin=margin,
-        others=sorted(others, key=lambda each: each.step_ms is None),
-        link={
-            "gbps": run.link.gbps,
-            "inside_gbps": None if run.inside is None else run.inside.gbps,
-            "latency_us": None if latency is None else latency * 1e6,
-        },
-        reasons=reasons,
-        against=against,
+        observed.step * 1e3, current, error, margin, others, link, reasons, against=against
     )
 
 
@@ -161,33 +148,22 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         costs: of codecs; called only where something can be predicted with them.
     """
     try:
-        found = ask(run, costs)
+        observed = observe(run)
+        known, own = costs(observed), observed.scenario
+        if not known.by_name:
+            raise ValueError(known.reason)
+        scenarios = [each for each in candidates(own, (DDP, *CANDIDATES)) if each != own]
+        scenarios += other_buckets(observed, own)
+        found = predict(observed, scenarios, costs=known.by_name)
     except ValueError as error:
-        reason = str(error)
+        return replace(summary, reasons={**summary.reasons, "whatif": str(error)})
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
-    else:
-        headline = " ".join(filter(None, (summary.headline, predicted(found))))
-        return replace(summary, whatif=found, headline=headline)
-    return replace(summary, reasons={**summary.reasons, "whatif": reason})
-
-
-def ask(run: Run, costs: Callable[[Observed], Costs]) -> WhatIf:
-    """Predictions for all candidates on the links and hosts of the run.
-
-    Raises:
-        ValueError: nothing can be predicted, and why.
-    """
-    observed = observe(run)
-    known = costs(observed)
-    if not known.by_name:
-        raise ValueError(known.reason)
-    own = observed.scenario
-    scenarios = [each for each in candidates(own, (DDP, *CANDIDATES)) if each != own]
-    scenarios += other_buckets(observed, own)
-    found = predict(observed, scenarios, costs=known.by_name)
-    reasons = {"costs": known.reason} if known.reason else {}
-    return replace(found, reasons={**found.reasons, **reasons})
+        return replace(summary, reasons={**summary.reasons, "whatif": reason})
+    if known.reason:
+        found = replace(found, reasons={**found.reasons, "costs": known.reason})
+    headline = " ".join(filter(None, (summary.headline, predicted(found))))
+    return replace(summary, whatif=found, headline=headline)
 
 
 def why_not(observed: Observed, scenario: Scenario) -> str:
@@ -215,30 +191,37 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
         payloads = run.world_size
     expected = cost.decoding(payloads) + reduced
     slower = observed.decode / observed.elements / expected if expected else 1.0
-    encode = observed.encode / observed.elements
-    decode, settle = cost.decode * slower, cost.settle * slower
-    return {cost.name: replace(cost, encode=encode, decode=decode, settle=settle, source=THIS_RUN)}
+    return {
+        cost.name: replace(
+            cost,
+            encode=observed.encode / observed.elements,
+            decode=cost.decode * slower,
+            settle=cost.settle * slower,
+            source=THIS_RUN,
+        )
+    }
 
 
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    codec, form = scenario.codec, scenario.form
+    codec, cost = scenario.codec, costs.get(scenario.codec)
+    reason = why_not(observed, scenario)
+    if codec != DDP and cost is None:
+        reason = f"what {codec} costs was not measured"
+    elif scenario.form != FLAT and "none" not in costs:
+        reason = "what a copy costs was not measured"
     about = Prediction(
         codec,
-        form,
+        scenario.form,
         scenario.hosts,
         scenario.world_size,
         scenario.link.gbps,
+        reason=reason,
         bucket_mb=scenario.bucket_mb,
     )
-    cost = costs.get(codec)
-    if codec != DDP and cost is None:
-        return replace(about, reason=f"what {codec} costs was not measured")
-    if form != FLAT and "none" not in costs:
-        return replace(about, reason="what a copy costs was not measured")
-    if reason := why_not(observed, scenario):
-        return replace(about, reason=reason)
+    if reason:
+        return about
     buckets = observed.buckets
     if scenario.bucket_mb is not None:
         buckets = rebucket(buckets, scenario.bucket_mb, begin=observed.begin)
@@ -254,53 +237,41 @@ def _prediction(
     done = max(step.done, last)
     return replace(
         about,
-        step_ms=(done + observed.tail) * MS,
-        exposed_ms=(done - last) * MS,
+        step_ms=(done + observed.tail) * 1e3,
+        exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
         source="" if cost is None else cost.source,
         assumes="" if cost is None else cost.assumes,
     )
 
 
-def _ranked(found: Sequence[Prediction], own: Prediction, margin: float | None) -> list[Prediction]:
+def _ranked(
+    found: Sequence[Prediction], own_ms: float | None, margin: float | None
+) -> list[Prediction]:
     """The best first. One that is within the margin of the one before it shares its place.
 
-    Those that cannot be told from the fastest of a place are listed by what they send, because more
-    bytes lose less, and first those that are faster than ``own`` by more than the margin. A
+    Those of a place that cannot be told from its fastest are listed by what they send, because more
+    bytes lose less, and first those that are faster than the run's own by more than the margin. A
     prediction that is only true of some models has no place, and comes after all that have.
     """
-    told = sorted((each for each in found if each.step_ms is not None), key=_step)
-    if margin is None or own.step_ms is None:
-        return [replace(each, verdict=NO_ERROR) for each in told] + _without_step(found)
-    changes = [_step(each) / own.step_ms - 1 for each in told]
+    step = attrgetter("step_ms")
+    told = sorted((each for each in found if each.step_ms is not None), key=step)
+    if margin is None or own_ms is None:
+        return [replace(each, verdict=NO_ERROR) for each in told]
+    told = [replace(each, change=step(each) / own_ms - 1) for each in told]
     told = [
-        replace(each, change=change, verdict=NO_DIFFERENCE if abs(change) <= margin else "")
-        for each, change in zip(told, changes, strict=True)
+        replace(each, verdict=NO_DIFFERENCE) if abs(each.change or 0.0) <= margin else each
+        for each in told
     ]
-    placed: list[Prediction] = []
-    tied: list[Prediction] = []
-    for each in [each for each in told if not each.assumes]:
-        if tied and _step(each) > _step(tied[-1]) * (1 + margin):
-            placed += _tied(tied, margin, place=len(placed) + 1)
-            tied = []
-        tied.append(each)
-    placed += _tied(tied, margin, place=len(placed) + 1)
-    return [*placed, *(each for each in told if each.assumes), *_without_step(found)]
-
-
-def _tied(tied: Sequence[Prediction], margin: float, *, place: int) -> list[Prediction]:
-    def order(each: Prediction) -> tuple[bool, bool, float]:
-        if _step(each) > _step(tied[0]) * (1 + margin):
-            return True, True, _step(each)
-        return False, not is_faster(each), -round(each.sent_mb or 0.0, 6)  # to a byte
-
-    return [replace(each, place=place) for each in sorted(tied, key=order)]
-
-
-def _without_step(found: Sequence[Prediction]) -> list[Prediction]:
-    return [each for each in found if each.step_ms is None]
-
-
-def _step(each: Prediction) -> float:
-    assert each.step_ms is not None
-    return each.step_ms
+    place, fastest, before = 0, 0.0, -inf
+    ranked: list[tuple[tuple[int, float, float], Prediction]] = []
+    for number, each in enumerate((each for each in told if not each.assumes), start=1):
+        if step(each) > before * (1 + margin):
+            place, fastest = number, step(each)
+        before = step(each)
+        order = place, 2.0, before
+        if before <= fastest * (1 + margin):
+            order = place, float(not is_faster(each)), -round(each.sent_mb or 0.0, 6)  # to a byte
+        ranked.append((order, replace(each, place=place)))
+    ranked.sort(key=itemgetter(0))
+    return [each for _, each in ranked] + [each for each in told if each.assumes]

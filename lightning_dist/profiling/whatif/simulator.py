@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +40,6 @@ DDP = "ddp"
 """Stock DDP in the place of a codec."""
 
 FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
-
 PAYLOAD = 1448 / 1514
 """Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
 
@@ -69,15 +69,15 @@ class Link:
     overhead: float = 0.0
     cpu: float = 0.0
 
-    @classmethod
-    def of_gbps(cls, gbps: float) -> Link:
-        """Link of this rate, headers included."""
-        return cls(gbps * 1e9 / 8 * PAYLOAD)
-
     @property
     def gbps(self) -> float:
         """Rate in Gbit/s, headers included."""
         return self.rate * 8e-9 / PAYLOAD
+
+
+def rate_of(gbps: float) -> float:
+    """Payload bytes per second of a link of this rate, headers included."""
+    return gbps * 1e9 / 8 * PAYLOAD
 
 
 @dataclass(frozen=True)
@@ -131,19 +131,19 @@ class Scenario:
     @property
     def unsupported(self) -> str:
         """Reason why the scenario cannot run or be simulated; empty if it can."""
-        if self.form == FLAT:
-            return ""
-        if self.codec == DDP:
-            return "DDP itself knows no hosts"
-        if max(self.counts) == 1:
-            return "one rank per host: there is nothing to add up inside a host"
-        if self.hosts == 1:
-            return "one host: nothing is left to do between hosts"
-        if self.form == SHARDED and len(set(self.counts)) > 1:
-            return "the hosts hold different numbers of ranks, which takes the leader form"
-        if self.inside is None:
-            return "no exchange inside a host was measured; give its rate with --inside-gbps"
-        return ""
+        uneven = self.form == SHARDED and len(set(self.counts)) > 1
+        reasons = {
+            "DDP itself knows no hosts": self.codec == DDP,
+            "one rank per host: there is nothing to add up inside a host": max(self.counts) == 1,
+            "one host: nothing is left to do between hosts": self.hosts == 1,
+            "the hosts hold different numbers of ranks, which takes the leader form": uneven,
+            "no exchange inside a host was measured; give its rate with --inside-gbps": (
+                self.inside is None
+            ),
+        }
+        return next(
+            (reason for reason, holds in reasons.items() if holds and self.form != FLAT), ""
+        )
 
 
 @dataclass(frozen=True)
@@ -154,16 +154,14 @@ class Bucket:
     elements: float
 
 
-@dataclass(frozen=True)
-class SimulatedStep:
+class SimulatedStep(NamedTuple):
     """Seconds until the mean of all gradients is there, and bytes over the link of a host."""
 
     done: float
     sent: float
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """Bytes of a collective over a link, and messages in it that wait for one another."""
 
     nbytes: float
@@ -268,10 +266,11 @@ def simulate_step(
     chunks: list[tuple[float, float]] = []  # elements of all, and the end of their last collective
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
+        total = bucket.elements
         largest = shares * chunk_elements(world if second else 1)
         if cost.exchange == "allreduce" and inner is None:
-            largest = ceil(bucket.elements)  # as DDP, one collective a bucket
-        sizes = _cut(bucket.elements, largest)
+            largest = ceil(total)  # as DDP, one collective a bucket
+        sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]
         pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
         delay += (pace - 1) * (bucket.elements / shares * cost.encode + len(sizes) * cpu)
         arrivals: list[float] = []
@@ -302,11 +301,6 @@ def simulate_step(
         waiting, arrival = elements, send_inside(elements)
         now = max(now, came) + before * copy
     return SimulatedStep(max(now, arrival) + waiting * copy, link.sent)
-
-
-def _cut(elements: float, largest: int) -> list[float]:
-    """Elements of each chunk of a bucket; the last one has the rest."""
-    return [min(elements - at, largest) for at in range(0, ceil(elements), largest)]
 
 
 def rebucket(buckets: Sequence[Bucket], cap_mb: float, *, begin: float) -> list[Bucket]:
