@@ -82,7 +82,7 @@ def whatif_command(
     as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
     predicted too: settings that are closer than the error of that are not told apart. `change` is
     against the run's own setting, with the same link and hosts where you ask about others. Rates
-    have headers in them, as links are called.
+    include packet headers, as nominal link rates do.
 
     \b
       lightning-dist profile whatif comm_profile/run-0
