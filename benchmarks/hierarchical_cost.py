@@ -6,12 +6,13 @@ measured or fitted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.allreduce_settings import NO_FEEDBACK_SUFFIX, is_torch_row
 from benchmarks.hierarchical_settings import FLAT, LEADER, levels
 from benchmarks.layouts import Layout
-from lightning_dist.profiling.whatif.formulas import collectives, inside, total
+from lightning_dist.profiling.whatif.simulator import Collective, collectives, inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def work(
     size = elements * inter.bytes_per_element
     exchange = "allreduce" if inter.linear else "two_shot"
     if form == FLAT:
-        whole = total(collectives(exchange, size, layout.counts))
+        whole = _total(collectives(exchange, size, layout.counts))
         return Work(
             inter_bytes=whole.nbytes,
             inter_rounds=whole.rounds,
@@ -91,7 +92,7 @@ def work(
     if not leader and not layout.even:
         raise ValueError(f"the sharded form needs hosts of equal size, got {layout.name}")
     share = 1 if leader else local
-    across = total(collectives(exchange, size, (1,) * layout.hosts))
+    across = _total(collectives(exchange, size, (1,) * layout.hosts))
     way = inside(elements * intra.bytes_per_element, local, leader=leader)
     return Work(
         # L ranks of a host exchange an L-th each, or one of them exchanges all.
@@ -102,6 +103,10 @@ def work(
         elements=_through((inter, elements / share), (intra, elements)),
         busy_ranks=layout.hosts if leader else layout.world_size,
     )
+
+
+def _total(parts: Sequence[Collective]) -> Collective:
+    return Collective(sum(each.nbytes for each in parts), sum(each.rounds for each in parts))
 
 
 def _through(*passes: tuple[CodecFacts, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,15 @@ from benchmarks.report import collect_meta, print_table, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.folder import read_run
 from lightning_dist.profiling.whatif.answer import LABEL
-from lightning_dist.profiling.whatif.candidates import SCALE, scaled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import Wish, predict
-from lightning_dist.profiling.whatif.setting import DDP, FLAT
+from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.simulator import DDP, FLAT, Scenario
 from lightning_dist.reducer.costs import CodecCost
 
 RANK_MODULE = "benchmarks.whatif_rank"
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LINKS = (200.0, 500.0, 1000.0)
+SCALE = tuple(2**power for power in range(1, 11))
 
 JsonRow = dict[str, Any]
 Place = tuple[str, float]  # setting, link
@@ -102,21 +102,34 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[
     return found, costs
 
 
-def wish_of(setting: str, link: float, base: Place, arguments: argparse.Namespace) -> Wish:
-    """The question whose answer was measured. At the profile's own rate the measured one counts."""
+def scenario_of(
+    observed: Observed,
+    setting: str,
+    link: float,
+    rate: float,
+    arguments: argparse.Namespace,
+    hosts: int | None = None,
+) -> Scenario:
+    """The scenario that was measured. At the profile's own rate the measured one counts.
+
+    At another, what was lost of the profile's is lost too.
+    """
     form, codec = split_row(setting)
-    was, rate = base
-    cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
-    return Wish(
-        codec=codec,
-        form=form or FLAT,
-        gbps=None if link == rate else link / 1e3,
-        was_gbps=None if link == rate else rate / 1e3,
+    run = observed.scenario
+    there = elsewhere(
+        run,
+        hosts=hosts,
+        link_gbps=None if link == rate else run.link.gbps * link / rate,
         inside_gbps=arguments.inside_gbit,
-        latency=None if arguments.latency_us is None else arguments.latency_us / 1e6,
-        # Hosts on one machine do not know that they share its cores.
-        one_core=cores_per_rank < 2 and codec != split_row(was)[1],
+        latency_us=arguments.latency_us,
     )
+    return replace(there, codec=codec, form=form or FLAT)
+
+
+def on_this_machine(observed: Observed, arguments: argparse.Namespace) -> Observed:
+    """The same where hosts on one machine share its cores, which they do not know."""
+    cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
+    return replace(observed, one_core=cores_per_rank < 2)
 
 
 def compare(
@@ -127,8 +140,10 @@ def compare(
 ) -> list[JsonRow]:
     """What is predicted from the profile of ``base`` beside what was measured."""
     rows = []
+    profile = on_this_machine(found[base], arguments)
     for (setting, link), observed in found.items():
-        answer = predict(found[base], [wish_of(setting, link, base, arguments)], costs=costs)
+        scenario = scenario_of(profile, setting, link, base[1], arguments)
+        answer = predict(profile, [scenario], costs=costs)
         (prediction,) = answer.others
         measured, predicted = observed.step * 1e3, prediction.step_ms
         rows.append(
@@ -157,15 +172,20 @@ def scaling(
     base: Observed, costs: dict[str, CodecCost], arguments: argparse.Namespace
 ) -> list[JsonRow]:
     """What the profile says of many hosts."""
-    wishes = scaled(
-        [
-            wish_of(setting, arguments.base, (DDP, arguments.base), arguments)
-            for setting in arguments.setting
-        ],
-        SCALE,
-    )
-    answer = predict(base, wishes, costs=costs)
-    return [{"kind": "scaling", "label": LABEL, **asdict(each)} for each in answer.others]
+    profile = on_this_machine(base, arguments)
+    predictions = [
+        prediction
+        for hosts in SCALE
+        for prediction in predict(
+            profile,
+            [
+                scenario_of(profile, setting, arguments.base, arguments.base, arguments, hosts)
+                for setting in arguments.setting
+            ],
+            costs=costs,
+        ).others
+    ]
+    return [{"kind": "scaling", "label": LABEL, **asdict(each)} for each in predictions]
 
 
 def show(rows: Sequence[JsonRow], arguments: argparse.Namespace) -> None:

@@ -18,8 +18,8 @@ from lightning_dist.profiling.folder import Run, read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.write import Wanted, write_files
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import read_costs
+from lightning_dist.profiling.whatif.costs import read_costs
+from lightning_dist.profiling.whatif.predict import with_whatif
 
 app = typer.Typer(no_args_is_help=True)
 

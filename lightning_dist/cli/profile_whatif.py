@@ -1,45 +1,50 @@
-"""``lightning-dist profile whatif``: what a run would take with other settings."""
+"""``lightning-dist profile whatif``: predicted step times with other settings."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import inf
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from lightning_dist.cli.errors import reported
+from lightning_dist.console import stdout_console
 from lightning_dist.profiling.folder import read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
-from lightning_dist.profiling.whatif.setting import DDP
-
-if TYPE_CHECKING:
-    from lightning_dist.profiling.whatif.costs_file import Costs
-    from lightning_dist.reducer.costs import CodecCost
-
-_PREFIXES = {"k": 1e-6, "m": 1e-3, "g": 1.0}
-_MOST_OF_A_LINK = 1.25
-"""Bursts are let through faster than a link is called."""
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])(bits?|bytes?|b)(/s|/sec|ps)?", re.IGNORECASE)
+from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, WhatIf
+from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
+from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predict import (
+    candidates,
+    elsewhere,
+    other_buckets,
+    predict,
+    why_not,
+)
+from lightning_dist.profiling.whatif.simulator import DDP
+from lightning_dist.profiling.whatif.told import (
+    error_of,
+    remarks,
+    signed,
+    sources,
+    untold,
+    where_of,
+)
+from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 
 @reported
 def whatif_command(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")],
-    bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Of a host's link, like 100mbit or 10gbit.")
-    ] = None,
-    was: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Of that link in the run: as much is lost of the other."),
+    link_gbps: Annotated[
+        float | None, typer.Option(metavar="GBPS", help="Rate of a host's link, in Gbit/s.")
     ] = None,
     hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="N", help="So many, each as large as the largest; 2,8,64 or repeated."
-        ),
+        int | None,
+        typer.Option(metavar="N", help="Number of hosts, each as large as the largest."),
     ] = None,
     codec: Annotated[
         list[str] | None,
@@ -48,8 +53,8 @@ def whatif_command(
     form: Annotated[
         list[str] | None, typer.Option(metavar="FORM", help="flat, sharded, leader; repeatable.")
     ] = None,
-    inside: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Of a rank inside its host.")
+    inside_gbps: Annotated[
+        float | None, typer.Option(metavar="GBPS", help="Rate of a rank inside its host.")
     ] = None,
     latency_us: Annotated[
         float | None, typer.Option(metavar="US", help="Of a round between hosts.")
@@ -57,13 +62,6 @@ def whatif_command(
     bucket_mb: Annotated[
         list[float] | None,
         typer.Option(metavar="MB", help="Of gradients in a bucket, bucket_cap_mb; repeatable."),
-    ] = None,
-    one_core: Annotated[
-        bool | None,
-        typer.Option(
-            "--one-core/--own-core",
-            help="A rank has no core for the codec alone, or has. Otherwise as in the run.",
-        ),
     ] = None,
     measure: Annotated[
         bool,
@@ -80,150 +78,55 @@ def whatif_command(
 ) -> None:
     """Predict the step time with other codecs, buckets, links and numbers of hosts.
 
-    Plays the buckets of the profile anew, with the rates that the run itself had and with what
-    codecs cost: as measured at the end of the run where that was done (costs.json), otherwise on
-    this machine now. The same is said of the run as it was: settings that are closer than the
-    error of that are not told apart. `change` is against the run's own setting, with the same
-    link and hosts where you ask about others.
+    Simulates the buckets of the profile with the rates that the run itself had and with codec costs
+    as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
+    predicted too: settings that are closer than the error of that are not told apart. `change` is
+    against the run's own setting, with the same link and hosts where you ask about others. Rates
+    include packet headers, as nominal link rates do.
 
     \b
       lightning-dist profile whatif comm_profile/run-0
       lightning-dist profile whatif comm_profile/run-0 --codec int4 --codec powersgd:rank=8
-      lightning-dist profile whatif comm_profile/run-0 --bandwidth 10gbit --hosts 8
-      lightning-dist profile whatif comm_profile/run-0 --codec ddp --codec int4 \\
-        --bandwidth 10gbit --hosts 2,16,128,1024
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --hosts 8
     """
-    # Codecs are measured, for which torch is loaded: not before it is needed.
-    from lightning_dist.cli.profile_whatif_table import print_whatif
-    from lightning_dist.profiling.whatif.candidates import (
-        candidates,
-        in_buckets,
-        other_buckets,
-        scaled,
-        with_own,
-    )
-    from lightning_dist.profiling.whatif.measure import runs_compiled
-    from lightning_dist.profiling.whatif.observe import observe
-    from lightning_dist.profiling.whatif.predict import Wish, predict, why_not
-    from lightning_dist.reducer.costs import CANDIDATES
-
-    if was is not None and bandwidth is None:
-        raise ValueError(
-            f"--was {was} is the rate of the run's own link, beside which --bandwidth is another; "
-            "give --bandwidth too, or leave --was out"
-        )
-    if latency_us is not None and not 0 <= latency_us < inf:
-        raise ValueError(f"--latency-us must be 0 µs or more, got {latency_us:g}")
     folder = str(run_folder(folder))
     observed = observe(read_run(folder))
-    like = Wish(
-        gbps=None if bandwidth is None else gbps_of(bandwidth, option="--bandwidth"),
-        was_gbps=None if was is None else gbps_of(was, option="--was"),
-        inside_gbps=None if inside is None else gbps_of(inside, option="--inside"),
-        latency=None if latency_us is None else latency_us / 1e6,
-        one_core=one_core,
+    run, names = observed.scenario, codec or [DDP, *CANDIDATES]
+    there = elsewhere(
+        run, hosts=hosts, link_gbps=link_gbps, inside_gbps=inside_gbps, latency_us=latency_us
     )
-    moved = observed.setting.link.gbps
-    if like.was_gbps is not None and moved > _MOST_OF_A_LINK * like.was_gbps:
-        raise ValueError(
-            f"--was {was} is less than the {moved:.3g} Gbit/s that the run had of that link; give "
-            "the rate that its link is called, or leave --was out"
-        )
-    names = tuple(codec or (DDP, *CANDIDATES))
-    only = [name for name in names if name != DDP]
-    own = observed.setting.codec
-    with _named_as_options():
-        wishes = candidates(observed, only, like=like, forms=form, ddp=DDP in names)
-        if bucket_mb:
-            wishes = in_buckets(wishes, bucket_mb)
-        elif not (codec or form or hosts):
-            wishes += other_buckets(observed, like=like)
-        if hosts:
-            wishes = scaled(wishes, hosts_of(hosts))
-        reasons = [why_not(observed, wish) for wish in wishes]
-        if all(reasons):  # none, too: ddp in another form
-            because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
-            raise ValueError(f"nothing of this can be predicted: {because}")
-        costs = _costs(
-            folder,
-            names,
-            own,
-            anew=measure or compiled is not None,
-            fused=runs_compiled(observed) if compiled is None else compiled,
-            device=observed.device,
-        )
-    found = predict(observed, with_own(observed, wishes), costs=costs)
+    scenarios = candidates(there, names, forms=form or ())
+    if bucket_mb:
+        scenarios = [replace(each, bucket_mb=size) for size in bucket_mb for each in scenarios]
+    elif not (codec or form or hosts):
+        scenarios += other_buckets(observed, there)
+    reasons = [why_not(observed, scenario) for scenario in scenarios]
+    if all(reasons):  # none, too: ddp in another form
+        because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
+        raise ValueError(f"nothing of this can be predicted: {because}")
+    if there != run and there not in scenarios:
+        scenarios = [there, *scenarios]  # the reference of their change
+    costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
+    found = predict(observed, scenarios, costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
     else:
-        print_whatif(found)
-
-
-def gbps_of(text: str, *, option: str) -> float:
-    """``"100mbit"`` in Gbit/s.
-
-    As networks spell it: ``b`` is a bit, ``B`` a byte; nothing else depends on the case.
-
-    Raises:
-        ValueError: it is no rate, or one that is read both ways.
-    """
-    if (match := _RATE.fullmatch(text.strip())) is None or not float(match[1]):
-        raise ValueError(
-            f"{option} must be a rate above 0 in bits, like 100mbit or 10gbit, or in bytes, like "
-            f"1.25GB/s; got {text!r}"
-        )
-    number, prefix, unit, per = match.groups()
-    if unit == "B" and per == "PS":
-        raise ValueError(
-            f"{option}={text!r} may be of bits or of bytes; write {number}{prefix.lower()}bit or "
-            f"{number}{prefix.upper()}B/s"
-        )
-    bits = 8 if unit == "B" or unit.lower().startswith("byte") else 1
-    return float(number) * _PREFIXES[prefix.lower()] * bits
-
-
-def hosts_of(texts: Sequence[str]) -> list[int]:
-    """``["2,8", "64"]`` as numbers, the smallest first, each once.
-
-    Raises:
-        ValueError: one is no number.
-    """
-    found = set()
-    for each in ",".join(texts).split(","):
-        if not each.strip().isdecimal():
-            raise ValueError(
-                f"--hosts must be numbers of hosts, like 8 or 2,8,64; got {each!r}. Each has as "
-                "many ranks as the largest host of the run"
-            )
-        found.add(int(each))
-    return sorted(found)
-
-
-@contextmanager
-def _named_as_options() -> Iterator[None]:
-    """Mistakes in what options said bear the names of these."""
-    names = ("codec", "form", "hosts", "bucket_mb")
-    options = {name: f"--{name.replace('_', '-')}" for name in names}
-    try:
-        yield
-    except ValueError as error:
-        name, _, rule = str(error).partition(" ")
-        raise ValueError(f"{options.get(name, name)} {rule}") from None
+        _print(found)
 
 
 def _costs(
-    folder: str, names: Sequence[str], own: str, *, anew: bool, fused: bool, device: str
+    folder: str, names: Sequence[str], observed: Observed, *, compiled: bool | None, anew: bool
 ) -> Mapping[str, CodecCost]:
-    """As the run has kept them; what it has not is measured here, on a device of the same kind.
+    """Costs that the run has kept; others are measured here, on a device of the same kind.
 
     Raises:
         ValueError: there is none here, and it was asked for.
     """
     import torch
 
-    from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs
     from lightning_dist.reducer.calibration import NOT_COMPILED, calibrate, to_measure
 
+    device = observed.device
     is_here = device == "cpu" or torch.cuda.is_available()
     if anew and not is_here:
         raise ValueError(
@@ -231,23 +134,57 @@ def _costs(
             "none here; leave them out, or call this where it is"
         )
     read = Costs() if anew else read_costs(folder)
+    because = read.reason.partition(";")[0]
     if not is_here:
-        typer.echo(f"no {device} here to measure codecs on: {_kept_only(read)}", err=True)
+        left = "codecs that the run has not measured are n/a"
+        left = left if read.by_name else f"{because}, so all but ddp is n/a"
+        typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
         return read.by_name
     if read.reason.startswith(NAME):
-        typer.echo(f"{read.reason.partition(';')[0]}; measured here instead", err=True)
+        typer.echo(f"{because}; measured here instead", err=True)
+    fused = runs_compiled(observed) if compiled is None else compiled
+    wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
     # Of kernels that are not compiled only what no compiler makes faster would fit to the others.
     kept = {
         name: cost
         for name, cost in read.by_name.items()
         if not (fused and cost.source.startswith(NOT_COMPILED))
     }
-    wanted = to_measure([name for name in names if name != DDP], own)
-    missing = [name for name in wanted if name not in kept]
-    return {**kept, **calibrate(missing, fused=fused, device=device)}
+    return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
 
 
-def _kept_only(read: Costs) -> str:
-    if read.by_name:
-        return "codecs that the run has not measured are n/a"
-    return f"{read.reason.partition(';')[0]}, so all but ddp is n/a"
+def _print(found: WhatIf) -> None:
+    """Print the run and the error of the model, then all predictions."""
+    console, current = stdout_console(), found.current
+    run = f"{current.codec}, {current.form}, {where_of(found)}"
+    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run})."))
+    console.print(Text(f"{error_of(found)}\n{LABEL}:"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "codec", "form", "bucket", "hosts", "Gbit/s", "step", "exposed", "sent"):
+        is_text = name in ("codec", "form")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    table.add_column("change", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for each in found.others:
+        if each.step_ms is not None:
+            cells = (
+                str(each.place or ""),
+                each.codec,
+                each.form,
+                "" if each.bucket_mb is None else f"{each.bucket_mb:g} MB",
+                str(each.hosts),
+                f"{each.gbps:.3g}",
+                f"{each.step_ms:.1f} ms",
+                f"{each.exposed_ms:.1f} ms",
+                f"{each.sent_mb:.1f} MB",
+                "n/a" if each.change is None else signed(each.change),
+                remarks(each),
+            )
+            table.add_row(*map(Text, cells))
+    console.print(table)
+    notes = [*untold(found.others), *sources(found.others)]
+    notes += [f"{name}: n/a, {reason}" for name, reason in found.reasons.items()]
+    if found.against != THIS_RUN:
+        notes.insert(0, f"change: against {found.against}, and so are places")
+    for note in notes:
+        console.print(Text(f"note: {note}"))

@@ -38,10 +38,15 @@ from lightning_dist.profiling.folder import Run, new_run_folder, read_run
 from lightning_dist.profiling.peer import end_group, first_sentence
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_costs
-from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled
+from lightning_dist.profiling.whatif.costs import (
+    MEASURES,
+    Costs,
+    measure_costs,
+    runs_compiled,
+    write_costs,
+)
 from lightning_dist.profiling.whatif.observe import Observed
+from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.reducer.moments import moments_on
 from lightning_dist.topology import this_host
 

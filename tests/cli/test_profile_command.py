@@ -18,8 +18,8 @@ from test_program import LOADED
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.report.summary_file import to_json
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import Costs, read_costs, write_costs
+from lightning_dist.profiling.whatif.costs import Costs, read_costs, write_costs
+from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.reducer.costs import CodecCost
 
 PLANTED = Planted(steps=12, late={1: 50}, slow_steps={step: 1 + step % 3 for step in range(12)})

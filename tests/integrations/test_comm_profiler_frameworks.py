@@ -20,7 +20,7 @@ from comm_profiles import (
 from wandb_runs import history, records
 
 from lightning_dist.profiling.analysis.breakdown import parts_of
-from lightning_dist.profiling.whatif.costs_file import read_costs
+from lightning_dist.profiling.whatif.costs import read_costs
 
 CASES = (
     *(f"lightning {name}" for name in ("compressed_ddp", "ddp", "manual ddp", "manual int8")),

@@ -15,8 +15,8 @@ from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.tables import buckets_table, parts_table, ranks_table
 from lightning_dist.profiling.report.words import PART_WORDS
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import Costs
+from lightning_dist.profiling.whatif.costs import Costs
+from lightning_dist.profiling.whatif.predict import with_whatif
 
 
 def bare(run: Run, **changes: object) -> Run:

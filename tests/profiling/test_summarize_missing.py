@@ -18,8 +18,8 @@ from lightning_dist.profiling.capture.records import EndRecord
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.summary_file import to_json, write_summary
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import Costs
+from lightning_dist.profiling.whatif.costs import Costs
+from lightning_dist.profiling.whatif.predict import with_whatif
 
 
 def without_detail(run: Run, rank: int, *steps: int) -> Run:

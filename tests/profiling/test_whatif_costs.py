@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 import pytest
 import torch
 from planted import Planted
 
-from lightning_dist.profiling.whatif import measure
-from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs, write_costs
-from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled, seconds_of
+from lightning_dist.profiling.whatif.costs import (
+    MEASURES,
+    NAME,
+    Costs,
+    measure_costs,
+    read_costs,
+    runs_compiled,
+    seconds_of,
+    write_costs,
+)
 from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.reducer import calibration
 from lightning_dist.reducer.calibration import calibrate, to_measure
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
@@ -44,56 +53,36 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise RuntimeError("no sign")
         return {name: replace(COST, name=name, source=where) for name in names}
 
-    monkeypatch.setattr(measure, "calibrate", fake)
+    monkeypatch.setattr(calibration, "calibrate", fake)
     return found
 
 
-def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
+def test_what_is_kept_is_what_is_read_without_fields_of_a_later_version(tmp_path: Path) -> None:
     write_costs(tmp_path, KEPT)
     assert read_costs(tmp_path) == KEPT
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"schema": 2}, "install a newer"),
-        ({"costs": [{}]}, "damaged"),
-        ({"costs": [{**vars(COST), "encode": float("nan")}]}, "damaged"),
-        ({"costs": [{**vars(COST), "wire": 0}]}, "damaged"),
-        ({"costs": [{**vars(COST), "encode": "fast"}]}, "damaged"),
-        ({"costs": [{**vars(COST), "exchange": "pigeon"}]}, "damaged"),
-        ({"costs": [{**vars(COST), "name": ["int8"]}]}, "damaged"),
-        ({"costs": None}, "damaged"),
-    ],
-)
-def test_a_file_that_cannot_be_used_says_why(
-    change: dict[str, object], reason: str, tmp_path: Path
-) -> None:
-    write_costs(tmp_path, KEPT)
     content = json.loads((tmp_path / NAME).read_text())
-    (tmp_path / NAME).write_text(json.dumps({**content, **change}))
-    found = read_costs(tmp_path)
-    assert found.by_name == {}
-    assert reason in found.reason
-
-
-def test_cut_short_foreign_or_not_there(tmp_path: Path) -> None:
-    assert "was not measured" in read_costs(tmp_path).reason
-    for text in ('{"schema": 1, "co', "[1]", "\xff"):
-        (tmp_path / NAME).write_text(text, encoding="latin-1")
-        assert "damaged" in read_costs(tmp_path).reason
-    (tmp_path / NAME).unlink()
-    (tmp_path / NAME).mkdir()
-    assert "cannot be read" in read_costs(tmp_path).reason
-
-
-def test_fields_of_a_later_version_are_skipped(tmp_path: Path) -> None:
-    write_costs(tmp_path, KEPT)
-    content = json.loads((tmp_path / NAME).read_text())
+    assert content == {"schema": 1, "reason": KEPT.reason, "costs": [vars(COST)]}
     content["costs"][0]["smell"] = 1
     (tmp_path / NAME).write_text(json.dumps(content))
     assert read_costs(tmp_path) == KEPT
+
+
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    assert "was not measured" in read_costs(tmp_path).reason
+    kept = {"schema": 1, "reason": "", "costs": [vars(COST)]}
+    bad = [{"encode": nan}, {"encode": -1}, {"wire": 0}, {"encode": "fast"}, {"name": ["int8"]}]
+    bad += [{"exchange": "pigeon"}]
+    costs = [None, [{}], *([{**vars(COST), **change}] for change in bad)]
+    damaged = [json.dumps({**kept, "costs": each}) for each in costs]
+    for text in (*damaged, '{"schema": 1, "co', "[1]", "\xff"):
+        (tmp_path / NAME).write_text(text, encoding="latin-1")
+        assert read_costs(tmp_path) == Costs(reason=f"{NAME} is damaged; {MEASURES}"), text
+    (tmp_path / NAME).write_text(json.dumps({**kept, "schema": 2, "costs": "of another kind"}))
+    assert "install a newer" in read_costs(tmp_path).reason
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    assert "cannot be read" in read_costs(tmp_path).reason
 
 
 def test_a_trial_does_not_wait_for_it(calls: list[str]) -> None:
@@ -136,9 +125,8 @@ def test_large_models_have_compiled_kernels_before_anybody_compresses_them(
 
 
 def test_codecs_of_which_nothing_can_be_said_are_left_out() -> None:
-    assert to_measure(["int4"], "threshold") == ["none", "int4"]
-    assert to_measure(["int4"], "of another version") == ["none", "int4"]
-    assert to_measure(["int4"], "ddp") == ["none", "int4"]
+    for own in ("threshold", "of another version", "ddp"):
+        assert to_measure(["int4"], own) == ["none", "int4"]
     assert to_measure(["int4"], "dgc") == ["none", "dgc", "int4"]
     assert to_measure(["threshold"], "threshold") == ["none", "threshold"]  # asked for: refused
 

@@ -1,18 +1,119 @@
-"""Predictions from planted runs: what such a run would have taken is known."""
+"""Predictions from planted runs: what a profile says, and what such a run would have taken."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
-from planted import Planted
-from whatif_runs import CHUNK, COSTS, DDP, INT8, asked, duration, with_small_exchanges
+from planted import MS, Planted, replaced
+from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_small_exchanges
 
-from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, NO_ERROR, is_faster
-from lightning_dist.profiling.whatif.candidates import SCALE, candidates, scaled, with_own
-from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import LEAST_MARGIN, Wish, predict
+from lightning_dist.profiling.capture.records import BurstRecord, LinkRecord, Phase
+from lightning_dist.profiling.whatif.answer import (
+    LABEL,
+    NO_DIFFERENCE,
+    NO_ERROR,
+    THIS_RUN,
+    is_faster,
+)
+from lightning_dist.profiling.whatif.observe import begin_of_gradients, observe
+from lightning_dist.profiling.whatif.predict import (
+    LEAST_MARGIN,
+    candidates,
+    elsewhere,
+    other_buckets,
+    predict,
+)
+from lightning_dist.profiling.whatif.simulator import Link, Scenario
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
+
+FP16 = {"codec": "fp16"}
+
+
+def test_what_a_profile_says() -> None:
+    found = observe(DDP.run())
+    scenario = found.scenario
+    assert (scenario.codec, scenario.form, scenario.counts) == ("ddp", "flat", (1, 1))
+    assert [bucket.elements for bucket in found.buckets] == [1e6] * 4
+    assert [bucket.ready for bucket in found.buckets] == pytest.approx([0.032, 0.042, 0.052, 0.062])
+    assert (found.begin, found.tail) == pytest.approx((0.022, 0.005))
+    assert scenario.link.rate == pytest.approx(1e8)
+    assert found.step == pytest.approx(duration(DDP) / 1e3)
+    assert (found.encode, found.decode) == (None, None)
+    own = observe(INT8.run())
+    assert (own.encode, own.decode) == (pytest.approx(0.004), pytest.approx(0.008))
+    late = observe(replace(DDP, late={1: 50}).run())
+    assert late.buckets[0].ready == pytest.approx(0.082)  # the last rank says when
+
+
+def test_the_pass_that_fills_the_buckets_is_the_last_of_those_that_add_up() -> None:
+    record = DDP.run().ranks[0].steps[4]
+    assert begin_of_gradients(record) == 22 * MS
+    twice = replace(record, phases=(Phase("backward", 3, 9), *record.phases))
+    assert begin_of_gradients(twice) == 22 * MS
+    assert begin_of_gradients(replace(record, phases=())) == record.buckets[0].ready
+
+
+def test_a_small_exchange_tells_the_latency_and_without_one_there_is_a_reason() -> None:
+    found = observe(with_small_exchanges(DDP.run(), took=0.4))
+    assert found.scenario.link.latency == pytest.approx(0.0002)  # of two rounds
+    assert "latency" not in found.reasons
+    without = observe(DDP.run())
+    assert (without.scenario.link.latency, without.scenario.inside) == (None, None)
+    assert "no small exchange" in without.reasons["latency"]
+    assert "inside" in without.reasons
+
+
+def test_small_collectives_that_were_measured_count() -> None:
+    bursts = [
+        BurstRecord("flat", "all_gather", 4096, count, seconds, cpu)
+        for count, seconds, cpu in [(1, 0.003, 0.001), (16, 0.016, 0.008)]
+    ]
+    run = with_small_exchanges(DDP.run(), took=0.4)
+    found = observe(replaced(run, 1, bursts=bursts))
+    link = found.scenario.link
+    assert (link.latency, link.overhead, link.cpu) == (0.003, 0.001, 0.0005)
+    assert not {"latency", "overhead"} & found.reasons.keys()
+    assert "overhead" in observe(run).reasons
+    fast = elsewhere(found.scenario, link_gbps=100.0)
+    free = replace(fast, link=replace(fast.link, overhead=0.0))
+    counted, without = (predict(found, [each], costs=COSTS).others[0] for each in (fast, free))
+    assert counted.step_ms == pytest.approx(without.step_ms + 1.0, abs=0.7)  # of the last one
+
+
+def test_a_link_is_as_fast_as_the_collective_that_was_alone_on_it() -> None:
+    run = DDP.run()
+    for seconds, rate in ((0.01, 2e8), (1.0, 1e8)):  # in the steps it was 1e8
+        for rank in run.ranks:
+            links = [LinkRecord("flat", sent=2_000_000, seconds=seconds)]
+            run = replaced(run, rank, links=links)
+        assert observe(run).scenario.link.rate == pytest.approx(rate)
+
+
+def test_a_codec_shares_the_core_of_a_run_that_had_one_for_each_rank() -> None:
+    """What the run's own codec took has that in it already."""
+    slow = {**COSTS, "fp16": replace(COSTS["int8"], name="fp16", encode=1e-8)}
+    for cores, is_one in ((0, False), (1, True), (2, False)):
+        one = observe(about(INT8.run(), cores=cores))
+        assert one.one_core is is_one
+        scenarios = [elsewhere(one.scenario, link_gbps=1.0), replace(one.scenario, codec="fp16")]
+        shared, alone = (
+            {each.codec: each.step_ms for each in predict(of, scenarios, costs=slow).others}
+            for of in (one, replace(one, one_core=False))
+        )
+        assert shared["int8"] == alone["int8"]
+        assert (shared["fp16"] > alone["fp16"]) is is_one
+
+
+def test_a_profile_that_says_too_little_is_refused() -> None:
+    for planted, what in (
+        (replace(DDP, world_size=1), "one rank exchanges nothing"),
+        (replace(DDP, steps=0), "no rank has recorded a step"),
+        (replace(DDP, buckets=0), "no bucket of gradients was seen"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            observe(planted.run())
 
 
 @pytest.mark.parametrize(
@@ -22,108 +123,74 @@ def test_the_run_itself_is_predicted(planted: Planted) -> None:
     found = asked(planted)
     assert found.measured_ms == pytest.approx(duration(planted))
     assert found.error == pytest.approx(0.0, abs=1e-6)
-    assert found.margin == LEAST_MARGIN
+    assert (found.margin, found.label) == (LEAST_MARGIN, LABEL)
 
 
 def test_a_slower_link_is_predicted() -> None:
     rate = asked(DDP).link["gbps"]
     assert rate is not None
-    (half,) = asked(DDP, Wish(gbps=rate / 2)).others
+    half = only(DDP, link_gbps=rate / 2)
     assert half.step_ms == pytest.approx(duration(replace(DDP, transfer=80)))
     assert half.exposed_ms == pytest.approx(4 * 80 - 30)
     assert (half.change, half.verdict) == (0.0, NO_DIFFERENCE)
 
 
 def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_there() -> None:
-    fp16, ddp, near = Wish(codec="fp16", gbps=0.1), Wish(gbps=0.1), Wish(codec="fp16")
-    found = asked(DDP, fp16, near, ddp)
-    best, own, as_it_was = found.others
-    assert found.current.step_ms is not None
-    assert best.step_ms > found.current.step_ms  # the link is slow, and the codec helps there
+    slow, near = asked(DDP, FP16, {}, link_gbps=0.1), asked(DDP, FP16)
+    best, own = slow.others
+    assert slow.current.step_ms is not None
+    assert best.step_ms > slow.current.step_ms  # the link is slow, and the codec helps there
     assert best.change == pytest.approx(best.step_ms / own.step_ms - 1)
-    assert [(each.codec, each.place, is_faster(each)) for each in found.others] == [
+    assert [(each.codec, each.place, is_faster(each)) for each in slow.others] == [
         ("fp16", 1, True),
         ("ddp", 2, False),
-        ("fp16", 1, True),
     ]
-    assert as_it_was.change == pytest.approx(as_it_was.step_ms / found.current.step_ms - 1)
-    assert found.as_dict()["against"] == "ddp flat, as in this run, with the same link and hosts"
-    assert asked(DDP, near).against == "this run"
+    change = near.others[0].step_ms / near.current.step_ms - 1
+    assert near.others[0].change == pytest.approx(change)
+    assert near.against == THIS_RUN
+    assert slow.as_dict()["against"] == "ddp flat, as in this run, with the same link and hosts"
     rounds = with_small_exchanges(DDP.run(), took=0.4)
-    wishes = [Wish(latency=0.1, codec=codec) for codec in ("ddp", "fp16")]
-    slow = {each.codec: each for each in predict(observe(rounds), wishes, costs=COSTS).others}
-    assert (slow["ddp"].change, slow["fp16"].change < 0) == (0.0, True)
-
-
-def test_the_runs_own_setting_is_among_what_is_asked_of_other_links_and_hosts() -> None:
-    observed = observe(INT8.run())
-    int8, fp16, large = Wish(codec="int8"), Wish(codec="fp16"), Wish(codec="int8", bucket_mb=100.0)
-    assert with_own(observed, [fp16]) == [fp16]  # the run itself is told of anyway
-    slow = replace(fp16, gbps=0.1)
-    assert with_own(observed, [slow]) == [Wish(gbps=0.1), slow]
-    assert with_own(observed, scaled([large], [4, 8])) == [
-        Wish(hosts=4),
-        replace(large, hosts=4),
-        Wish(hosts=8),
-        replace(large, hosts=8),
-    ]
-    for own in (int8, Wish(form="flat")):
-        there = scaled([own, fp16], [4])
-        assert with_own(observed, there) == there
-
-
-def test_what_was_lost_of_one_link_is_lost_of_another() -> None:
-    (half,) = asked(DDP, Wish(gbps=0.5, was_gbps=1.0)).others
-    assert half.step_ms == pytest.approx(duration(replace(DDP, transfer=80)))
+    late = {each.codec: each for each in asked(rounds, {}, FP16, latency_us=1e5).others}
+    assert (late["ddp"].change, late["fp16"].change < 0) == (0.0, True)
 
 
 def test_another_codec_is_predicted() -> None:
-    (int8,) = asked(DDP, Wish(codec="int8")).others
+    int8, ddp = only(DDP, {"codec": "int8"}), only(INT8, {"codec": "ddp"})
     assert int8.step_ms == pytest.approx(duration(INT8), rel=0.03)
     assert int8.sent_mb == pytest.approx(4.0)
-    (ddp,) = asked(INT8, Wish(codec="ddp")).others
     assert ddp.step_ms == pytest.approx(duration(DDP), rel=0.03)
 
 
 def test_bytes_and_times_of_the_runs_own_codec_are_those_of_the_run() -> None:
     heavy = replace(CHUNK, encode=12, decode=7, sent=2 * CHUNK_ELEMENTS)
-    found = asked(heavy, Wish())
+    found = asked(heavy, {})
     assert found.error == pytest.approx(0.0, abs=1e-6)
     assert found.others[0].sent_mb == pytest.approx(8 * CHUNK_ELEMENTS / 1e6)
-    assert found.others[0].source == "this run"
+    assert found.others[0].source == THIS_RUN
 
 
-def test_more_hosts_send_more() -> None:
-    found = asked(DDP, *scaled([Wish()]))
-    assert [each.hosts for each in found.others] == list(SCALE)
-    sent = [each.sent_mb for each in found.others]
-    assert sent == pytest.approx([16 * 2 * (hosts - 1) / hosts for hosts in SCALE])
-    # Each is the run's own setting on as many hosts, with which it is compared.
-    assert {(each.place, each.change, each.verdict) for each in found.others} == {
-        (1, 0.0, NO_DIFFERENCE)
-    }
-    assert found.label == LABEL
-
-
-def test_hosts_are_ranked_among_as_many() -> None:
-    wishes = scaled([Wish(codec="ddp"), Wish(codec="fp16")], [64, 4])
-    found = asked(DDP, *wishes)
-    assert [(each.hosts, each.codec, each.place) for each in found.others] == [
-        *((64, codec, place) for place, codec in enumerate(("fp16", "ddp"), start=1)),
-        *((4, codec, place) for place, codec in enumerate(("fp16", "ddp"), start=1)),
+def test_other_hosts_and_links_in_one_call_are_ranked_by_themselves() -> None:
+    observed = observe(DDP.run())
+    there = [elsewhere(observed.scenario, hosts=hosts) for hosts in (64, 4)]
+    scenarios = [replace(each, codec=codec) for each in there for codec in ("ddp", "fp16")]
+    found = predict(observed, scenarios, costs=COSTS).others
+    assert [(each.hosts, each.codec, each.place) for each in found] == [
+        (hosts, codec, place)
+        for hosts in (64, 4)
+        for place, codec in enumerate(("fp16", "ddp"), start=1)
     ]
-    for fp16, ddp in (found.others[:2], found.others[2:]):
-        assert ddp.change == 0
+    for fp16, ddp in (found[:2], found[2:]):
+        assert ddp.sent_mb == pytest.approx(16 * 2 * (ddp.hosts - 1) / ddp.hosts)
+        assert (ddp.change, ddp.verdict) == (0.0, NO_DIFFERENCE)
         assert fp16.change == pytest.approx(fp16.step_ms / ddp.step_ms - 1)
 
 
 def test_nothing_is_ranked_closer_than_the_error() -> None:
-    costs = {
-        f"c{i}": replace(COSTS["none"], name=f"c{i}", settle=i * 2e-9)
-        for i in (0, 1, 2, 10, 11, 30)
-    }
-    wishes = [Wish(codec=name) for name in costs]
-    found = predict(observe(DDP.run()), wishes, costs={**COSTS, **costs})
+    settles = (0, 1, 2, 10, 11, 30)
+    costs = {f"c{i}": replace(COSTS["none"], name=f"c{i}", settle=i * 2e-9) for i in settles}
+    observed = observe(DDP.run())
+    scenarios = [replace(observed.scenario, codec=name) for name in costs]
+    found = predict(observed, scenarios, costs={**COSTS, **costs})
     assert found.margin == LEAST_MARGIN
     steps = [each.step_ms or 0 for each in found.others]
     assert steps == sorted(steps)
@@ -133,30 +200,32 @@ def test_nothing_is_ranked_closer_than_the_error() -> None:
         assert (one.place != other.place) is apart
     assert {one.place == other.place for one, other in pairs} == {True, False}
     verdicts = [each.verdict for each in found.others]
-    assert verdicts[:2] == [NO_DIFFERENCE] * 2
-    assert verdicts[-1] == ""
+    assert (verdicts[:2], verdicts[-1]) == ([NO_DIFFERENCE] * 2, "")
 
 
 def test_a_large_error_joins_what_a_small_one_would_rank() -> None:
     # A third of the steps is slow, so that a median of rates is no rate of a median step.
     odd = replace(DDP, slow_steps={2: 3, 3: 3, 4: 3, 5: 1, 6: 1, 7: 1})
-    found = asked(odd, Wish(codec="ddp"), Wish(codec="fp16"))
+    found = asked(odd, {}, FP16)
     assert found.error is not None
     assert found.margin == pytest.approx(max(abs(found.error), LEAST_MARGIN))
+    assert found.margin > LEAST_MARGIN
 
 
 def test_what_is_not_known_is_none_and_says_why() -> None:
-    found = asked(DDP, Wish(codec="fp16"), Wish(codec="topk"), Wish(codec="int8", form="sharded"))
-    assert found.others[0].step_ms is not None
-    reasons = {each.codec: each for each in found.others[1:]}
-    assert reasons["topk"].reason == "what topk costs was not measured"
-    assert reasons["int8"].reason.startswith("one rank per host")
-    for each in reasons.values():
+    first, *others = asked(
+        DDP, FP16, {"codec": "topk"}, {"codec": "int8", "form": "sharded"}
+    ).others
+    assert first.step_ms is not None
+    reasons = {each.codec: each.reason for each in others}
+    assert reasons["topk"] == "what topk costs was not measured"
+    assert reasons["int8"].startswith("one rank per host")
+    for each in others:
         assert (each.step_ms, each.exposed_ms, each.sent_mb, each.change, each.place) == (None,) * 5
 
 
 def test_without_a_prediction_of_the_run_nothing_is_ranked() -> None:
-    found = asked(replace(INT8, codec="sign"), Wish(codec="ddp"), Wish(codec="fp16"))
+    found = asked(replace(INT8, codec="sign"), {"codec": "ddp"}, FP16)
     assert (found.current.step_ms, found.error, found.margin) == (None, None, None)
     assert found.current.reason == "what sign costs was not measured"
     assert [(each.place, each.change, each.verdict) for each in found.others] == [
@@ -164,38 +233,67 @@ def test_without_a_prediction_of_the_run_nothing_is_ranked() -> None:
     ] * 2
 
 
-def test_from_one_host_nothing_is_known_of_a_link_between_hosts() -> None:
+def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     one = replace(DDP, hosts=("a",))
-    unknown, given = (asked(one, wish).others[0] for wish in (Wish(hosts=4), Wish(hosts=4, gbps=1)))
+    unknown, given = only(one, hosts=4), only(one, hosts=4, link_gbps=1.0)
     assert unknown.step_ms is None
-    assert unknown.reason.endswith("give the rate of a link between hosts with --bandwidth")
+    assert unknown.reason.endswith("give the rate of a link between hosts with --link-gbps")
     assert given.step_ms is not None
     assert given.world_size == 8
+    run = with_small_exchanges(one.run(), took=0.4)
+    here, free, late = (
+        asked(run, {}, hosts=64, link_gbps=10.0, latency_us=us) for us in (None, 0.0, 1e3)
+    )
+    assert here.others[0].step_ms == free.others[0].step_ms
+    assert late.others[0].step_ms > free.others[0].step_ms
+    assert "rounds between hosts count nothing" in here.reasons["latency"]
+    assert "latency" not in late.reasons
 
 
 def test_candidates() -> None:
-    flat = candidates(observe(DDP.run()), ["int8"], like=Wish(gbps=1.0))
-    assert [(each.codec, each.form, each.gbps) for each in flat] == [
-        ("ddp", "flat", 1.0),
-        ("int8", "flat", 1.0),
-    ]
-    four = observe(replace(DDP, world_size=4).run())
-    forms = {(each.codec, each.form) for each in candidates(four, ["int8"], like=Wish())}
-    assert forms == {("ddp", "flat"), *(("int8", form) for form in ("flat", "sharded", "leader"))}
-    only = candidates(four, ["int8"], like=Wish(), forms=["leader"], ddp=False)
-    assert [each.form for each in only] == ["leader"]
+    def of(world_size: int, *codecs: str, forms: tuple[str, ...] = ()) -> set[tuple[str, str]]:
+        run = observe(replace(DDP, world_size=world_size).run()).scenario
+        there = replace(elsewhere(run, link_gbps=1.0), bucket_mb=5.0)
+        found = candidates(there, codecs, forms=forms)
+        assert {(each.link, each.bucket_mb) for each in found} <= {(there.link, None)}
+        return {(each.codec, each.form) for each in found}
+
+    ddp, (flat, *by_hosts) = ("ddp", "flat"), [("int8", f) for f in ("flat", "sharded", "leader")]
+    assert of(2, "ddp", "int8") == {ddp, flat}
+    assert of(4, "ddp", "int8") == {ddp, flat, *by_hosts}
+    assert of(4, "ddp", "int8", forms=("leader",)) == {("int8", "leader")}
 
 
-@pytest.mark.parametrize(
-    ("wish", "rule"),
-    [
+def test_one_large_bucket_begins_late() -> None:
+    one, small = (only(DDP, {"bucket_mb": size}) for size in (100.0, 1.0))
+    # ready when all is, after 40 ms of backward pass, and then 16 MB at 100 MB/s
+    assert one.bucket_mb == 100
+    assert one.exposed_ms == pytest.approx(160)
+    assert one.step_ms == pytest.approx(22 + 40 + 160 + 5)
+    assert small.step_ms < duration(DDP)
+    assert small.sent_mb == pytest.approx(one.sent_mb)
+
+
+def test_sizes_that_change_nothing_are_not_asked_about() -> None:
+    observed = observe(DDP.run())  # 4 buckets of 3.8 MB
+    found = other_buckets(observed, observed.scenario, sizes=(3.5, 3.9, 5, 25, 100))
+    assert [each.bucket_mb for each in found] == [3.9, 5, 25]
+    assert {replace(each, bucket_mb=None) for each in found} == {observed.scenario}
+
+
+def test_a_scenario_that_cannot_be_is_refused() -> None:
+    run = Scenario("ddp", "flat", (1, 1), Link(1e6))
+    for change, rule in [
         ({"form": "ring"}, "form must be one of flat, sharded, leader"),
+        *(({"bucket_mb": size}, "bucket_mb must be above 0 MB") for size in (0.0, -1.0, inf, nan)),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            replace(run, **change)
+    for place, rule in [
         ({"hosts": 1}, "hosts must be 2 or more"),
-        ({"gbps": 0.0}, "gbps must be above 0"),
-        ({"was_gbps": 1.0}, "give gbps too"),
-        ({"latency": -1.0}, "latency must not be negative"),
-    ],
-)
-def test_a_wish_that_cannot_be_is_refused(wish: dict[str, object], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        Wish(**wish)
+        ({"link_gbps": 0.0}, "link_gbps must be above 0"),
+        ({"inside_gbps": nan}, "inside_gbps must be above 0"),
+        *(({"latency_us": bad}, "latency_us must be 0 or more") for bad in (-1.0, nan, inf)),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            elsewhere(run, **place)

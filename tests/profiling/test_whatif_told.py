@@ -21,8 +21,8 @@ from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.whatif import whatif_views
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
-from lightning_dist.profiling.whatif.ask import with_whatif
-from lightning_dist.profiling.whatif.costs_file import Costs
+from lightning_dist.profiling.whatif.costs import Costs
+from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.profiling.whatif.told import predicted, times_faster, untold
 from lightning_dist.reducer.costs import CodecCost
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from planted import MS, Planted
+from planted import MS, Planted, replaced
 
 from lightning_dist.profiling.capture.records import Span
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.whatif.answer import WhatIf
+from lightning_dist.profiling.whatif.answer import Prediction, WhatIf
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import Wish, predict
+from lightning_dist.profiling.whatif.predict import elsewhere, predict
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 from lightning_dist.reducer.costs import CodecCost
 
@@ -27,25 +28,37 @@ COSTS = {
 }
 
 
-def asked(planted: Planted, *wishes: Wish) -> WhatIf:
-    return predict(observe(planted.run()), wishes, costs=COSTS)
+def asked(of: Planted | Run, *changes: dict[str, Any], **place: Any) -> WhatIf:
+    """Predictions of the run with ``changes``, on the links and hosts of ``place``."""
+    observed = observe(of.run() if isinstance(of, Planted) else of)
+    there = elsewhere(observed.scenario, **place)
+    return predict(observed, [replace(there, **each) for each in changes], costs=COSTS)
+
+
+def only(of: Planted | Run, change: dict[str, Any] | None = None, **place: Any) -> Prediction:
+    """The one prediction of :func:`asked`."""
+    (found,) = asked(of, change or {}, **place).others
+    return found
 
 
 def duration(planted: Planted) -> float:
     return planted.run().ranks[0].steps[4].duration / MS
 
 
+def about(run: Run, **changes: object) -> Run:
+    """``run``, where all ranks say something else of themselves."""
+    for rank, each in run.ranks.items():
+        run = replaced(run, rank, about=replace(each.about, **changes))
+    return run
+
+
 def with_small_exchanges(run: Run, took: float) -> Run:
     """Each step has a vote of a few bytes, too."""
-    ranks = {}
+    begin = round(1 * MS)
+    end = begin + round(took * MS)
+    vote = Span("exchange", -1, begin, end, "all_reduce", "control", 8, order=0)
     for rank, each in run.ranks.items():
-        steps = {}
-        for number, step in each.steps.items():
-            begin = round(1 * MS)
-            vote = Span(
-                "exchange", -1, begin, begin + round(took * MS), "all_reduce", "control", 8, order=0
-            )
-            steps[number] = replace(step, spans=(vote, *step.spans))
-        about = replace(each.about, groups={**each.about.groups, "control": [0, 1]})
-        ranks[rank] = replace(each, about=about, steps=steps)
-    return Run(ranks)
+        steps = {step: replace(of, spans=(vote, *of.spans)) for step, of in each.steps.items()}
+        run = replaced(run, rank, steps=steps)
+    groups = {**run.ranks[0].about.groups, "control": [0, 1]}
+    return about(run, groups=groups)

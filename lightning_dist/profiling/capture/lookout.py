@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_dist.profiling.whatif.setting import GLOO_AT_ONCE
+from lightning_dist.profiling.whatif.simulator import GLOO_AT_ONCE
 from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
 
 Ended = Callable[[Moment], None]

@@ -1,4 +1,4 @@
-"""What is predicted of a run and of others like it. Types only."""
+"""Predictions for a run and for others like it. Types only."""
 
 from __future__ import annotations
 
@@ -7,31 +7,27 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA = 1
-
 LABEL = "PREDICTION, not measured"
-
-NO_DIFFERENCE = "no difference that the model could tell"
-
 THIS_RUN = "this run"
-
+NO_DIFFERENCE = "no difference that the model could tell"
 NO_ERROR = "the model has no error to be judged by"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One setting. Milliseconds of a step; a figure that cannot be told is None, see ``reason``.
+    """Predicted step of one scenario, in milliseconds; None with a ``reason`` where unknown.
 
     Args:
         gbps: of the link between hosts, headers included.
         exposed_ms: from the last gradient to the mean of all.
         sent_mb: over the link of a host.
-        change: of the step against the prediction for the run's own setting, -0.5: half as long.
-            Where other links, latencies or numbers of hosts are asked about: with the same.
+        change: of the step against the run's own codec, form and buckets with the same link and
+            hosts, as predicted; -0.5: half as long.
         place: 1 for the best with the same link and hosts; those that the model cannot tell apart
             share one. None: not ranked.
         verdict: in words; empty where ``change`` says it.
-        source: where the cost of the codec is from.
-        assumes: what has to be so.
+        source: of the codec's cost.
+        assumes: condition of the prediction.
         bucket_mb: ``bucket_cap_mb`` of DDP; None: the buckets of the run.
     """
 
@@ -53,24 +49,23 @@ class Prediction:
 
 
 def is_faster(each: Prediction) -> bool:
-    """Than the run's own setting, by more than the model can be wrong."""
+    """Faster than the run's own scenario by more than the error of the model."""
     return each.change is not None and each.change < 0 and each.verdict != NO_DIFFERENCE
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What can be said of a run and of others like it.
+    """Predictions for a run and for others like it.
 
     Args:
         measured_ms: median step of the run.
-        current: the model's word on that very run.
-        error: of it against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
+        current: prediction for that very run.
+        error: of ``current`` against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
         margin: share of a step within which nothing is ranked.
-        others: the best first, by links and hosts where these are asked about; then what is not
-            ranked, then those of which nothing can be told.
-        link: what was measured of the links.
-        reasons: by name, what is not known, and why.
-        against: what ``change`` is against, in words.
+        others: by links and hosts the best first; those without a prediction last.
+        link: measured speed of the links.
+        reasons: figures that are not known, and why.
+        against: reference of ``change``, in words.
     """
 
     measured_ms: float

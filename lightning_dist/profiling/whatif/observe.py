@@ -1,44 +1,59 @@
-"""What a profile says that a simulation needs: when gradients are there, and how fast links are."""
+"""Inputs of a simulation, read from a profile: when gradients are ready, and how fast links are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import mean, step_table
+from lightning_dist.profiling.analysis.tables import Array, mean, step_table
 from lightning_dist.profiling.analysis.traffic import link_uses
+from lightning_dist.profiling.capture.records import StepRecord
 from lightning_dist.profiling.folder import Run
-from lightning_dist.profiling.whatif.buckets import begin_of_gradients
-from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, Link, Setting
-from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
+from lightning_dist.profiling.whatif.simulator import (
+    DDP,
+    ELEMENT_BYTES,
+    FLAT,
+    GLOO_AT_ONCE,
+    LEADER,
+    SHARDED,
+    Bucket,
+    Link,
+    Scenario,
+)
 
 NS = 1e9
+"""Nanoseconds in a second."""
+
 _SMALL = 1 << 16
 """Bytes of an exchange below which it is its rounds that take the time."""
+
+Steps = Sequence[Sequence[Analysed]]
+"""Steps, and of each all ranks."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run; seconds, medians over its steps.
+    """Inputs of a simulation; seconds, medians over steps.
 
     Args:
-        setting: in which it was.
+        scenario: of the run.
         buckets: ready when the last rank has its gradients, in that order.
         tail: from the mean of all gradients to the end of the step.
-        step: how long it takes.
+        step: duration.
         sent: bytes over the link of the busiest host.
-        encode, decode: the codec, of a rank in a step; None: there is none.
-        reasons: what is not known, and why.
+        encode, decode: of the codec on a rank in a step; None: there is none.
+        reasons: figures that are not known, and why.
         begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
-        device: kind of what trains, and compresses.
+        device: kind of device that trains, and compresses.
     """
 
-    setting: Setting
+    scenario: Scenario
     buckets: Sequence[Bucket]
     tail: float
     step: float
@@ -52,95 +67,104 @@ class Observed:
 
     @property
     def elements(self) -> float:
-        """Of all gradients."""
+        """Elements of all gradients."""
         return sum(bucket.elements for bucket in self.buckets)
 
 
 def observe(run: Run, *, skip: int = 2) -> Observed:
-    """Look at a run.
+    """Inputs from a run, without its first ``skip`` steps.
 
     Ranks begin a step together, because they ended the one before together: times of several ranks
     count from the begin of each, and no clock is asked.
 
     Raises:
-        ValueError: it says too little, with what is missing.
+        ValueError: something is missing in the profile, with what it is.
     """
     chosen = sample(run, skip=skip)
-    if chosen.reason:
-        raise ValueError(f"nothing can be predicted from this profile: {chosen.whole_reason}")
-    if run.world_size < 2:
-        raise ValueError("nothing can be predicted from this profile: one rank exchanges nothing")
-    if missing := sorted(set(range(run.world_size)) - set(chosen.ranks)):
-        raise ValueError(
-            "nothing can be predicted from this profile: it has no step of rank "
-            f"{', '.join(map(str, missing))}"
-        )
     steps = [analyse(run, step) for step in chosen.detailed]
+    every = [each for ranks in steps for each in ranks]
     buckets = _buckets(steps, run.world_size)
-    if not buckets:
-        raise ValueError(
-            "nothing can be predicted from this profile: no bucket of gradients was seen"
+    abouts = [each.about for each in run.ranks.values()]
+    across = ["inter" in about.groups for about in abouts]
+    missing = sorted(set(range(run.world_size)) - set(chosen.ranks))
+    for problem, because in (
+        (chosen.whole_reason, chosen.reason),
+        ("one rank exchanges nothing", run.world_size < 2),
+        (f"it has no step of rank {', '.join(map(str, missing))}", missing),
+        ("no bucket of gradients was seen", not buckets),
+        (
+            "its steps exchange gradients several times",
+            any(len(passes_of(each.record)) > 1 for each in every),
+        ),
+        (
+            "its exchange has more than two levels",
+            any("inter2" in about.groups for about in abouts),
+        ),
+    ):
+        if because:
+            raise ValueError(f"nothing can be predicted from this profile: {problem}")
+    sent, moving = link_uses(step_table(run, chosen.detailed, steps))
+    used = (sent > 0) & (moving > 0)
+    if not used.any():
+        raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
+    rates = sent[used] / moving[used] * NS
+    codec, device = _codec(every), run.ranks[min(run.ranks)].about.device or "cpu"
+    hosts = Counter(about.host for about in abouts)
+    link = Link(_rate(run, rates, is_alone=len(hosts) in (1, len(abouts))), _latency(run, every))
+    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
+    single = [burst.seconds for burst in bursts if burst.count == 1]
+    if single and (several := [burst for burst in bursts if burst.count > 1]):
+        link = Link(
+            link.rate,
+            latency=median(single) / (run.world_size - 1),
+            overhead=median(burst.seconds / burst.count for burst in several),
+            cpu=median(burst.cpu / burst.count for burst in several),
         )
-    if any(len(passes_of(each.record)) > 1 for ranks in steps for each in ranks):
-        raise ValueError(
-            "nothing can be predicted from this profile: its steps exchange gradients several times"
-        )
-    reasons: dict[str, str] = {}
-    codec, form = _codec(steps), _form(run)
-    codes = [sum(_codec_time(each, "encode") for each in ranks) / len(ranks) for ranks in steps]
-    decodes = [sum(_codec_time(each, "decode") for each in ranks) / len(ranks) for ranks in steps]
-    every = chosen.ranks.values()
-    durations = [mean([each.head(step).duration for each in every]) for step in chosen.steps]
-    hosts = _hosts(run)
-    link, sent = _link(run, steps, reasons)
-    device = run.ranks[min(run.ranks)].about.device or "cpu"
-    setting = Setting(
+    scenario = Scenario(
         codec,
-        form,
-        [len(ranks) for ranks in hosts.values()],
+        FLAT if not any(across) else SHARDED if all(across) else LEADER,
+        tuple(hosts.values()),
         link,
-        _inside(steps, reasons),
-        at_once=Setting.at_once if device == "cpu" else 1,
+        _inside(every),
+        at_once=GLOO_AT_ONCE if device == "cpu" else 1,
     )
+    unknown = {
+        "overhead": not link.overhead
+        and "small collectives were not measured; each counts its bytes only",
+        "latency": link.latency is None
+        and "no small exchange was seen; rounds between hosts count nothing",
+        "inside": scenario.inside is None and "no exchange inside a host was measured",
+    }
+    ranks = chosen.ranks.values()
     return Observed(
-        setting,
+        scenario,
         buckets,
-        tail=median(mean([_tail(each) for each in ranks]) for ranks in steps) / NS,
-        step=median(durations) / NS,
-        sent=sent,
-        encode=None if codec == DDP else median(codes) / NS,
-        decode=None if codec == DDP else median(decodes) / NS,
-        reasons=reasons,
-        begin=median(max(begin_of_gradients(x.record) for x in ranks) for ranks in steps) / NS,
-        one_core=_has_one_core(run, hosts),
+        tail=_of_a_step(steps, _tail),
+        step=median(mean([each.head(step).duration for each in ranks]) for step in chosen.steps)
+        / NS,
+        sent=median(sent.max(axis=1).tolist()),
+        encode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "encode")),
+        decode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "decode")),
+        reasons={name: reason for name, reason in unknown.items() if reason},
+        begin=median(max(begin_of_gradients(x.record) for x in of_step) for of_step in steps) / NS,
+        one_core=any(
+            0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
+            for about in abouts
+        ),
         device=device,
     )
 
 
-def _has_one_core(run: Run, hosts: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a rank of some host has less than two cores, as far as that is known."""
-    abouts = {rank: each.about for rank, each in run.ranks.items()}
-    return any(
-        0 < abouts[rank].cores < 2 * len(ranks) and abouts[rank].device in ("", "cpu")
-        for ranks in hosts.values()
-        for rank in ranks
-    )
+def begin_of_gradients(record: StepRecord) -> int:
+    """Begin of the backward pass that has filled the buckets: others before it only added up."""
+    first = min((bucket.ready for bucket in record.buckets), default=record.duration)
+    begins = [each.begin for each in record.phases if each.name == "backward"]
+    return max((begin for begin in begins if begin <= first), default=first)
 
 
-def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
-    ready: dict[int, list[int]] = {}
-    raw: dict[int, list[int]] = {}
-    for ranks in steps:
-        of_step: dict[int, list[int]] = {}
-        for each in ranks:
-            for bucket in each.record.buckets:
-                of_step.setdefault(bucket.index, []).append(bucket.ready)
-                raw.setdefault(bucket.index, []).append(bucket.raw)
-        for index, times in of_step.items():
-            ready.setdefault(index, []).append(max(times))
-    whole = world_size / (2 * (world_size - 1) * BYTES)
-    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * whole) for i in ready]
-    return sorted(found, key=lambda bucket: bucket.ready)
+def _of_a_step(steps: Steps, nanoseconds: Callable[[Analysed], int]) -> float:
+    """Seconds: the median over steps of the mean over ranks."""
+    return median(mean([nanoseconds(each) for each in ranks]) for ranks in steps) / NS
 
 
 def _tail(each: Analysed) -> int:
@@ -148,118 +172,66 @@ def _tail(each: Analysed) -> int:
     return max(each.record.duration - done, 0)
 
 
-def _codec_time(each: Analysed, phase: str) -> int:
+def _spent(each: Analysed, phase: str) -> int:
     return sum(span.end - span.begin for span in each.record.spans if span.phase == phase)
 
 
-def _codec(steps: Sequence[Sequence[Analysed]]) -> str:
-    """The codec of the most bytes: small tensors travel as they are, beside it."""
-    weights: dict[str, int] = {}
+def _buckets(steps: Steps, world_size: int) -> list[Bucket]:
+    ready: dict[int, list[int]] = defaultdict(list)
+    raw: dict[int, list[int]] = defaultdict(list)
     for ranks in steps:
-        for each in ranks:
-            for bucket in each.record.buckets:
-                names = [name for name in bucket.codec.split("+") if name != "none"] or ["none"]
-                weights[names[0]] = weights.get(names[0], 0) + bucket.raw
+        of_step: dict[int, int] = {}
+        for bucket in (bucket for each in ranks for bucket in each.record.buckets):
+            of_step[bucket.index] = max(of_step.get(bucket.index, 0), bucket.ready)
+            raw[bucket.index].append(bucket.raw)
+        for index, time in of_step.items():
+            ready[index].append(time)
+    whole = world_size / (2 * (world_size - 1) * ELEMENT_BYTES) if world_size > 1 else 0.0
+    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * whole) for i in ready]
+    return sorted(found, key=lambda bucket: bucket.ready)
+
+
+def _codec(every: Iterable[Analysed]) -> str:
+    """Codec of the most bytes: small tensors travel as they are, beside it."""
+    weights: Counter[str] = Counter()
+    for bucket in (bucket for each in every for bucket in each.record.buckets):
+        names = [name for name in bucket.codec.split("+") if name != "none"]
+        weights[names[0] if names else "none"] += bucket.raw
     return max(weights, key=lambda name: weights[name])
 
 
-def _form(run: Run) -> str:
-    names = [set(each.about.groups) - {"control"} for each in run.ranks.values()]
-    if any("inter2" in each for each in names):
-        raise ValueError(
-            "nothing can be predicted from this profile: its exchange has more than two levels"
-        )
-    if not any("inter" in each for each in names):
-        return FLAT
-    return SHARDED if all("inter" in each for each in names) else LEADER
+def _rate(run: Run, rates: Array, *, is_alone: bool) -> float:
+    """Bytes per second of a link: in the steps, or of a collective with nothing else on it.
+
+    Args:
+        rates: of every step and link on which something was sent.
+        is_alone: a rank has its link for itself; else a collective of all says less than their sum.
+    """
+    links = [link for each in run.ranks.values() for link in each.links if link.peer is None]
+    alone = [link.sent / link.seconds for link in links if is_alone and link.seconds > 0]
+    # Small exchanges leave a link idle between them, and reach less than it can do.
+    return float(max(median(rates.tolist()), median(alone or [0.0])))
 
 
-def _hosts(run: Run) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, each in run.ranks.items():
-        hosts.setdefault(each.about.host, []).append(rank)
-    return hosts
-
-
-def _link(
-    run: Run,
-    steps: Sequence[Sequence[Analysed]],
-    reasons: dict[str, str],
-) -> tuple[Link, float]:
-    """How fast it is, and the bytes over the busiest."""
-    table = step_table(run, [ranks[0].record.step for ranks in steps], steps)
-    sent, moving = link_uses(table)
-    used = (sent > 0) & (moving > 0)
-    if not used.any():
-        raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
-    # Small exchanges leave a link idle between them, and what they reach is less than it can do.
-    rate = max(median((sent[used] / moving[used]).tolist()) * NS, _measured(run))
-    return _with_bursts(run, Link(rate), steps, reasons), median(sent.max(axis=1).tolist())
-
-
-def _measured(run: Run) -> float:
-    """Bytes in a second of the collective that was alone on the link; 0: there was none."""
-    whole = [
-        link.sent / link.seconds
-        for each in run.ranks.values()
-        for link in each.links
-        if link.peer is None and link.seconds > 0
-    ]
-    hosts = _hosts(run)
-    # Where ranks share a link, a collective of all says less of it than their sum.
-    return median(whole) if whole and len(hosts) in (1, len(run.ranks)) else 0.0
-
-
-def _with_bursts(
-    run: Run, link: Link, steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]
-) -> Link:
-    """What a collective takes however small it is; measured alone, or else seen in the steps."""
-    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
-    alone = [burst.seconds for burst in bursts if burst.count == 1]
-    together = [burst for burst in bursts if burst.count > 1]
-    if not alone or not together:
-        reasons["overhead"] = "small collectives were not measured; each counts its bytes only"
-        return replace(link, latency=_latency(run, steps, reasons))
-    return replace(
-        link,
-        latency=median(alone) / (run.world_size - 1),
-        overhead=median(burst.seconds / burst.count for burst in together),
-        cpu=median(burst.cpu / burst.count for burst in together),
-    )
-
-
-def _moving(each: Analysed, groups: Sequence[str]) -> int:
-    return length(union(x.transfer for x in each.exchanges if x.span.group in groups))
-
-
-def _latency(
-    run: Run, steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]
-) -> float | None:
-    """Of the small exchange that was the quickest: others have queued behind large ones."""
+def _latency(run: Run, every: Iterable[Analysed]) -> float | None:
+    """Seconds of a round in the quickest small exchange: others queued behind large ones."""
     found = []
-    for ranks in steps:
-        for each in ranks:
-            groups = run.ranks[each.parts.rank].about.groups
-            for exchange in each.exchanges:
-                span, (begin, end) = exchange.span, exchange.transfer
-                peers = len(groups.get(span.group, ()))
-                if span.group != "intra" and span.sent <= _SMALL and peers > 1:
-                    rounds = (2 if span.op == "all_reduce" else 1) * (peers - 1)
-                    found.append((end - begin) / rounds)
-    if not found:
-        reasons["latency"] = "no small exchange was seen; rounds between hosts count nothing"
-        return None
-    return min(found) / NS
+    for each in every:
+        groups = run.ranks[each.parts.rank].about.groups
+        for exchange in each.exchanges:
+            span, (begin, end) = exchange.span, exchange.transfer
+            peers = len(groups.get(span.group, ()))
+            if span.group != "intra" and span.sent <= _SMALL and peers > 1:
+                rounds = (2 if span.op == "all_reduce" else 1) * (peers - 1)
+                found.append((end - begin) / rounds / NS)
+    return min(found, default=None)
 
 
-def _inside(steps: Sequence[Sequence[Analysed]], reasons: dict[str, str]) -> Link | None:
+def _inside(every: Iterable[Analysed]) -> Link | None:
     rates = []
-    for ranks in steps:
-        for each in ranks:
-            sent = sum(x.span.sent for x in each.exchanges if x.span.group == "intra")
-            if sent and (moving := _moving(each, ("intra",))):
-                rates.append(sent / moving)
-    if not rates:
-        reasons["inside"] = "no exchange inside a host was measured"
-        return None
-    return Link(median(rates) * NS)
+    for each in every:
+        exchanges = [exchange for exchange in each.exchanges if exchange.span.group == "intra"]
+        sent = sum(exchange.span.sent for exchange in exchanges)
+        if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
+            rates.append(sent / moving * NS)
+    return Link(median(rates)) if rates else None

@@ -1,11 +1,14 @@
-"""Step times of settings that were not run, beside one that was, with the error of the model."""
+"""Predicted step times of other scenarios, beside the run itself, with the error of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
+from operator import attrgetter, itemgetter
 
+from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.whatif.answer import (
     NO_DIFFERENCE,
     NO_ERROR,
@@ -14,289 +17,261 @@ from lightning_dist.profiling.whatif.answer import (
     WhatIf,
     is_faster,
 )
-from lightning_dist.profiling.whatif.buckets import recut
-from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.whatif.setting import DDP, FLAT, FORMS, Link, Setting, impossible
-from lightning_dist.profiling.whatif.simulate import play
-from lightning_dist.reducer.costs import CodecCost
+from lightning_dist.profiling.whatif.costs import Costs
+from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.simulator import (
+    DDP,
+    FLAT,
+    FORMS,
+    Link,
+    Scenario,
+    rate_of,
+    rebucket,
+    simulate_step,
+)
+from lightning_dist.profiling.whatif.told import predicted
+from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 LEAST_MARGIN = 0.02
-"""Two runs of the same differ by as much, whatever the model says of one of them."""
+"""Two runs of the same scenario differ by as much, however exact the model is for one of them."""
 
-MS = 1e3
+BUCKET_SIZES = (5.0, 25.0, 100.0)
+"""MB to ask about; 25 is DDP's own."""
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What is asked of a run. None: as it was.
+def elsewhere(
+    run: Scenario,
+    *,
+    hosts: int | None = None,
+    link_gbps: float | None = None,
+    inside_gbps: float | None = None,
+    latency_us: float | None = None,
+) -> Scenario:
+    """Scenario of a run on other links and hosts; None: as in the run.
 
     Args:
-        gbps: of a host's link, headers included.
-        was_gbps: what the link of the run was called: what was lost of it there is lost of ``gbps``
-            too. None: only headers are.
-        hosts: as many, each with the ranks of one of the run.
-        inside_gbps: of a rank inside its host.
-        latency: seconds of a round between hosts.
-        one_core: a rank has one core for the backward pass and the codec. None: if the run had less
-            than two for each; what its own codec took has that in it already.
-        bucket_mb: of gradients in a bucket, ``bucket_cap_mb`` of DDP.
+        hosts: number, each with as many ranks as the largest host of the run.
+        link_gbps: of a host's link, headers included.
+        inside_gbps: of a rank inside its host, headers included.
+        latency_us: microseconds of a round between hosts.
+
+    Raises:
+        ValueError: one of them is out of range.
     """
+    if hosts is not None and hosts < 2:
+        raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
+    for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
+        if gbps is not None and not 0 < gbps < inf:
+            raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
+    if latency_us is not None and not 0 <= latency_us < inf:
+        raise ValueError(f"latency_us must be 0 or more, got {latency_us:g}")
+    link = run.link if link_gbps is None else replace(run.link, rate=rate_of(link_gbps))
+    if latency_us is not None:
+        link = replace(link, latency=latency_us / 1e6)
+    elif run.hosts == 1 and hosts is not None:
+        link = replace(link, latency=None)  # inside a host it is another
+    inside = run.inside if inside_gbps is None else Link(rate_of(inside_gbps))
+    counts = run.counts if hosts is None else (max(run.counts),) * hosts
+    return replace(run, counts=counts, link=link, inside=inside)
 
-    codec: str | None = None
-    form: str | None = None
-    hosts: int | None = None
-    gbps: float | None = None
-    was_gbps: float | None = None
-    inside_gbps: float | None = None
-    latency: float | None = None
-    one_core: bool | None = None
-    bucket_mb: float | None = None
 
-    @property
-    def question(self) -> Wish:
-        """What is asked about the run's own setting: other links, latency and hosts."""
-        return replace(self, codec=None, form=None, bucket_mb=None)
+def candidates(
+    base: Scenario, codecs: Iterable[str], *, forms: Sequence[str] = ()
+) -> list[Scenario]:
+    """Every codec of ``base``, flat and, where hosts have several ranks, by hosts.
 
-    def __post_init__(self) -> None:
-        if self.form is not None and self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
-        if self.hosts is not None and self.hosts < 2:
-            raise ValueError(
-                f"hosts must be 2 or more, got {self.hosts}; on one host nothing is between hosts"
-            )
-        for name in ("gbps", "was_gbps", "inside_gbps"):
-            rate = getattr(self, name)
-            if rate is not None and rate <= 0:
-                raise ValueError(f"{name} must be above 0 Gbit/s, got {rate}")
-        if self.bucket_mb is not None and not 0 < self.bucket_mb < inf:
-            raise ValueError(f"bucket_mb must be above 0 MB, got {self.bucket_mb}")
-        if self.was_gbps is not None and self.gbps is None:
-            raise ValueError(
-                f"was_gbps={self.was_gbps} says of the run's link what another one is compared "
-                "with; give gbps too, or leave it out"
-            )
-        if self.latency is not None and self.latency < 0:
-            raise ValueError(f"latency must not be negative, got {self.latency} s")
+    Args:
+        codecs: with :data:`DDP` stock DDP too, which is flat.
+        forms: only these.
+    """
+    forms = forms or (FORMS if max(base.counts) > 1 else (FLAT,))
+    return [
+        replace(base, codec=codec, form=form, bucket_mb=None)
+        for form in forms
+        for codec in codecs
+        if codec != DDP or form == FLAT
+    ]
+
+
+def other_buckets(
+    observed: Observed, base: Scenario, sizes: Sequence[float] = BUCKET_SIZES
+) -> list[Scenario]:
+    """``base`` in other buckets; sizes that change nothing are left out."""
+    seen, found = [list(observed.buckets)], []
+    for size in sizes:
+        buckets = rebucket(observed.buckets, size, begin=observed.begin)
+        if buckets not in seen:
+            seen.append(buckets)
+            found.append(replace(base, bucket_mb=size))
+    return found
 
 
 def predict(
-    observed: Observed, wishes: Sequence[Wish], *, costs: Mapping[str, CodecCost]
+    observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> WhatIf:
-    """Play the run itself, and then what is wished."""
-    known = {**costs, **_of_this_run(observed, costs)}
-    current, error = _play(observed, observed.setting, known), None
-    if current.step_ms is not None:
-        error = current.step_ms / (observed.step * MS) - 1
+    """Simulate the run itself, and then ``scenarios``."""
+    run = observed.scenario
+    known = {**costs, **_cost_in_run(observed, costs)}
+    current = _prediction(observed, run, known)
+    error = None if current.step_ms is None else current.step_ms / (observed.step * 1e3) - 1
     margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    of_question: dict[Wish, list[Wish]] = {}
-    for wish in wishes:  # whether a codec has a core is no other question
-        of_question.setdefault(replace(wish.question, one_core=None), []).append(wish)
+    of_place: dict[Scenario, list[Prediction]] = {}  # by the run's own codec, form and buckets
+    for scenario in scenarios:
+        own = replace(scenario, codec=run.codec, form=run.form, bucket_mb=None)
+        of_place.setdefault(own, []).append(_prediction(observed, scenario, known))
     others: list[Prediction] = []
-    for alike in of_question.values():
-        own, *played = (
-            _play(observed, _wished(observed, wish), known, wish)
-            for wish in (alike[0].question, *alike)
+    for own, alike in of_place.items():
+        others += _ranked(alike, _prediction(observed, own, known).step_ms, margin)
+    for alike in of_place.values():
+        others += [each for each in alike if each.step_ms is None]
+    reasons, against = dict(observed.reasons), THIS_RUN
+    if run.hosts == 1 and any(own.hosts > 1 and own.link.latency is None for own in of_place):
+        reasons["latency"] = (
+            "the run was on one host; rounds between hosts count nothing without --latency-us"
         )
-        others += _placed(played, own, margin)
+    if set(of_place) - {run}:
+        against = f"{run.codec} {run.form}, as in this run, with the same link and hosts"
+    link = {
+        "gbps": run.link.gbps,
+        "inside_gbps": None if run.inside is None else run.inside.gbps,
+        "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
+    }
     return WhatIf(
-        measured_ms=observed.step * MS,
-        current=current,
-        error=error,
-        margin=margin,
-        others=[each for each in others if each.step_ms is not None]
-        + [each for each in others if each.step_ms is None],
-        link={
-            "gbps": observed.setting.link.gbps,
-            "inside_gbps": None
-            if observed.setting.inside is None
-            else observed.setting.inside.gbps,
-            "latency_us": _us(observed.setting.link.latency),
-        },
-        reasons=_reasons(observed, wishes),
-        against=_against(current, wishes),
+        observed.step * 1e3, current, error, margin, others, link, reasons, against=against
     )
 
 
-def why_not(observed: Observed, wish: Wish) -> str:
-    """Why nothing can be told of it, whatever codecs cost; empty if something can."""
-    return _untellable(observed, _wished(observed, wish))
+def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
+    """``summary`` of ``run`` with predictions, or with the reason why there are none.
+
+    Args:
+        costs: of codecs; called only where something can be predicted with them.
+    """
+    try:
+        observed = observe(run)
+        known, own = costs(observed), observed.scenario
+        if not known.by_name:
+            raise ValueError(known.reason)
+        scenarios = [each for each in candidates(own, (DDP, *CANDIDATES)) if each != own]
+        scenarios += other_buckets(observed, own)
+        found = predict(observed, scenarios, costs=known.by_name)
+    except ValueError as error:
+        return replace(summary, reasons={**summary.reasons, "whatif": str(error)})
+    except Exception as error:  # the rest of the report is worth more than this part of it
+        reason = f"the prediction failed: {type(error).__name__}: {error}"
+        return replace(summary, reasons={**summary.reasons, "whatif": reason})
+    if known.reason:
+        found = replace(found, reasons={**found.reasons, "costs": known.reason})
+    headline = " ".join(filter(None, (summary.headline, predicted(found))))
+    return replace(summary, whatif=found, headline=headline)
 
 
-def _against(current: Prediction, wishes: Sequence[Wish]) -> str:
-    if all(wish.question == Wish() for wish in wishes):
-        return THIS_RUN
-    return f"{current.codec} {current.form}, as in this run, with the same link and hosts"
+def why_not(observed: Observed, scenario: Scenario) -> str:
+    """Reason why a scenario cannot be predicted, whatever codecs cost; empty if it can."""
+    run = observed.scenario
+    if run.hosts == 1 and scenario.hosts > 1 and scenario.link.rate == run.link.rate:
+        return "the run was on one host; give the rate of a link between hosts with --link-gbps"
+    return scenario.unsupported
 
 
-def _reasons(observed: Observed, wishes: Sequence[Wish]) -> Mapping[str, str]:
-    asks = any(wish.hosts is not None and wish.latency is None for wish in wishes)
-    if observed.setting.hosts > 1 or not asks:
-        return observed.reasons
-    reason = "the run was on one host; rounds between hosts count nothing without --latency-us"
-    return {**observed.reasons, "latency": reason}
-
-
-def _of_this_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
-    """The cost of the run's own codec, as the run has it."""
-    setting = observed.setting
-    cost = costs.get(setting.codec)
-    if cost is None or impossible(setting):
+def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
+    """Cost of the run's own codec, with the bytes and times of the run."""
+    run = observed.scenario
+    cost = costs.get(run.codec)
+    if cost is None or run.unsupported:
         return {}
-    calibrated = play(observed.buckets, setting, cost=cost, plain=costs.get("none"))
-    cost = replace(cost, wire=cost.wire * observed.sent / calibrated.sent, assumes="")
-    if setting.form != FLAT or observed.encode is None or observed.decode is None:
+    step = simulate_step(observed.buckets, run, cost=cost, inside_cost=costs.get("none"))
+    cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumes="")
+    if run.form != FLAT or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
-    encode = observed.encode / observed.elements
     payloads, reduced = 1, 0.0
-    if cost.exchange == "two_shot" and setting.world_size > 2:
-        reduced = cost.decode + cost.encode / setting.world_size
+    if cost.exchange == "two_shot" and run.world_size > 2:
+        reduced = cost.decode + cost.encode / run.world_size
     elif cost.exchange != "allreduce":
-        payloads = setting.world_size
+        payloads = run.world_size
     expected = cost.decoding(payloads) + reduced
     slower = observed.decode / observed.elements / expected if expected else 1.0
     return {
         cost.name: replace(
             cost,
-            encode=encode,
+            encode=observed.encode / observed.elements,
             decode=cost.decode * slower,
             settle=cost.settle * slower,
-            source="this run",
+            source=THIS_RUN,
         )
     }
 
 
-def _wished(observed: Observed, wish: Wish) -> Setting:
-    setting, link = observed.setting, observed.setting.link
-    counts = setting.counts
-    if wish.hosts is not None:
-        counts = [max(counts)] * wish.hosts
-    if wish.gbps is not None:
-        share = 1.0 if wish.was_gbps is None else link.gbps / wish.was_gbps
-        link = replace(link, rate=Link.of_gbps(wish.gbps).rate * share)
-    if wish.latency is not None:
-        link = replace(link, latency=wish.latency)
-    elif setting.hosts == 1 and wish.hosts is not None:
-        link = replace(link, latency=None)  # that of one host says nothing of what is between them
-    inside = setting.inside
-    if wish.inside_gbps is not None:
-        inside = Link.of_gbps(wish.inside_gbps)
-    return replace(
-        setting,
-        codec=setting.codec if wish.codec is None else wish.codec,
-        form=setting.form if wish.form is None else wish.form,
-        counts=counts,
-        link=link,
-        inside=inside,
-    )
-
-
-def _play(
-    observed: Observed,
-    setting: Setting,
-    costs: Mapping[str, CodecCost],
-    wish: Wish | None = None,
+def _prediction(
+    observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    bucket_mb = None if wish is None else wish.bucket_mb
+    codec, cost = scenario.codec, costs.get(scenario.codec)
+    reason = why_not(observed, scenario)
+    if codec != DDP and cost is None:
+        reason = f"what {codec} costs was not measured"
+    elif scenario.form != FLAT and "none" not in costs:
+        reason = "what a copy costs was not measured"
     about = Prediction(
-        setting.codec,
-        setting.form,
-        setting.hosts,
-        setting.world_size,
-        setting.link.gbps,
-        bucket_mb=bucket_mb,
+        codec,
+        scenario.form,
+        scenario.hosts,
+        scenario.world_size,
+        scenario.link.gbps,
+        reason=reason,
+        bucket_mb=scenario.bucket_mb,
     )
-    cost = costs.get(setting.codec)
-    if reason := _unknown(observed, setting, costs):
-        return replace(about, reason=reason)
+    if reason:
+        return about
     buckets = observed.buckets
-    if bucket_mb is not None:
-        buckets = recut(buckets, bucket_mb, begin=observed.begin)
-    one_core = _shares_core(observed, setting, wish)
-    played = play(buckets, setting, cost=cost, plain=costs.get("none"), one_core=one_core)
+    if scenario.bucket_mb is not None:
+        buckets = rebucket(buckets, scenario.bucket_mb, begin=observed.begin)
+    step = simulate_step(
+        buckets,
+        scenario,
+        cost=cost,
+        inside_cost=costs.get("none"),
+        # What the run's own codec took has its share of the core in it.
+        one_core=observed.one_core and codec != observed.scenario.codec,
+    )
     last = max(bucket.ready for bucket in buckets)
-    done = max(played.done, last)
+    done = max(step.done, last)
     return replace(
         about,
-        step_ms=(done + observed.tail) * MS,
-        exposed_ms=(done - last) * MS,
-        sent_mb=played.sent / 1e6,
+        step_ms=(done + observed.tail) * 1e3,
+        exposed_ms=(done - last) * 1e3,
+        sent_mb=step.sent / 1e6,
         source="" if cost is None else cost.source,
         assumes="" if cost is None else cost.assumes,
     )
 
 
-def _shares_core(observed: Observed, setting: Setting, wish: Wish | None) -> bool:
-    """Whether the codec of ``setting`` has to be played on the core of the backward pass."""
-    if wish is not None and wish.one_core is not None:
-        return wish.one_core
-    return observed.one_core and setting.codec != observed.setting.codec
-
-
-def _unknown(observed: Observed, setting: Setting, costs: Mapping[str, CodecCost]) -> str:
-    """Why nothing can be told of a setting; empty if something can."""
-    if setting.codec != DDP and setting.codec not in costs:
-        return f"what {setting.codec} costs was not measured"
-    if setting.form != FLAT and "none" not in costs:
-        return "what a copy costs was not measured"
-    return _untellable(observed, setting)
-
-
-def _untellable(observed: Observed, setting: Setting) -> str:
-    """The same, whatever codecs cost."""
-    is_of_run = setting.link.rate == observed.setting.link.rate
-    if observed.setting.hosts == 1 and setting.hosts > 1 and is_of_run:
-        return "the run was on one host; give the rate of a link between hosts with --bandwidth"
-    return impossible(setting)
-
-
-def _placed(
-    played: Sequence[Prediction], own: Prediction, margin: float | None
+def _ranked(
+    found: Sequence[Prediction], own_ms: float | None, margin: float | None
 ) -> list[Prediction]:
     """The best first. One that is within the margin of the one before it shares its place.
 
-    Of those that share one, :func:`_least_lost` is first. What is only true of some models has no
-    place, and comes after all that have.
-
-    Args:
-        own: the setting of the run, with the same link and hosts.
+    Those of a place that cannot be told from its fastest are listed by what they send, because more
+    bytes lose less, and first those that are faster than the run's own by more than the margin. A
+    prediction that is only true of some models has no place, and comes after all that have.
     """
-    told = sorted(
-        (each for each in played if each.step_ms is not None), key=lambda each: each.step_ms or 0.0
-    )
-    untold = [each for each in played if each.step_ms is None]
-    if margin is None or own.step_ms is None:
-        return [*(replace(each, verdict=NO_ERROR) for each in told), *untold]
-    found: list[Prediction] = []
-    for each in told:
-        change = (each.step_ms or 0.0) / own.step_ms - 1
-        verdict = NO_DIFFERENCE if abs(change) <= margin else ""
-        found.append(replace(each, change=change, verdict=verdict))
-    groups: list[list[Prediction]] = []
-    for each in found:
-        if each.assumes:
-            continue
-        if groups and (each.step_ms or 0.0) <= (groups[-1][-1].step_ms or 0.0) * (1 + margin):
-            groups[-1].append(each)
-        else:
-            groups.append([each])
-    place, placed = 1, list[Prediction]()
-    for group in groups:
-        placed += [replace(each, place=place) for each in _least_lost(group, margin)]
-        place += len(group)
-    return [*placed, *(each for each in found if each.assumes), *untold]
-
-
-def _least_lost(alike: Sequence[Prediction], margin: float) -> list[Prediction]:
-    """Those that cannot be told from the fastest, by what they send: more bytes lose less.
-
-    First come those that are faster than the run's own setting by more than that, if there are
-    any; what is further from the fastest follows in the order of time.
-    """
-    most = (alike[0].step_ms or 0.0) * (1 + margin)
-    near = [each for each in alike if (each.step_ms or 0.0) <= most]
-    near.sort(key=lambda each: (not is_faster(each), -(each.sent_mb or 0.0)))
-    return [*near, *alike[len(near) :]]
-
-
-def _us(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e6
+    step = attrgetter("step_ms")
+    told = sorted((each for each in found if each.step_ms is not None), key=step)
+    if margin is None or own_ms is None:
+        return [replace(each, verdict=NO_ERROR) for each in told]
+    told = [replace(each, change=step(each) / own_ms - 1) for each in told]
+    told = [
+        replace(each, verdict=NO_DIFFERENCE) if abs(each.change or 0.0) <= margin else each
+        for each in told
+    ]
+    place, fastest, before = 0, 0.0, -inf
+    ranked: list[tuple[tuple[int, float, float], Prediction]] = []
+    for number, each in enumerate((each for each in told if not each.assumes), start=1):
+        if step(each) > before * (1 + margin):
+            place, fastest = number, step(each)
+        before = step(each)
+        order = place, 2.0, before
+        if before <= fastest * (1 + margin):
+            order = place, float(not is_faster(each)), -round(each.sent_mb or 0.0, 6)  # to a byte
+        ranked.append((order, replace(each, place=place)))
+    ranked.sort(key=itemgetter(0))
+    return [each for _, each in ranked] + [each for each in told if each.assumes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_dist.profiling.whatif.answer import Prediction, WhatIf, is_faster
-from lightning_dist.profiling.whatif.setting import FLAT, LEADER
+from lightning_dist.profiling.whatif.simulator import FLAT, LEADER
 
 _NOTHING = "No other setting is predicted to be faster than the model can tell"
 

@@ -15,7 +15,7 @@ from profiled_common import STEPS, busy, network, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import CommProfiler, compress_ddp
-from lightning_dist.profiling.whatif import measure
+from lightning_dist.profiling.whatif import costs
 
 
 class Module(L.LightningModule):
@@ -102,7 +102,7 @@ def lightning_manual(folder: Path, *, strategy: str) -> None:
 
 def lightning_predicted(folder: Path) -> None:
     """As if the training had been long enough for what codecs cost to be measured."""
-    measure.LEAST_TRAINING, measure.LARGEST_SHARE = 0.0, 1e3
+    costs.LEAST_TRAINING, costs.LARGEST_SHARE = 0.0, 1e3
     fit(folder, CommProfiler(), strategy="ddp")
     tell(folder)
 

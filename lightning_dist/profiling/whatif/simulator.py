@@ -1,0 +1,330 @@
+"""Step time of one exchange of gradients, simulated from bytes, rounds, rates and codec costs.
+
+:func:`simulate_step` follows the busiest rank. Everything it needs is an argument, nothing is read
+from a profile, so that it can be compared with any measurement:
+
+- :class:`Bucket`: elements of each bucket, and when its gradients are ready;
+- :class:`Scenario`: codec, ranks of every host, and the :class:`Link` between and inside hosts
+  (rate, latency of a round, overhead of a collective);
+- :class:`~lightning_dist.reducer.costs.CodecCost`: bytes and seconds per element of a codec.
+
+Bytes and rounds follow by formula. With ``W`` ranks, ``L`` of them on each of ``H`` hosts, and a
+payload of ``b`` bytes per rank, the link of the busiest host carries in one direction:
+
+==========  ===========================  ==========  =====================
+exchange    bytes                        rounds      second collective
+==========  ===========================  ==========  =====================
+allreduce   ``2 (W-1)/W b``              ``2 (W-1)``
+gather      ``(W-1) b``                  ``W-1``
+two_shot    ``L (W-L)/W b``              ``W-1``     ``(W-1)/W b``, ``W-1``
+==========  ===========================  ==========  =====================
+
+A ring has one edge that leaves a host, and each edge carries the same. Two ranks gather where more
+would exchange in two shots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil, inf
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_dist.reducer.chunk_sizes import chunk_elements
+from lightning_dist.reducer.costs import CodecCost
+
+DDP = "ddp"
+"""Stock DDP in the place of a codec."""
+
+FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
+PAYLOAD = 1448 / 1514
+"""Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
+
+GLOO_AT_ONCE = 2
+"""Collectives of a group that gloo runs at once: its number of threads. Others queue."""
+
+ELEMENT_BYTES = 4
+"""Bytes of a gradient element."""
+
+_ROUNDING = 1e-9
+"""Sums of elements are not exact where a bucket of the run is a median, or a piece of one."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Speed of one level of the network.
+
+    Args:
+        rate: payload bytes per second in one direction: of a host between hosts, of a rank inside.
+        latency: seconds of a round; None: unknown, and rounds count nothing.
+        overhead: least seconds between two collectives, however small.
+        cpu: seconds of a core that a collective takes.
+    """
+
+    rate: float
+    latency: float | None = None
+    overhead: float = 0.0
+    cpu: float = 0.0
+
+    @property
+    def gbps(self) -> float:
+        """Rate in Gbit/s, headers included."""
+        return self.rate * 8e-9 / PAYLOAD
+
+
+def rate_of(gbps: float) -> float:
+    """Payload bytes per second of a link of this rate, headers included."""
+    return gbps * 1e9 / 8 * PAYLOAD
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Exchange of gradients to simulate.
+
+    Args:
+        codec: name, or :data:`DDP`.
+        form: one of :data:`FORMS`.
+        counts: ranks of every host.
+        link: between hosts; inside the host where there is only one.
+        inside: inside a host; None: unknown.
+        at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
+        bucket_mb: ``bucket_cap_mb`` of DDP; None: the buckets as they are.
+
+    Raises:
+        ValueError: an unknown form, or buckets without a size.
+    """
+
+    codec: str
+    form: str
+    counts: tuple[int, ...]
+    link: Link
+    inside: Link | None = None
+    at_once: int = GLOO_AT_ONCE
+    bucket_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < inf:
+            raise ValueError(f"bucket_mb must be above 0 MB, got {self.bucket_mb}")
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.counts)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(self.counts)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks behind each link of the exchange. On a single host each rank has its own."""
+        if self.form != FLAT:
+            return (1,) * self.hosts
+        return self.counts if self.hosts > 1 else (1,) * self.world_size
+
+    @property
+    def unsupported(self) -> str:
+        """Reason why the scenario cannot run or be simulated; empty if it can."""
+        uneven = self.form == SHARDED and len(set(self.counts)) > 1
+        reasons = {
+            "DDP itself knows no hosts": self.codec == DDP,
+            "one rank per host: there is nothing to add up inside a host": max(self.counts) == 1,
+            "one host: nothing is left to do between hosts": self.hosts == 1,
+            "the hosts hold different numbers of ranks, which takes the leader form": uneven,
+            "no exchange inside a host was measured; give its rate with --inside-gbps": (
+                self.inside is None
+            ),
+        }
+        return next(
+            (reason for reason, holds in reasons.items() if holds and self.form != FLAT), ""
+        )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Bucket of gradients: seconds from the begin of the step until it is ready, and elements."""
+
+    ready: float
+    elements: float
+
+
+class SimulatedStep(NamedTuple):
+    """Seconds until the mean of all gradients is there, and bytes over the link of a host."""
+
+    done: float
+    sent: float
+
+
+class Collective(NamedTuple):
+    """Bytes of a collective over a link, and messages in it that wait for one another."""
+
+    nbytes: float
+    rounds: int
+
+
+def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Collective, ...]:
+    """Collectives of an exchange, one after the other, over the link of the busiest host.
+
+    Args:
+        exchange: of the codec.
+        size: bytes of a rank's payload.
+        counts: ranks of every host. One rank of each: bytes that a peer sends.
+    """
+    world = sum(counts)
+    ring = (world - 1) / world * size
+    if exchange == "allreduce":
+        return (Collective(2 * ring, 2 * (world - 1)),)
+    if exchange == "gather" or world <= 2:
+        return (Collective((world - 1) * size, world - 1),)
+    assert exchange == "two_shot", exchange
+    leaving = max(count * (world - count) for count in counts) / world * size
+    return Collective(leaving, world - 1), Collective(ring, world - 1)
+
+
+def inside(size: float, local: int, *, leader: bool) -> Collective:
+    """One way inside a host, to its owners or back: into or out of the busiest rank."""
+    share = size if leader else size / local
+    return Collective((local - 1) * share, local - 1)
+
+
+class _Queue:
+    """Collectives of one group on a link: each waits for a thread, and for the link."""
+
+    def __init__(self, link: Link, at_once: int) -> None:
+        self.link = link
+        self.threads = [0.0] * at_once
+        self.link_free = self.issued = self.sent = 0.0
+
+    def send(self, at: float, unit: Collective, elements: float) -> float:
+        """Time at which a collective issued ``at`` has ended; ``unit`` is of one element.
+
+        Its rounds come on top of its bytes and hold up its thread, not the link.
+        """
+        thread = self.threads.index(min(self.threads))
+        begin = max(at, self.threads[thread])
+        nbytes = unit.nbytes * elements
+        self.issued = max(begin, self.issued) + self.link.overhead
+        self.link_free = max(begin, self.link_free) + nbytes / self.link.rate
+        self.sent += nbytes
+        end = max(self.link_free, self.issued) + unit.rounds * (self.link.latency or 0.0)
+        self.threads[thread] = end
+        return end
+
+
+def simulate_step(
+    buckets: Sequence[Bucket],
+    scenario: Scenario,
+    *,
+    cost: CodecCost | None = None,
+    inside_cost: CodecCost | None = None,
+    one_core: bool = False,
+) -> SimulatedStep:
+    """Simulate one step of the busiest rank, with all ranks in step.
+
+    Stock DDP sends a bucket when it is ready. With a codec one worker thread does everything in
+    order, as in the reducer: it encodes a bucket chunk by chunk and issues the collective of each;
+    where there is a second collective, it waits for the first of each chunk, reduces and issues it;
+    when the last bucket is through, it decodes all. Where gradients are added up inside hosts
+    first, a chunk travels there while the one before it is encoded; means come back the same way.
+
+    Args:
+        cost: of the codec; None for stock DDP.
+        inside_cost: of the codec inside hosts, usually ``none``: its bytes, and seconds of a pass.
+        one_core: the worker shares a core with the backward pass: what it does meanwhile takes
+            twice as long and delays the gradients to come, and gloo's threads delay the worker.
+    """
+    assert buckets
+    assert not scenario.unsupported, scenario.unsupported
+    link = _Queue(scenario.link, scenario.at_once)
+    if scenario.codec == DDP:
+        (ring,) = collectives("allreduce", ELEMENT_BYTES, scenario.peers)
+        done = max(link.send(bucket.ready, ring, bucket.elements) for bucket in buckets)
+        return SimulatedStep(done, link.sent)
+    assert cost is not None
+    world, local = sum(scenario.peers), max(scenario.counts)
+    first, *second = collectives(cost.exchange, cost.wire, scenario.peers)
+    cpu = scenario.link.cpu if one_core else 0.0
+    shares, copy, now, delay = 1, 0.0, 0.0, 0.0
+    inner: _Queue | None = None
+    if scenario.form != FLAT:
+        assert inside_cost is not None
+        assert scenario.inside is not None
+        leader = scenario.form == LEADER
+        shares, copy = 1 if leader else local, inside_cost.encode
+        inner = _Queue(scenario.inside, scenario.at_once)
+        way = inside(inside_cost.wire, local, leader=leader)
+
+    def send_inside(elements: float) -> float:
+        return now if inner is None else inner.send(now, way, elements)
+
+    chunks: list[tuple[float, float]] = []  # elements of all, and the end of their last collective
+    for bucket in buckets:
+        now = max(now, bucket.ready + delay)
+        total = bucket.elements
+        largest = shares * chunk_elements(world if second else 1)
+        if cost.exchange == "allreduce" and inner is None:
+            largest = ceil(total)  # as DDP, one collective a bucket
+        sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]
+        pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
+        delay += (pace - 1) * (bucket.elements / shares * cost.encode + len(sizes) * cpu)
+        arrivals: list[float] = []
+        ends: list[float] = []
+        for index, elements in enumerate(sizes):
+            for ahead in sizes[len(arrivals) : index + 2]:
+                now += ahead * copy
+                arrivals.append(send_inside(ahead))
+            now = max(now, arrivals[index]) + elements * copy  # adds up what has arrived
+            now += elements / shares * cost.encode * pace
+            ends.append(link.send(now, first, elements))
+            now += cpu * pace
+        for again in second:  # each rank reduces its shard and encodes the mean
+            for index, elements in enumerate(sizes):
+                now = max(now, ends[index])
+                now += elements / shares * (cost.decode + cost.encode / world)
+                ends[index] = link.send(now, again, elements)
+                now += cpu
+        chunks += zip(sizes, ends, strict=True)
+    # Vote on whether all ranks were finite: a few bytes, in as many rounds as a ring has.
+    now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
+    gathers = not second and cost.exchange != "allreduce"
+    decode = cost.decoding(world if gathers else 1) + copy
+    waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
+    for elements, end in chunks:
+        now = max(now, end) + elements / shares * decode
+        before, came = waiting, arrival
+        waiting, arrival = elements, send_inside(elements)
+        now = max(now, came) + before * copy
+    return SimulatedStep(max(now, arrival) + waiting * copy, link.sent)
+
+
+def rebucket(buckets: Sequence[Bucket], cap_mb: float, *, begin: float) -> list[Bucket]:
+    """Buckets of ``cap_mb`` with the gradients of a run, in the order in which they came.
+
+    Gradients become ready evenly, by elements, between the times at which the run's own buckets
+    were. As in DDP a bucket is closed by the parameter that fills it. A profile does not know the
+    sizes of parameters: where a bucket of the run ended within half a cap, the new one ends too,
+    so that the cap of the run gives the buckets of the run.
+
+    Args:
+        buckets: of the run, in order of ``ready``.
+        cap_mb: 2**20 bytes each, as ``bucket_cap_mb`` of DDP; the first bucket has it too.
+        begin: of the backward pass, seconds since the begin of the step.
+    """
+    cap = cap_mb * (1 << 20) / ELEMENT_BYTES
+    known = [0.0, *accumulate(bucket.elements for bucket in buckets)]
+    ends = [0.0]
+    for total in known[1:]:
+        while total - ends[-1] >= cap * (1 - _ROUNDING):
+            ends.append(total if total - ends[-1] < 1.5 * cap else ends[-1] + cap)
+    if ends[-1] < known[-1]:
+        ends.append(known[-1])
+    times = [min(begin, buckets[0].ready), *(bucket.ready for bucket in buckets)]
+    ready = np.interp(ends[1:], known, times).tolist()
+    sizes = [end - start for start, end in pairwise(ends)]
+    return [Bucket(*each) for each in zip(ready, sizes, strict=True)]
