@@ -33,21 +33,12 @@ def test_the_package_is_the_program_too() -> None:
     assert lightning_dist.__version__ in shown.output
 
 
-def test_the_program_does_what_it_is_for(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save_file(tmp_path / f"{step}.ckpt", step=step)
-    shown = run([PROGRAM, "ckpt", "ls", tmp_path], limit=60).require_success().output
-    assert [line.split()[0] for line in shown.splitlines()[-3:]] == ["3.ckpt", "2.ckpt", "1.ckpt"]
-    damage(tmp_path / "3.ckpt")
+def test_the_program_ends_with_its_exit_codes_and_no_traceback(tmp_path: Path) -> None:
+    save_file(tmp_path / "1.ckpt")
+    damage(tmp_path / "1.ckpt")
     checked = run([PROGRAM, "ckpt", "verify", tmp_path], limit=60)
     assert checked.returncode == 1
     assert "data/0 has changed since it was written" in checked.output
-    prune = [PROGRAM, "ckpt", "prune", tmp_path, "--keep", "1", "--yes"]
-    run(prune, limit=60).require_success()
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["2.ckpt"]
-
-
-def test_errors_are_one_line_and_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [PROGRAM, "ckpt", "ls", tmp_path / "no"], capture_output=True, text=True, timeout=60
     )
@@ -79,15 +70,16 @@ def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
     assert not (tmp_path / "1.ckpt").exists()
 
 
-def test_a_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
+def test_a_bar_shows_on_a_terminal_only(tmp_path: Path, quick_python: list[str]) -> None:
+    program = [*quick_python, "-m", "lightning_dist"]
     large = {**RECORDS, "data/1": bytes(4 << 20)}
     path = save_file(tmp_path / "x.ckpt", records=large)
-    done = on_terminal([PROGRAM, "ckpt", "verify", path], piped=True)
+    done = on_terminal([*program, "ckpt", "verify", path], piped=True)
     assert done.returncode == 0
     assert done.pipe.splitlines()[-1].startswith("ok ")
     assert "4.2/4.2 MB" in done.terminal
-    piped = subprocess.run([PROGRAM, "ckpt", "verify", path], capture_output=True, timeout=60)
-    assert (piped.returncode, piped.stderr) == (0, b"")
+    piped = CliRunner().invoke(app, ["ckpt", "verify", path])
+    assert (piped.exit_code, piped.stderr) == (0, "")
 
 
 def test_the_program_itself_loads_no_torch(tmp_path: Path) -> None:
@@ -101,9 +93,9 @@ def test_the_program_itself_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_that_test_can_fail(tmp_path: Path) -> None:
-    code = "import torch\n" + LOADED
+    code = "import fsspec\n" + LOADED
     loaded = run([sys.executable, "-c", code, "--version"], limit=60).require_success().output
-    assert "torch" in loaded
+    assert loaded == "fsspec\n"
 
 
 def test_version() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +14,8 @@ from terminals import on_terminal
 from typer.testing import CliRunner
 
 from lightning_dist import CODECS
-from lightning_dist.cli import app
+from lightning_dist.cli import app, main
 
-PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()"]
 COMMANDS = [
     *("bench", "codecs", "config", "doctor", "launch"),
     *(f"ckpt {name}" for name in ("ls", "verify", "prune", "consolidate")),
@@ -91,61 +88,65 @@ def test_prune_for_programs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
-    environ = {**os.environ, "_LIGHTNING_DIST_COMPLETE": f"source_{shell}"}
-    script = subprocess.run(PROGRAM, env=environ, capture_output=True, text=True, timeout=60)
-    assert script.returncode == 0, script.stderr
-    assert "lightning-dist" in script.stdout
-    environ |= {
-        "_LIGHTNING_DIST_COMPLETE": f"complete_{shell}",
+    def complete(instruction: str, **environ: str) -> str:
+        environ |= {"_LIGHTNING_DIST_COMPLETE": f"{instruction}_{shell}"}
+        return CliRunner().invoke(app, [], env=environ, prog_name="lightning-dist").stdout
+
+    assert "lightning-dist" in complete("source")
+    found = complete(
+        "complete",
         **{"COMP_WORDS": "lightning-dist co", "COMP_CWORD": "1"},  # bash
         **{"_TYPER_COMPLETE_ARGS": "lightning-dist co", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
-    }
-    found = subprocess.run(PROGRAM, env=environ, capture_output=True, text=True, timeout=60)
-    assert "codecs" in found.stdout
-    assert "config" in found.stdout
-    assert "doctor" not in found.stdout
+    )
+    assert "codecs" in found
+    assert "config" in found
+    assert "doctor" not in found
 
 
 COLORS = ("\x1b[3", "\x1b[9")
 
 
-def test_no_color_is_respected(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def program(quick_python: list[str]) -> list[str]:
+    return [*quick_python, "-c", "from lightning_dist.cli import main; main()"]
+
+
+def test_terminals_have_colors_and_boxes(tmp_path: Path, program: list[str]) -> None:
+    """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
     save_file(tmp_path / "1.ckpt")
-    words = [*PROGRAM, "ckpt", "verify", tmp_path / "1.ckpt"]
-    colored, plain = on_terminal(words).terminal, on_terminal(words, NO_COLOR="1").terminal
+    verify = [*program, "ckpt", "verify", tmp_path / "1.ckpt"]
+    colored, plain = on_terminal(verify).terminal, on_terminal(verify, NO_COLOR="1").terminal
     assert any(code in colored for code in COLORS)
     assert not any(code in plain for code in COLORS), plain
     assert "ok " in plain
+    show = [*program, "ckpt", "prune", "--help"]
+    assert "╭" in on_terminal(show).terminal
+    for text in (on_terminal(show, NO_COLOR="1").terminal, on_terminal(show, piped=True).pipe):
+        assert "Usage: lightning-dist" in text
+        assert not set("╭│\x1b") & set(text), text
 
 
 def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> None:
     save_file(tmp_path / "1.ckpt")
-    for words in (["ckpt", "verify", tmp_path], ["ckpt", "ls", tmp_path], ["--help"]):
-        done = subprocess.run([*PROGRAM, *words], capture_output=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert b"\x1b" not in done.stdout
-        assert b"\r" not in done.stdout
+    for command in ("verify", "ls"):
+        result = CliRunner().invoke(app, ["ckpt", command, str(tmp_path)])
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert not set("\x1b\r") & set(result.stdout)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ckpt", "prune", "--help"], ["bench", "--nope"]])
-def test_boxes_are_for_terminals(words: list[str]) -> None:
-    """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
-    command = [*PROGRAM, *words]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    plain = piped.stdout + piped.stderr
-    assert "Usage: lightning-dist" in plain
-    assert "╭" in on_terminal(command).terminal
-    for others in (
-        plain,
-        on_terminal(command, NO_COLOR="1").terminal,
-        on_terminal(command, piped=True).pipe,
-    ):
-        assert not set("╭│\x1b") & set(others), others
-
-
-def test_a_status_is_for_terminals(tmp_path: Path) -> None:
-    """What doctor says while it works is not in the log of a job."""
-    done = subprocess.run([*PROGRAM, "doctor", "--json"], capture_output=True, timeout=100)
-    assert done.returncode in (0, 1)
-    assert json.loads(done.stdout)["findings"]
-    assert done.stderr == b""
+@pytest.mark.parametrize("words", ["--help", "ckpt prune --help", "bench --nope"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_boxes_are_for_terminals(
+    words: str,
+    is_plain: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(app, "rich_markup_mode", app.rich_markup_mode)
+    monkeypatch.setattr("lightning_dist.cli.is_plain", lambda: is_plain)
+    monkeypatch.setattr(sys, "argv", ["lightning-dist", *words.split()])
+    with pytest.raises(SystemExit):
+        main()
+    text = "".join(capsys.readouterr())
+    assert "Usage: lightning-dist" in text
+    assert bool(set("╭│") & set(text)) is not is_plain
