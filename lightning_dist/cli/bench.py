@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_table
 
 if TYPE_CHECKING:
     from lightning_dist.cli.bench_run import Report
@@ -155,59 +154,48 @@ def _device(wish: str, nproc: int | None) -> str:
 
 def print_report(report: Report) -> None:
     """Print a heading and a table."""
-    console = stdout_console()
     hosts = list(dict.fromkeys(report.hosts[rank] for rank in report.ranks))
     names = ", ".join(hosts) if len(hosts) <= 8 else f"{', '.join(hosts[:8])}, ..."
-    console.print(
-        f"{len(report.ranks)} ranks ({report.scope}) on {names}; {report.backend}, {report.device}",
-        markup=False,
-    )
-    if report.pair_gbps is None:
-        console.print(_table_of_ops(report))
-        console.print(LEGEND, markup=False)
-    else:
-        console.print(_table_of_pairs(report, report.pair_gbps))
-        console.print(_slowest_pair(report, report.pair_gbps), markup=False)
-
-
-def _table_of_ops(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("op", "size (B)", "count", "dtype", "median", "min", "max", "algbw", "busbw"):
-        table.add_column(
-            column, justify="left" if column in ("op", "dtype") else "right", no_wrap=True
-        )
-    table.add_column("% of best", justify="right", no_wrap=True)
+    ranks = f"{len(report.ranks)} ranks ({report.scope}) on {names}"
+    typer.echo(f"{ranks}; {report.backend}, {report.device}")
+    if report.pair_gbps is not None:
+        _print_pairs(report, report.pair_gbps)
+        return
     best = max(each.busbw_gbps for each in report.rows)
-    for each in report.rows:
-        times = (each.median, min(each.seconds), max(each.seconds))
-        table.add_row(
+    rows = [
+        (
             *(each.op, str(each.nbytes), str(each.count), "float32"),
-            *(f"{time * 1e3:.3f} ms" if time < 10 else f"{time:.1f} s" for time in times),
+            *map(_time, (each.median, min(each.seconds), max(each.seconds))),
             *(f"{rate:.3f} Gbit/s" for rate in (each.algbw_gbps, each.busbw_gbps)),
             f"{each.busbw_gbps / best:.0%}",
         )
-    return table
+        for each in report.rows
+    ]
+    figures = ("median", "min", "max", "algbw", "busbw", "% of best")
+    columns = ("op", "size (B)", "count", "dtype", *figures)
+    print_table(columns, rows, right=("size (B)", "count", *figures))
+    typer.echo(LEGEND)
 
 
-def _table_of_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> Table:
-    table = Table("Gbit/s from \\ to", box=None, pad_edge=False, header_style="bold")
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> None:
     names = [f"{rank} {report.hosts[rank]}" for rank in report.ranks]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, row in zip(names, rates, strict=True):
-        table.add_row(name, *("-" if rate is None else f"{rate:.3f}" for rate in row))
-    return table
-
-
-def _slowest_pair(report: Report, rates: Sequence[Sequence[float | None]]) -> str:
+    rows = [
+        (name, *("-" if rate is None else f"{rate:.3f}" for rate in row))
+        for name, row in zip(names, rates, strict=True)
+    ]
+    print_table(("Gbit/s from \\ to", *names), rows, right=names)
     of_pairs = [
-        (rate, report.ranks[i], report.ranks[j])
-        for i, row in enumerate(rates)
-        for j, rate in enumerate(row)
+        (rate, source, target)
+        for source, row in zip(report.ranks, rates, strict=True)
+        for target, rate in zip(report.ranks, row, strict=True)
         if rate is not None
     ]
     (slowest, source, target), (fastest, *_) = min(of_pairs), max(of_pairs)
-    return (
+    typer.echo(
         f"slowest: rank {source} on {report.hosts[source]} to rank {target} on "
         f"{report.hosts[target]}, {slowest:.3f} Gbit/s, {slowest / fastest:.0%} of the fastest; "
         f"{decimal(report.pair_nbytes or 0)} each, one pair at a time"

@@ -55,13 +55,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        derived = ("count", "algbw_gbps", "busbw_gbps")
         rows = [
             {
                 **asdict(each),
-                "count": each.count,
                 "median_seconds": each.median,
-                "algbw_gbps": each.algbw_gbps,
-                "busbw_gbps": each.busbw_gbps,
+                **{name: getattr(each, name) for name in derived},
             }
             for each in self.rows
         ]

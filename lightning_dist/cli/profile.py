@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import whatif_command
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.headline import count
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
@@ -155,13 +153,8 @@ def describe(summary: Summary) -> str:
 
 def print_differences(differences: Sequence[Difference]) -> None:
     """Print one row for everything that was compared."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "A", "B", "B - A", "spread"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for each in differences:
-        table.add_row(*(Text(cell) for cell in _cells(each)))
-    stdout_console().print(table)
+    figures = ("A", "B", "B - A", "spread")
+    print_table(("", *figures, " "), map(_cells, differences), right=figures, fold=(" ",))
 
 
 def _cells(each: Difference) -> tuple[str, ...]:

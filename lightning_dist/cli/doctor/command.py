@@ -15,14 +15,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.cli.doctor import Finding
 from lightning_dist.cli.doctor.host import clocks, devices, limits, machine, versions
 from lightning_dist.cli.doctor.network import launcher, network
 from lightning_dist.cli.errors import reported
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_table
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red", "n/a": "dim"}
 _RANK = """
@@ -74,13 +73,10 @@ def show(findings: Mapping[str, Finding], *, as_json: bool) -> int:
         rows = [{"name": name, **asdict(each)} for name, each in findings.items()]
         typer.echo(json.dumps({"findings": rows}, indent=2))
         return int(errors + warnings > 0)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("check", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    for name, each in findings.items():
-        table.add_row(Text(each.state, _COLORS[each.state]), Text(name), Text(each.what))
-    stdout_console().print(table)
+    cells = [
+        (Text(each.state, _COLORS[each.state]), name, each.what) for name, each in findings.items()
+    ]
+    print_table(("state", "check", "found"), cells, fold=("found",))
     if not errors + warnings:
         typer.echo("\nnothing is wrong")
         return 0
