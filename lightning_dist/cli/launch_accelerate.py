@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.config import require_possible
-from lightning_dist.cli.launch_plan import Plan
-from lightning_dist.cli.launch_words import cut, parsed, require_script
+from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
 from lightning_dist.configuration import CONFIG, resolve
 from lightning_dist.configuration.places import sidecar_of
 
