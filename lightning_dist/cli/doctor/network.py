@@ -31,16 +31,14 @@ def launcher(environ: Mapping[str, str]) -> dict[str, Finding]:
         what = "; ".join(f"{name}={environ[name]}: {SLOW[name][1]}" for name in slow)
         setting = Finding("warning", what, f"unset {' '.join(slow)}")
     try:
-        launch = Launch.from_env(environ)
-        variables, restarts = _variables(environ, launch), _restarts(launch)
-    except ValueError as error:
-        there = [name for name in NEEDED if environ.get(name)]
-        variables = Finding("error", str(error), f"unset {' '.join(there)}")
+        restarts = _restarts(Launch.from_env(environ))
+    except ValueError:
         restarts = Finding("n/a", "the launcher variables are wrong")
+    variables = _variables(environ)
     return {"launcher variables": variables, "restarts": restarts, "slow setting": setting}
 
 
-def _variables(environ: Mapping[str, str], launch: Launch) -> Finding:
+def _variables(environ: Mapping[str, str]) -> Finding:
     there = [each for each in NEEDED if environ.get(each)]
     missing = [each for each in NEEDED if each not in there]
     if not there:
@@ -48,17 +46,21 @@ def _variables(environ: Mapping[str, str], launch: Launch) -> Finding:
     if missing == ["RANK", "WORLD_SIZE"]:
         what = "only where to meet is set; Lightning starts the ranks of this host itself"
         return Finding("ok", what)
-    if missing:
-        what = f"{', '.join(there)} without {', '.join(missing)}"
-        raise ValueError(f"{what}: ranks wait for each other or fail")
-    size, local_size = launch.world_size, launch.local_world_size
-    if not 0 <= launch.rank < size:
-        raise ValueError(f"RANK must be below WORLD_SIZE={size}, it is {launch.rank}")
-    if local_size is not None and not 0 <= launch.local_rank < local_size:
-        rule = f"LOCAL_RANK must be below LOCAL_WORLD_SIZE={local_size}"
-        raise ValueError(f"{rule}, it is {launch.local_rank}")
-    if not 0 < launch.master_port < 1 << 16:
-        raise ValueError(f"MASTER_PORT must be from 1 to 65535, it is {launch.master_port}")
+    try:
+        if missing:
+            what = f"{', '.join(there)} without {', '.join(missing)}"
+            raise ValueError(f"{what}: ranks wait for each other or fail")
+        launch = Launch.from_env(environ)
+        size, local_size = launch.world_size, launch.local_world_size
+        if not 0 <= launch.rank < size:
+            raise ValueError(f"RANK must be below WORLD_SIZE={size}, it is {launch.rank}")
+        if local_size is not None and not 0 <= launch.local_rank < local_size:
+            rule = f"LOCAL_RANK must be below LOCAL_WORLD_SIZE={local_size}"
+            raise ValueError(f"{rule}, it is {launch.local_rank}")
+        if not 0 < launch.master_port < 1 << 16:
+            raise ValueError(f"MASTER_PORT must be from 1 to 65535, it is {launch.master_port}")
+    except ValueError as error:
+        return Finding("error", str(error), f"unset {' '.join(there)}")
     return Finding("ok", f"rank {launch.rank} of {size}")
 
 
