@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from calls import program
+from click.testing import Result
 from processes import port, run, run_together
-from typer.testing import CliRunner, Result
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.cli import app
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
 from lightning_dist.cli.bench_run import Report, members_of
 from lightning_dist.profiling.bandwidth import Measurement
@@ -35,7 +35,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, words)])
+    return program("bench", *words)
 
 
 def test_sizes_are_those_of_nccl_tests() -> None:

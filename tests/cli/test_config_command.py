@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from calls import program
+from click.testing import Result
 
-from lightning_dist.cli import app
 from lightning_dist.configuration import OPTIONS, read
 
 HIDDEN = "\x1b[?25l"
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["config", *map(str, words)])
+    return program("config", *words)
 
 
 def done(*words: str | Path) -> str:

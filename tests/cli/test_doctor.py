@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import program
+from click.testing import Result
 from packaging.requirements import Requirement
 from processes import run
-from typer.testing import CliRunner, Result
 
 import lightning_dist
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.cli import app
 from lightning_dist.cli.doctor import Finding
 from lightning_dist.cli.doctor.command import show, two_ranks
 from lightning_dist.cli.doctor.host import (
@@ -48,7 +48,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["doctor", *map(str, words)])
+    return program("doctor", *words)
 
 
 def in_network(environ: Mapping[str, str], hostname: str = "localhost") -> dict[str, Finding]:

@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from calls import program
 from cli_saves import RECORDS, damage, save_file
 from processes import run
 from terminals import on_terminal
-from typer.testing import CliRunner
 
 import lightning_dist
-from lightning_dist.cli import app
 
 PROGRAM = Path(sys.executable).with_name("lightning-dist")
 
@@ -60,7 +59,7 @@ def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
             part = asking.stdout.read(1)
             assert part, said
             said += part
-        other = CliRunner().invoke(app, ["ckpt", "prune", str(tmp_path), "--keep", "1", "--yes"])
+        other = program("ckpt", "prune", tmp_path, "--keep", "1", "--yes")
         assert other.exit_code == 2
         assert f"process {asking.pid} on " in other.stderr
         assert (tmp_path / "1.ckpt").exists()
@@ -71,14 +70,13 @@ def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
 
 
 def test_a_bar_shows_on_a_terminal_only(tmp_path: Path, quick_python: list[str]) -> None:
-    program = [*quick_python, "-m", "lightning_dist"]
     large = {**RECORDS, "data/1": bytes(4 << 20)}
     path = save_file(tmp_path / "x.ckpt", records=large)
-    done = on_terminal([*program, "ckpt", "verify", path], piped=True)
+    done = on_terminal([*quick_python, "-m", "lightning_dist", "ckpt", "verify", path], piped=True)
     assert done.returncode == 0
     assert done.pipe.splitlines()[-1].startswith("ok ")
     assert "4.2/4.2 MB" in done.terminal
-    piped = CliRunner().invoke(app, ["ckpt", "verify", path])
+    piped = program("ckpt", "verify", path)
     assert (piped.exit_code, piped.stderr) == (0, "")
 
 
@@ -99,7 +97,7 @@ def test_that_test_can_fail(tmp_path: Path) -> None:
 
 
 def test_version() -> None:
-    result = CliRunner().invoke(app, ["--version"])
+    result = program("--version")
     assert (result.exit_code, result.stdout) == (
         0,
         f"lightning-dist {lightning_dist.__version__}\n",
@@ -108,7 +106,7 @@ def test_version() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["ckpt", "--help"], ["ckpt", "prune", "--help"]])
 def test_help(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    result = program(*arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0
     expected = {1: ["ckpt"], 2: ["ls", "verify", "prune", "consolidate"], 3: ["--keep", "--yes"]}
     assert [word for word in expected[len(arguments)] if word not in result.stdout] == []
@@ -118,7 +116,7 @@ def test_help(arguments: list[str]) -> None:
     "arguments", [["train"], ["ckpt", "rm"], ["ckpt", "ls"], ["--nope"]], ids=str
 )
 def test_wrong_usage(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments)
+    result = program(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Usage: " in result.stderr
     assert "Traceback" not in result.stderr

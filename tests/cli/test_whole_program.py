@@ -8,10 +8,9 @@ from pathlib import Path
 
 import click
 import pytest
-import typer
+from calls import PROGRAM, program
 from cli_saves import damage, save_file
 from terminals import on_terminal
-from typer.testing import CliRunner
 
 from lightning_dist import CODECS
 from lightning_dist.cli import app, main
@@ -29,13 +28,13 @@ def leaves(command: click.Command, path: str = "") -> list[str]:
 
 
 def help_of(command: str) -> str:
-    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    result = program(*command.split(), "--help", env={"COLUMNS": "200"})
     assert result.exit_code == 0
     return result.stdout
 
 
 def test_the_list_is_whole() -> None:
-    assert sorted(path.strip() for path in leaves(typer.main.get_command(app))) == sorted(COMMANDS)
+    assert sorted(path.strip() for path in leaves(PROGRAM)) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -53,7 +52,7 @@ def test_every_command_prints_json(command: str) -> None:
 
 
 def test_codecs_are_the_table_of_the_package() -> None:
-    result = CliRunner().invoke(app, ["codecs", "--json"])
+    result = program("codecs", "--json")
     rows = {row["name"]: row for row in json.loads(result.stdout)["codecs"]}
     assert list(rows) == list(CODECS)
     assert [name for name, row in rows.items() if not row["use"]] == []
@@ -63,7 +62,7 @@ def test_codecs_are_the_table_of_the_package() -> None:
     assert (rows["none"]["bytes_per_element"], rows["none"]["keeps_residual"]) == (4, False)
     assert rows["powersgd"]["bytes_per_element"] is None
     assert rows["topk"]["keeps_residual"]
-    table = CliRunner().invoke(app, ["codecs"]).stdout.splitlines()
+    table = program("codecs").stdout.splitlines()
     assert [line.split()[0] for line in table[1 : len(CODECS) + 1]] == list(CODECS)
 
 
@@ -72,12 +71,12 @@ def test_prune_for_programs(tmp_path: Path) -> None:
         save_file(tmp_path / f"{step}.ckpt", step=step)
     damage(tmp_path / "3.ckpt")
     words = ["ckpt", "prune", str(tmp_path), "--keep", "1", "--json"]
-    refused = CliRunner().invoke(app, words)
+    refused = program(*words)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "--json cannot ask before it removes: add --yes, or --dry-run" in refused.stderr
-    dry = json.loads(CliRunner().invoke(app, [*words, "--dry-run"]).stdout)
+    dry = json.loads(program(*words, "--dry-run").stdout)
     assert (dry["dry_run"], len(list(tmp_path.glob("*.ckpt")))) == (True, 3)
-    content = json.loads(CliRunner().invoke(app, [*words, "--yes"]).stdout)
+    content = json.loads(program(*words, "--yes").stdout)
     assert {**dry, "dry_run": False} == content
     assert content["kept"] == [{"path": str(tmp_path / "2.ckpt"), "why": None}]
     removed = {Path(each["path"]).name: each["why"] for each in content["removed"]}
@@ -90,7 +89,7 @@ def test_prune_for_programs(tmp_path: Path) -> None:
 def test_completion(shell: str) -> None:
     def complete(instruction: str, **environ: str) -> str:
         environ |= {"_LIGHTNING_DIST_COMPLETE": f"{instruction}_{shell}"}
-        return CliRunner().invoke(app, [], env=environ, prog_name="lightning-dist").stdout
+        return program(env=environ, prog_name="lightning-dist").stdout
 
     assert "lightning-dist" in complete("source")
     found = complete(
@@ -107,19 +106,19 @@ COLORS = ("\x1b[3", "\x1b[9")
 
 
 @pytest.fixture(scope="module")
-def program(quick_python: list[str]) -> list[str]:
+def command(quick_python: list[str]) -> list[str]:
     return [*quick_python, "-c", "from lightning_dist.cli import main; main()"]
 
 
-def test_terminals_have_colors_and_boxes(tmp_path: Path, program: list[str]) -> None:
+def test_terminals_have_colors_and_boxes(tmp_path: Path, command: list[str]) -> None:
     """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
     save_file(tmp_path / "1.ckpt")
-    verify = [*program, "ckpt", "verify", tmp_path / "1.ckpt"]
+    verify = [*command, "ckpt", "verify", tmp_path / "1.ckpt"]
     colored, plain = on_terminal(verify).terminal, on_terminal(verify, NO_COLOR="1").terminal
     assert any(code in colored for code in COLORS)
     assert not any(code in plain for code in COLORS), plain
     assert "ok " in plain
-    show = [*program, "ckpt", "prune", "--help"]
+    show = [*command, "ckpt", "prune", "--help"]
     assert "╭" in on_terminal(show).terminal
     for text in (on_terminal(show, NO_COLOR="1").terminal, on_terminal(show, piped=True).pipe):
         assert "Usage: lightning-dist" in text
@@ -129,7 +128,7 @@ def test_terminals_have_colors_and_boxes(tmp_path: Path, program: list[str]) -> 
 def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> None:
     save_file(tmp_path / "1.ckpt")
     for command in ("verify", "ls"):
-        result = CliRunner().invoke(app, ["ckpt", command, str(tmp_path)])
+        result = program("ckpt", command, tmp_path)
         assert (result.exit_code, result.stderr) == (0, "")
         assert not set("\x1b\r") & set(result.stdout)
 
