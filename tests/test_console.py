@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dist
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_table, stdout_console
 
 
 def test_without_a_terminal_a_line_stays_a_line(
@@ -18,6 +18,15 @@ def test_without_a_terminal_a_line_stays_a_line(
     line = "12 words " * 200
     stdout_console().print(line)
     assert capsys.readouterr().out == f"{line}\n", "neither folded nor coloured"
+
+
+def test_a_table_has_no_frame_and_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("a", "MB"), [("[red]x", "1"), ("y", "10 words " * 50)], right=("MB",))
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["a", "MB"]
+    assert rows[0].split() == ["[red]x", "1"]
+    assert rows[0].endswith("1")  # aligned to the right
+    assert len(rows) == 2
 
 
 def test_nobody_makes_another_one() -> None:

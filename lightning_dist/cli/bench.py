@@ -1,38 +1,53 @@
-"""``lightning-dist bench``: how fast ranks exchange bytes, as nccl-tests tells it."""
+"""``lightning-dist bench``: how fast ranks exchange bytes, with the options of nccl-tests."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.filesize import decimal
 
-from lightning_dist.cli.bench_sizes import sizes_of
-from lightning_dist.cli.bench_table import print_report
 from lightning_dist.cli.errors import BAD_INPUT, reported
+from lightning_dist.console import print_table
 
 if TYPE_CHECKING:
-    from lightning_dist.cli.bench_run import Report, Settings
+    from lightning_dist.cli.bench_run import Report
+
+LEGEND = (
+    "algbw = size / median time, busbw = algbw * factor, as nccl-tests defines them: 2(n-1)/n for "
+    "all_reduce, (n-1)/n for all_gather and all_to_all, 1 for broadcast. busbw is comparable with "
+    "the rate of the link. Times are of the slowest rank; Gbit/s are 10^9 bits."
+)
 
 
 @reported
 def bench(
-    sizes: Annotated[
-        str, typer.Option(help="MIN:MAX in steps of 4, or a list; KB is 1000 bytes, KiB 1024.")
-    ] = "64KB:64MB",
+    min_bytes: Annotated[
+        str, typer.Option("--min-bytes", "-b", metavar="SIZE", help="The first size, like 64K.")
+    ] = "64K",
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", "-e", metavar="SIZE", help="The last size, like 1M, 1G.")
+    ] = "64M",
+    step_factor: Annotated[
+        int, typer.Option("--step-factor", "-f", min=2, help="Between the sizes.")
+    ] = 4,
+    iters: Annotated[
+        int, typer.Option("--iters", "-n", min=1, help="Uses of each that count.")
+    ] = 10,
     ops: Annotated[
         str, typer.Option(help="all_reduce, all_gather, all_to_all, broadcast; several with commas")
     ] = "all_reduce,all_gather,all_to_all",
-    iterations: Annotated[int, typer.Option(min=1, help="Uses of each that count.")] = 10,
     group: Annotated[
         Literal["flat", "intra", "inter"],
         typer.Option(help="All ranks; those of each host; or one of every host."),
     ] = "flat",
     pairs: Annotated[
-        bool,
-        typer.Option("--pairs", help="Send between each two in turn; the largest of --sizes."),
+        bool, typer.Option("--pairs", help="Send --max-bytes between each two in turn.")
     ] = False,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="cpu: gloo; cuda: nccl.")
@@ -44,14 +59,14 @@ def bench(
         300.0
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    to: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="Rank 0 writes the figures to a file too, as JSON."
-        ),
+        typer.Option(metavar="FILE", help="Rank 0 writes the figures to a file too, as JSON."),
     ] = None,
 ) -> None:
     """Measure how fast ranks exchange bytes. Rank 0 prints a table.
+
+    Options are those of nccl-tests, and so are sizes: K, M and G are powers of 1024.
 
     \b
     Ranks of this host:
@@ -60,12 +75,18 @@ def bench(
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
         --rdzv-endpoint node0:29400 --no-python lightning-dist bench --group inter
     A slow link:
-      ... lightning-dist bench --pairs --sizes 8MB
+      ... lightning-dist bench --pairs --max-bytes 8M
     """
-    writes = nproc is not None or os.environ.get("RANK", "0") == "0"
-    if to is not None and writes and not to.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {to.parent} for --out {to}")
-    _require_ranks(nproc)
+    is_first = nproc is not None or os.environ.get("RANK", "0") == "0"
+    if out is not None and is_first and not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} for --out {out}")
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if nproc is None and not launched:
+        raise ValueError("no other ranks: add --nproc N for this host, or start it with torchrun")
+    if nproc is not None and launched:
+        raise ValueError("--nproc starts ranks itself: leave it out under torchrun")
+    largest = nbytes_of(max_bytes, option="--max-bytes")
+    sizes = sizes_of(nbytes_of(min_bytes, option="--min-bytes"), largest, factor=step_factor)
 
     from lightning_dist.cli import bench_run  # torch
     from lightning_dist.profiling.bandwidth import OPS
@@ -73,11 +94,21 @@ def bench(
     names = tuple(name.strip() for name in ops.split(","))
     if unknown := [name for name in names if name not in OPS]:
         raise ValueError(f"--ops must be of {', '.join(OPS)}, and {unknown[0]!r} is not")
+    if not (pairs or sizes):
+        raise ValueError(f"--min-bytes {min_bytes} must not be above --max-bytes {max_bytes}")
     settings = bench_run.Settings(
-        sizes_of(sizes), names, iterations, group, pairs, _device(device, nproc), timeout
+        (largest,) if pairs else sizes, names, iters, group, pairs, _device(device, nproc), timeout
     )
-    reports = _reports(settings, nproc)
-    if reports is None:
+    try:
+        if nproc is not None:
+            reports = bench_run.run_local(settings, nproc)
+        else:
+            reports = bench_run.run_here(settings)
+    except ValueError:
+        if not is_first:  # all ranks would say the same
+            raise typer.Exit(BAD_INPUT) from None
+        raise
+    if not is_first:
         return
     content = json.dumps({"groups": [each.as_dict() for each in reports]}, indent=2)
     if as_json:
@@ -85,16 +116,30 @@ def bench(
     else:
         for report in reports:
             print_report(report)
-    if to is not None:
-        to.write_text(content)
+    if out is not None:
+        out.write_text(content)
 
 
-def _require_ranks(nproc: int | None) -> None:
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if nproc is None and not launched:
-        raise ValueError("no other ranks: add --nproc N for this host, or start it with torchrun")
-    if nproc is not None and launched:
-        raise ValueError("--nproc starts ranks itself: leave it out under torchrun")
+def nbytes_of(text: str, *, option: str) -> int:
+    """``"1M"`` in bytes, as nccl-tests reads it: K, M and G are powers of 1024.
+
+    Raises:
+        ValueError: it is no size above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    nbytes = int(float(found[1]) * 1024 ** " KMG".index(found[2] or " ")) if found else 0
+    if nbytes < 1:
+        raise ValueError(f"{option} must be bytes, or like 64K, 1M, 2G (of 1024), got {text!r}")
+    return nbytes
+
+
+def sizes_of(first: int, last: int, *, factor: int) -> tuple[int, ...]:
+    """Bytes of every size: ``first`` times powers of ``factor``, up to ``last``."""
+    sizes = []
+    while first <= last:
+        sizes.append(first)
+        first *= factor
+    return tuple(sizes)
 
 
 def _device(wish: str, nproc: int | None) -> str:
@@ -107,14 +152,51 @@ def _device(wish: str, nproc: int | None) -> str:
     return ("cuda" if gpus >= ranks else "cpu") if wish == "auto" else wish
 
 
-def _reports(settings: Settings, nproc: int | None) -> list[Report] | None:
-    from lightning_dist.cli import bench_run
+def print_report(report: Report) -> None:
+    """Print a heading and a table."""
+    hosts = list(dict.fromkeys(report.hosts[rank] for rank in report.ranks))
+    names = ", ".join(hosts) if len(hosts) <= 8 else f"{', '.join(hosts[:8])}, ..."
+    ranks = f"{len(report.ranks)} ranks ({report.scope}) on {names}"
+    typer.echo(f"{ranks}; {report.backend}, {report.device}")
+    if report.pair_gbps is not None:
+        _print_pairs(report, report.pair_gbps)
+        return
+    best = max(each.busbw_gbps for each in report.rows)
+    rows = [
+        (
+            *(each.op, str(each.nbytes), str(each.count), "float32"),
+            *map(_time, (each.median, min(each.seconds), max(each.seconds))),
+            *(f"{rate:.3f} Gbit/s" for rate in (each.algbw_gbps, each.busbw_gbps)),
+            f"{each.busbw_gbps / best:.0%}",
+        )
+        for each in report.rows
+    ]
+    figures = ("median", "min", "max", "algbw", "busbw", "% of best")
+    columns = ("op", "size (B)", "count", "dtype", *figures)
+    print_table(columns, rows, right=("size (B)", "count", *figures))
+    typer.echo(LEGEND)
 
-    if nproc is not None:
-        return bench_run.run_local(settings, nproc)
-    try:
-        return bench_run.run_here(settings)
-    except ValueError:
-        if os.environ["RANK"] != "0":  # all ranks would say the same
-            raise typer.Exit(BAD_INPUT) from None
-        raise
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> None:
+    names = [f"{rank} {report.hosts[rank]}" for rank in report.ranks]
+    rows = [
+        (name, *("-" if rate is None else f"{rate:.3f}" for rate in row))
+        for name, row in zip(names, rates, strict=True)
+    ]
+    print_table(("Gbit/s from \\ to", *names), rows, right=names)
+    of_pairs = [
+        (rate, source, target)
+        for source, row in zip(report.ranks, rates, strict=True)
+        for target, rate in zip(report.ranks, row, strict=True)
+        if rate is not None
+    ]
+    (slowest, source, target), (fastest, *_) = min(of_pairs), max(of_pairs)
+    typer.echo(
+        f"slowest: rank {source} on {report.hosts[source]} to rank {target} on "
+        f"{report.hosts[target]}, {slowest:.3f} Gbit/s, {slowest / fastest:.0%} of the fastest; "
+        f"{decimal(report.pair_nbytes or 0)} each, one pair at a time"
+    )

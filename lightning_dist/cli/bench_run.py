@@ -6,9 +6,9 @@ import multiprocessing
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from rich.filesize import decimal
 
 from lightning_dist.profiling.bandwidth import Measurement, measure, pairs
 from lightning_dist.topology import Topology, this_host
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
 
 Scope = Literal["flat", "intra", "inter"]
 START = "forkserver"
@@ -40,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured. The rates of the pairs are in Gbit/s, of ``ranks`` in their order.
+    """Measurements of a group. The rates of the pairs are in Gbit/s, of ``ranks`` in their order.
 
     Args:
         hosts: of every rank.
@@ -58,32 +55,16 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        derived = ("count", "algbw_gbps", "busbw_gbps")
         rows = [
             {
                 **asdict(each),
-                "count": each.count,
                 "median_seconds": each.median,
-                "algbw_gbps": each.algbw_gbps,
-                "busbw_gbps": each.busbw_gbps,
+                **{name: getattr(each, name) for name in derived},
             }
             for each in self.rows
         ]
         return {**asdict(self), "rows": rows}
-
-
-def run_here(settings: Settings) -> list[Report] | None:
-    """Be one rank of a launcher's world. Reports of the groups on rank 0, None on the others.
-
-    Raises:
-        ValueError: the ranks cannot form the group.
-    """
-    device = _own_device(settings.device)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout))
-    try:
-        return _run(settings, device=device, backend=backend)
-    finally:
-        dist.destroy_process_group()
 
 
 def run_local(settings: Settings, ranks: int) -> list[Report]:
@@ -94,27 +75,11 @@ def run_local(settings: Settings, ranks: int) -> list[Report]:
         RuntimeError: a process has failed.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # One process imports what all of them need, and becomes each of them.
     multiprocessing.get_context(START).set_forkserver_preload([__name__])
-    try:
-        results = elastic_launch(_one_host(ranks), _rank)(settings)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        said = failure.message.strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"rank {rank} has failed: {said[-1]}") from None
-    (found,) = [each for each in results.values() if each is not None]
-    if isinstance(found, str):
-        raise ValueError(found)
-    reports: list[Report] = found
-    return reports
-
-
-def _one_host(ranks: int) -> LaunchConfig:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
@@ -125,43 +90,56 @@ def _one_host(ranks: int) -> LaunchConfig:
         local_addr="localhost",
         start_method=START,
     )
+    try:
+        results = elastic_launch(config, _rank)(settings)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message.strip().splitlines() or ["it said nothing"]
+        raise RuntimeError(f"rank {rank} has failed: {said[-1]}") from None
+    found: list[Report] | str = results[0]
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
 
 
-def _rank(settings: Settings) -> list[Report] | str | None:
+def _rank(settings: Settings) -> list[Report] | str:
     torch.set_num_threads(1)
     try:
         return run_here(settings)
-    except ValueError as error:  # the same on all ranks; a child's traceback would not be read
-        return str(error) if os.environ["RANK"] == "0" else None
+    except ValueError as error:  # a child's traceback would not be read
+        return str(error)
 
 
-def _own_device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
+def run_here(settings: Settings) -> list[Report]:
+    """Be one rank of a launcher's world. Reports of the groups, the same on all ranks.
 
-
-def _run(settings: Settings, *, device: torch.device, backend: str) -> list[Report] | None:
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, this_host())
-    scope = settings.scope
-    if settings.pairs and scope == "flat" and len(set(hosts)) > 1:
-        scope = "inter"  # the links are what is looked for, and a host has one
-    members = members_of(scope, hosts)
-    timeout = timedelta(seconds=settings.timeout)  # a new group has torch's own otherwise
-    groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in members]
-    own: Report | None = None
-    for ranks, group in groups:
-        if dist.get_rank() not in ranks:
-            continue
-        report = Report(tuple(hosts), ranks, scope, backend, device.type)
-        own = _measured(report, settings, group=group, device=device)
-    found: list[Report | None] = [None] * len(hosts)
-    dist.all_gather_object(found, own)  # also: nobody leaves before all are done
-    if dist.get_rank() != 0:
-        return None
+    Raises:
+        ValueError: the ranks cannot form the group.
+    """
+    device, backend = torch.device("cpu"), "gloo"
+    if settings.device == "cuda":
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=settings.timeout)
+    dist.init_process_group(backend, timeout=timeout)
+    try:
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, this_host())
+        scope = settings.scope
+        if settings.pairs and scope == "flat" and len(set(hosts)) > 1:
+            scope = "inter"  # the links are what is looked for, and a host has one
+        members = members_of(scope, hosts)
+        # A new group has torch's own timeout otherwise.
+        groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in members]
+        own: Report | None = None
+        for ranks, group in groups:
+            if dist.get_rank() in ranks:
+                report = Report(tuple(hosts), ranks, scope, backend, device.type)
+                own = _measured(report, settings, group=group, device=device)
+        found: list[Report | None] = [None] * len(hosts)
+        dist.all_gather_object(found, own)  # also: nobody leaves before all are done
+    finally:
+        dist.destroy_process_group()
     of_first = (found[ranks[0]] for ranks in members)
     return [each for each in of_first if each is not None]
 
@@ -172,15 +150,11 @@ def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
     Raises:
         ValueError: with these hosts there is none.
     """
+    if len(hosts) < 2:
+        raise ValueError("a bandwidth needs 2 ranks or more, and there is 1: start more")
     by_host = Topology(tuple(hosts), 0).by_host()
-    if scope == "intra":
-        found = [ranks for ranks in by_host if len(ranks) > 1]
-        if not found:
-            raise ValueError(
-                "--group intra needs a host with 2 ranks or more, and every host has one: start "
-                "more with --nproc-per-node"
-            )
-        return found
+    if scope == "flat":
+        return [tuple(range(len(hosts)))]
     if scope == "inter":
         if len(by_host) < 2:
             raise ValueError(
@@ -189,9 +163,13 @@ def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
                 "name, give each its own LIGHTNING_DIST_HOSTNAME"
             )
         return [tuple(ranks[0] for ranks in by_host)]
-    if len(hosts) < 2:
-        raise ValueError("a bandwidth needs 2 ranks or more, and there is 1: start more")
-    return [tuple(range(len(hosts)))]
+    found = [ranks for ranks in by_host if len(ranks) > 1]
+    if not found:
+        raise ValueError(
+            "--group intra needs a host with 2 ranks or more, and every host has one: start "
+            "more with --nproc-per-node"
+        )
+    return found
 
 
 def _measured(
@@ -203,12 +181,10 @@ def _measured(
             nbytes = max(settings.sizes)
             status.update(f"{len(report.ranks)} ranks in pairs, {decimal(nbytes)}")
             matrix = pairs(group, nbytes, iterations=settings.iterations, device=device)
-            return Report(
-                **{**vars(report), "pair_nbytes": nbytes, "pair_gbps": matrix.gbps},
-            )
+            return replace(report, pair_nbytes=nbytes, pair_gbps=matrix.gbps)
         rows = []
         for op in settings.ops:
             for nbytes in settings.sizes:
                 status.update(f"{op} {decimal(nbytes)}")
                 rows.append(measure(group, op, nbytes, settings.iterations, device))
-    return Report(**{**vars(report), "rows": tuple(rows)})
+    return replace(report, rows=tuple(rows))

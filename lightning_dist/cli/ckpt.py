@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -10,16 +11,16 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from lightning_dist.checkpoint.disk.folder_owner import Owner, own, owner_of
+from lightning_dist.checkpoint.disk.folder_owner import own, owner_of
+from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.recovery import recover
-from lightning_dist.checkpoint.disk.scan import Found, checkpoints
-from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
-from lightning_dist.cli.ckpt_check import checking
-from lightning_dist.cli.ckpt_folder import checkpoints_at, require_folder
-from lightning_dist.cli.ckpt_prune import Plan, as_fields, plan
-from lightning_dist.cli.ckpt_table import fields, name_of, print_table, summary
+from lightning_dist.checkpoint.disk.scan import Found, checkpoints, is_checkpoint
+from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
+from lightning_dist.checkpoint.disk.verify import Description
+from lightning_dist.cli.ckpt_check import Verdict, checking, without_path
+from lightning_dist.cli.ckpt_prune import Plan, is_ours, plan
 from lightning_dist.cli.errors import DAMAGED, reported
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_table, stdout_console
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -41,28 +42,23 @@ def ls(folder: Folder, as_json: Json = False) -> None:
       lightning-dist ckpt ls checkpoints/
       lightning-dist ckpt ls s3://bucket/run --json
     """
-    storage, inside = require_folder(folder)
-    found, leftovers, owner = (
-        checkpoints(folder),
-        [name_of(path) for path in storage.leftovers(inside)],
-        owner_of(folder),
-    )
+    storage, inside = _require_folder(folder)
+    found, owner = checkpoints(folder), owner_of(folder)
+    leftovers = [_name_of(path) for path in storage.leftovers(inside)]
     if as_json:
         _print_json(
             folder=folder,
-            checkpoints=[fields(each) for each in found],
+            checkpoints=[_fields(each) for each in found],
             owner=owner and vars(owner),
             leftovers=leftovers,
         )
         return
     if found:
-        print_table(found)
+        columns = ("name", "step", "created", "size", "kind", "ranks", "status")
+        right = ("step", "size", "ranks")
+        print_table(columns, map(_cells, found), right=right, fold=("name", "status"))
     else:
         typer.echo(f"no checkpoints in {folder}")
-    _print_surroundings(owner, leftovers)
-
-
-def _print_surroundings(owner: Owner | None, leftovers: list[str]) -> None:
     if owner is not None:
         typer.echo(f"in use by {owner}")
     origin = "under way" if owner is not None else "left by a dead writer; the next run clears it"
@@ -85,7 +81,7 @@ def verify_command(
       lightning-dist ckpt verify checkpoints/last.ckpt
       lightning-dist ckpt verify checkpoints/ other/ --json
     """
-    found = [path for given in paths for path in checkpoints_at(given)]
+    found = [path for given in paths for path in _checkpoints_at(given)]
     verdicts = []
     with checking(found) as check:
         for path in found:
@@ -94,11 +90,11 @@ def verify_command(
             if as_json:
                 continue
             if verdict.description is not None:
-                _print_item("ok", path, summary(verdict.description), color="green")
+                _print_item("ok", path, _summary(verdict.description), color="green")
             else:
                 _print_item("PROBLEM", path, verdict.problem, color="red")
     if as_json:
-        _print_json(checkpoints=[fields(verdict) for verdict in verdicts])
+        _print_json(checkpoints=[_fields(verdict) for verdict in verdicts])
     if any(verdict.problem for verdict in verdicts):
         raise typer.Exit(DAMAGED)
 
@@ -128,7 +124,7 @@ def prune(
     """
     if as_json and not (yes or dry_run):
         raise ValueError("--json cannot ask before it removes: add --yes, or --dry-run")
-    storage, inside = require_folder(folder)
+    storage, inside = _require_folder(folder)
     owner = owner_of(folder)
     if owner is not None:
         raise ValueError(f"{folder} is in use by {owner}; prune it afterwards")
@@ -151,7 +147,7 @@ def prune(
         if planned.removed and not dry_run:
             _remove(planned, locked=lock is not None, asks=not yes, says=not as_json)
         if as_json:
-            _print_json(folder=folder, dry_run=dry_run, cleared=leftovers, **as_fields(planned))
+            _print_json(folder=folder, dry_run=dry_run, cleared=leftovers, **planned.as_dict())
     finally:
         if lock is not None:
             lock.release()
@@ -166,7 +162,7 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
     ):
         for path, why in items:
             description = known[path]
-            told = [summary(description)] if description is not None else []
+            told = [_summary(description)] if description is not None else []
             _print_item(word, path, "; ".join([*told, *filter(None, [why])]), color=color)
     if not planned.removed:
         typer.echo("nothing to remove")
@@ -205,7 +201,7 @@ def consolidate(
 
     from lightning_dist.checkpoint import reading  # torch
 
-    with Console(stderr=True).status(f"reading {name_of(source)}"):
+    with Console(stderr=True).status(f"reading {_name_of(source)}"):
         nbytes = reading.consolidate(source, target)
     if as_json:
         _print_json(source=source, path=target, nbytes=nbytes)
@@ -219,6 +215,42 @@ def consolidate(
     )
 
 
+def _require_folder(folder: str) -> tuple[Storage, str]:
+    """The storage of a folder of checkpoints, and the path within it.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is something else.
+    """
+    storage, inside = storage_of(folder)
+    if not storage.exists(inside):
+        raise FileNotFoundError(f"there is no folder {folder}")
+    if not storage.is_folder(inside):
+        raise ValueError(f"{folder} is a file, not a folder of checkpoints")
+    if storage.exists(f"{inside}/{NAME}"):
+        raise ValueError(f"{folder} is one checkpoint, not a folder of checkpoints")
+    return storage, inside
+
+
+def _checkpoints_at(path: str) -> list[str]:
+    """``path`` if it is a checkpoint or should be one, else the paths of those in this folder.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it is a folder without any.
+    """
+    storage, inside = storage_of(path)
+    if not storage.exists(inside):
+        raise FileNotFoundError(f"there is no checkpoint or folder at {path}")
+    is_one = is_checkpoint(storage, inside) or not storage.is_folder(inside)
+    if is_one or is_ours(storage, inside):
+        return [path]
+    found = [each.path for each in checkpoints(path)]
+    if not found:
+        raise ValueError(f"there are no checkpoints in {path}")
+    return found
+
+
 def _print_item(word: str, path: str, told: str, *, color: str | None = None) -> None:
     line = Text.assemble((f"{word:<7}", color or ""), f" {path}: {told}")
     stdout_console().print(line, soft_wrap=True)
@@ -226,3 +258,43 @@ def _print_item(word: str, path: str, told: str, *, color: str | None = None) ->
 
 def _print_json(**content: Any) -> None:
     typer.echo(json.dumps(content, indent=2))
+
+
+def _name_of(path: str) -> str:
+    """The last part of a path or URL."""
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _fields(found: Found | Verdict) -> dict[str, Any]:
+    """A checkpoint, or what came of reading it, for JSON."""
+    description = found.description
+    origin = None if description is None else description.origin
+    created = origin and datetime.fromtimestamp(origin.created_ns / 1e9).astimezone()
+    return {
+        "name": _name_of(found.path),
+        "path": found.path,
+        "kind": description and description.kind,
+        "nbytes": description and description.nbytes,
+        "step": origin and origin.step,
+        "created": created and created.isoformat(),
+        "ranks": origin and origin.ranks,
+        "problem": without_path(found.problem, found.path) or None,
+        "verified": isinstance(found, Verdict) and (found.damaged or not found.problem),
+    }
+
+
+def _cells(found: Found) -> tuple[str, ...]:
+    row = _fields(found)
+    text = {name: "" if value is None else str(value) for name, value in row.items()}
+    created = text["created"][:19].replace("T", " ")
+    size = "" if row["nbytes"] is None else decimal(row["nbytes"])
+    status = text["problem"] or "not verified"
+    return text["name"], text["step"], created, size, text["kind"], text["ranks"], status
+
+
+def _summary(description: Description) -> str:
+    """What a checkpoint is, in a few words."""
+    parts = [description.kind, decimal(description.nbytes)]
+    if description.origin is not None:
+        parts.insert(0, f"step {description.origin.step}")
+    return ", ".join(parts)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_dist.checkpoint.disk.archive import ROOT
+from lightning_dist.checkpoint.disk.manifest import FORMAT, NAME, RECORD
 from lightning_dist.checkpoint.disk.scan import Found, is_original
-from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
 from lightning_dist.cli.ckpt_check import Check
-from lightning_dist.cli.ckpt_folder import is_ours
 
 PROTECTED = ("last", "latest", "best")
 """What has such a name, and what it points to, is never removed."""
+_SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
+_SAVED_AS = re.compile(rb'"name": ("(?:[^"\\]|\\.)*")')
+_HEAD = 4096
+"""Bytes in which the description of a single file is."""
+_FIRST_RECORD = f"{ROOT}/{RECORD}".encode()
 
 
 @dataclass
@@ -23,13 +31,12 @@ class Plan:
     removed: list[tuple[str, str]] = field(default_factory=list)
     untouched: list[tuple[str, str]] = field(default_factory=list)
 
-
-def as_fields(planned: Plan) -> dict[str, list[dict[str, str | None]]]:
-    """The same for programs."""
-    return {
-        name: [{"path": path, "why": why or None} for path, why in items]
-        for name, items in vars(planned).items()
-    }
+    def as_dict(self) -> dict[str, list[dict[str, str | None]]]:
+        """For JSON."""
+        return {
+            name: [{"path": path, "why": why or None} for path, why in items]
+            for name, items in vars(self).items()
+        }
 
 
 def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
@@ -71,7 +78,11 @@ def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
     for each in found:
         if each.description is None:
             verdict = check(each.path)
-            if not verdict.damaged or _real(each.path) in pointed_to or not _is_ours(each.path):
+            if (
+                not verdict.damaged
+                or _real(each.path) in pointed_to
+                or not is_ours(*storage_of(each.path))
+            ):
                 result.untouched.append((each.path, verdict.problem or "it has just changed"))
             else:
                 damaged.append((each.path, verdict.problem))
@@ -113,10 +124,6 @@ def _is_protected(path: str) -> bool:
     return path.rsplit("/", 1)[-1].startswith(PROTECTED)
 
 
-def _is_ours(path: str) -> bool:
-    return is_ours(*storage_of(path))
-
-
 def _has_locks(path: str) -> bool:
     return isinstance(storage_of(path)[0], LocalStorage)
 
@@ -124,3 +131,23 @@ def _has_locks(path: str) -> bool:
 def _real(path: str) -> str:
     storage, inside = storage_of(path)
     return os.path.realpath(inside) if isinstance(storage, LocalStorage) else inside
+
+
+def is_ours(storage: Storage, inside: str) -> bool:
+    """Whether this package wrote what is left of a damaged checkpoint, under the name that it has;
+    in doubt it did not."""
+    if storage.is_folder(inside):
+        names = storage.names(inside)
+        text = storage.read(f"{inside}/{NAME}") if NAME in names else b""
+        known = FORMAT.encode() in text or any(map(_SHARD.fullmatch, names))
+    else:
+        with storage.open(inside) as file:  # the description is the first record
+            text = bytes(file.read(_HEAD))
+        known = text[30 : 30 + len(_FIRST_RECORD)] == _FIRST_RECORD
+    saved_as = _SAVED_AS.search(text)
+    if not known or saved_as is None:
+        return known
+    try:
+        return bool(json.loads(saved_as[1]) == inside.rsplit("/", 1)[-1])
+    except ValueError:
+        return False

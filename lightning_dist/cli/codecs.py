@@ -7,11 +7,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from lightning_dist.cli.errors import reported
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_table
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import Codec
@@ -39,15 +37,8 @@ def codecs(
     if as_json:
         typer.echo(json.dumps({"codecs": rows}, indent=2))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("codec", no_wrap=True)
-    table.add_column("options", overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("residual", no_wrap=True)
-    table.add_column("for", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
-    stdout_console().print(table)
+    columns = ("codec", "options", "bytes", "residual", "for")
+    print_table(columns, map(_cells, rows), right=("bytes",), fold=("options", "for"))
     typer.echo(
         "bytes: of a payload, per float32 element, which has 4; n/a where gradients decide. "
         "residual: yes if the codec keeps one, 4 bytes per element, unless error_feedback says no"

@@ -12,14 +12,22 @@ from typing import Annotated, Any
 import typer
 
 from lightning_dist.cli import config_accelerate as theirs
-from lightning_dist.cli.config_questions import ask_ours, require_possible
-from lightning_dist.cli.config_show import show
 from lightning_dist.cli.errors import reported
-from lightning_dist.configuration import CONFIG, OPTIONS, read, resolve, write
+from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import check, parse
+from lightning_dist.configuration.options import require_fit
 from lightning_dist.configuration.places import accelerate_default, sidecar_of
+from lightning_dist.console import print_table
 
-_THEIRS = "accelerate."
+_QUESTIONS = {
+    "codec": "The codec of gradients, with options; `lightning-dist codecs` lists them",
+    "error_feedback": "Keep what the codec loses and send it later? true, false or auto",
+    "hierarchical": "Reduce inside every host first? true, false, auto or leader",
+    "ranks_per_host": "Ranks of a host that follow each other; null: as the hosts' names say",
+    "min_compress_numel": "Elements below which a tensor travels as it is; null: the codec's own",
+    "start_step": "Steps before compression starts",
+    "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
+}
 
 
 @reported
@@ -67,19 +75,31 @@ def config(
     if shown:
         if defaults or changes:
             raise ValueError("--show writes nothing: leave out --defaults and --set")
-        show(resolve(environ=_as_launched(file)), config=path, as_json=as_json)
+        _show(resolve(environ=_as_launched(file)), config=path, as_json=as_json)
         return
     ours, others = _split(changes or [])
     theirs.require_accelerate()
+    sidecar = sidecar_of(path)
     if defaults or changes:
-        done = _write(path, ours, others, anew=defaults)
+        written = _write(path, ours, others, anew=defaults)
     else:
         if not sys.stdin.isatty():
             raise ValueError(
                 "questions need a terminal: add --defaults, or --set KEY=VALUE for each of them"
             )
-        done = _ask(path)
-    _tell(done, sidecar_of(path), as_json=as_json)
+        known = read(sidecar) if sidecar.is_file() else {}
+        answers = theirs.ask()
+        options = {**known, **{name: _answer(name, known) for name in _QUESTIONS}}
+        require_possible(options)
+        theirs.save(answers, path)
+        write(sidecar, options)
+        written = [path, sidecar]
+    if as_json:
+        files = [str(each.absolute()) for each in written]
+        typer.echo(json.dumps({"written": files, "options": read(sidecar)}, indent=2))
+        return
+    for each in written:
+        typer.echo(f"written: {each}")
 
 
 def _as_launched(file: Path | None) -> Mapping[str, str]:
@@ -97,8 +117,8 @@ def _split(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals:
             raise ValueError(f"--set must be KEY=VALUE, such as codec=int8; got {text!r}")
-        of_theirs = key.startswith(_THEIRS)
-        into, name = (others, key.removeprefix(_THEIRS)) if of_theirs else (ours, key)
+        name = key.removeprefix("accelerate.")
+        into = ours if name == key else others
         if name in into:
             raise ValueError(f"--set {key} is there twice; keep one")
         into[name] = parse(value)
@@ -132,21 +152,62 @@ def _write(
     return written
 
 
-def _ask(path: Path) -> list[Path]:
-    sidecar = sidecar_of(path)
-    known = read(sidecar) if sidecar.is_file() else {}
-    config = theirs.ask()
-    options = ask_ours(known)
-    require_possible(options)
-    theirs.save(config, path)
-    write(sidecar, options)
-    return [path, sidecar]
+def _answer(name: str, known: Mapping[str, Any]) -> Any:
+    """The answer to one of our questions; a wrong one is asked again.
+
+    Raises:
+        typer.Abort: the terminal is gone, or the user has had enough.
+    """
+    offered = known.get(name, OPTIONS[name].default)
+    while True:
+        text = str(typer.prompt(_QUESTIONS[name], default=_text(offered)))
+        try:
+            value = parse(text)
+            require_fit(OPTIONS[name], value, where="your answer")
+            if name == "codec":
+                _require_codec(value)
+        except ValueError as error:
+            typer.echo(f"  {error}")
+            continue
+        return value
 
 
-def _tell(written: Sequence[Path], sidecar: Path, *, as_json: bool) -> None:
+def _require_codec(value: Any) -> None:
+    from lightning_dist.codecs import resolve_codec  # torch
+
+    for each in value.values() if isinstance(value, Mapping) else [value]:
+        resolve_codec(each)
+
+
+def require_possible(options: Mapping[str, Any]) -> None:
+    """Refuse now what training would refuse: settings that do not go together.
+
+    Raises:
+        ValueError: with the rule, the value and what to do.
+    """
+    from lightning_dist.settings import Settings  # torch
+
+    if "codec" in options:
+        _require_codec(options["codec"])
+    Settings.check(**options)
+
+
+def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:
+    """Print every option with its value and where that comes from."""
+    rows = {
+        name: {"value": resolved.value(name), "from": resolved.origins.get(name, "default")}
+        for name in OPTIONS
+    }
+    there = str(config) if config.is_file() else None
     if as_json:
-        files = [str(path.absolute()) for path in written]
-        typer.echo(json.dumps({"written": files, "options": read(sidecar)}, indent=2))
+        content = {"options": rows, "files": resolved.files, "accelerate": there}
+        typer.echo(json.dumps(content, indent=2))
         return
-    for path in written:
-        typer.echo(f"written: {path}")
+    cells = [(name, _text(row["value"]), row["from"]) for name, row in rows.items()]
+    print_table(("option", "value", "from"), cells, fold=("value", "from"))
+    typer.echo(f"accelerate: {there or f'{config} is not there; lightning-dist config writes it'}")
+
+
+def _text(value: Any) -> str:
+    """A setting as users write it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -76,11 +76,11 @@ def change(config: Any, values: Mapping[str, Any]) -> list[str]:
     type(config).__post_init__(config)
     notes = []
     several = (getattr(config, "num_processes", 1) or 1) > 1
-    if several and _text(config.distributed_type) == "NO" and "distributed_type" not in values:
+    if several and text_of(config.distributed_type) == "NO" and "distributed_type" not in values:
         config.distributed_type = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
         type(config).__post_init__(config)
         notes.append(
-            f"accelerate.distributed_type={_text(config.distributed_type)} (with NO, "
+            f"accelerate.distributed_type={text_of(config.distributed_type)} (with NO, "
             f"num_processes={config.num_processes} would start one process)"
         )
     return notes
@@ -118,5 +118,6 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _text(kind: Any) -> str:
-    return str(getattr(kind, "value", kind))
+def text_of(kind: Any) -> str:
+    """An enumeration of Accelerate's as its files have it."""
+    return "NO" if kind is False else str(getattr(kind, "value", kind))  # YAML's NO is a boolean

@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import typer
 
+from lightning_dist.cli import launch_accelerate, launch_plan
 from lightning_dist.cli.errors import reported
-from lightning_dist.cli.launch_choice import choose
+from lightning_dist.cli.launch_plan import Plan, is_missing
+from lightning_dist.cli.launch_script import needs
+from lightning_dist.configuration.places import accelerate_default, sidecar_of
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {
@@ -52,7 +59,7 @@ def launch(context: typer.Context) -> None:
       lightning-dist launch --config_file two.yaml train.py
       lightning-dist launch --config_file two.yaml -m lightning_dist.run train.py
     """
-    made = choose(context.args, os.environ)
+    made = _choose(context.args, os.environ)
     for note in made.notes:
         typer.echo(f"lightning-dist: {note}", err=True)
     if made.is_dry:
@@ -62,3 +69,64 @@ def launch(context: typer.Context) -> None:
     sys.stderr.flush()
     # In place of this process: signals reach torchrun, and its exit code is ours.
     os.execve(sys.executable, [sys.executable, *made.arguments], {**os.environ, **made.environment})
+
+
+def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """The plan of the launcher that these words are for; its first note says which and why.
+
+    ``accelerate launch``: ``--config_file`` names its file, or ``lightning-dist config`` has
+    written one at the default place, every option is one of its own, and where it could be one of
+    torchrun's too the script imports accelerate and not Lightning. Otherwise torchrun.
+
+    Raises:
+        ValueError: the words are for neither, or for both and the script does not say for which.
+    """
+    default = accelerate_default(environ)
+    is_configured = default.is_file() and sidecar_of(default).is_file()
+    names_file = any(word.startswith(("--config_file", "--config-file")) for word in words)
+    unconfigured = "no --config_file, and lightning-dist config has written none"
+
+    def torchrun(why: str) -> Plan:
+        made = launch_plan.plan(words, environ)
+        made.notes.insert(0, f"torchrun ({why})")
+        return made
+
+    def accelerate(given: Any, file: Path, why: str) -> Plan:
+        made = launch_accelerate.plan(words, environ, given=given, file=file)
+        made.notes.insert(0, f"accelerate launch ({why})")
+        return made
+
+    plain: Any = None  # what torchrun makes of the words, to which --config_file is the script's
+    with suppress(ValueError):
+        plain = launch_plan.parse(words, environ)
+    if plain is not None and plain.torchrun:
+        return torchrun("--torchrun")
+    if not is_configured and not names_file:
+        return torchrun(unconfigured)
+    try:
+        given = launch_accelerate.parse(words)
+    except (ValueError, ImportError) as problem:
+        if names_file and plain is None:
+            raise
+        if not is_configured:
+            return torchrun(unconfigured)
+        return torchrun(f"not accelerate launch with {default}: {problem}")
+    if given.config_file is not None:
+        if given.torchrun:
+            raise ValueError(
+                "--config_file is for accelerate launch, and --torchrun asks for the other; "
+                "leave out one"
+            )
+        return accelerate(given, Path(given.config_file), f"--config_file={given.config_file}")
+    if not is_configured:
+        return torchrun(unconfigured)
+    if plain is not None and not is_missing(plain):
+        framework, reason = needs(plain, Path.cwd())
+        if framework == "lightning":
+            return torchrun(f"{reason}; --config_file={default} for accelerate launch")
+        if not framework:
+            raise ValueError(
+                f"{reason}, and {default} is there: say which launcher is meant: --torchrun, or "
+                f"--config_file={default}"
+            )
+    return accelerate(given, default, f"{default}; --torchrun for the other")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dist.cli import config_accelerate as theirs
-from lightning_dist.cli.config_questions import require_possible
-from lightning_dist.cli.launch_plan import Plan
-from lightning_dist.cli.launch_words import cut, parsed, require_script
+from lightning_dist.cli.config import require_possible
+from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
 from lightning_dist.configuration import CONFIG, resolve
 from lightning_dist.configuration.places import sidecar_of
 
@@ -65,7 +64,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     options, after = cut(words, given)
     if given.config_file is None:
         options = [f"--config_file={file}", *options]
-    if "AMAZON" not in _text(config.compute_environment):
+    if "AMAZON" not in theirs.text_of(config.compute_environment):
         kind = _kind(given, config)
         if resolved.outside and kind in _NO_HOOK:
             origins = ", ".join(dict.fromkeys(resolved.outside.values()))
@@ -139,8 +138,4 @@ def _kind(given: Any, config: Any) -> str:
     ):
         if is_set:
             return kind
-    return _text(config.distributed_type)
-
-
-def _text(kind: Any) -> str:
-    return "NO" if kind is False else str(getattr(kind, "value", kind))  # YAML's NO is a boolean
+    return theirs.text_of(config.distributed_type)

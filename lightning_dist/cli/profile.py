@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.cli.profile_table import describe, print_differences
 from lightning_dist.cli.profile_whatif import whatif_command
+from lightning_dist.console import print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
-from lightning_dist.profiling.analysis.parts import SCHEMA, Summary
+from lightning_dist.profiling.analysis.headline import count
+from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run, read_run, run_folder
+from lightning_dist.profiling.folder import read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.write import Wanted, write_files
@@ -23,6 +24,7 @@ from lightning_dist.profiling.whatif.predict import with_whatif
 
 app = typer.Typer(no_args_is_help=True)
 
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -34,7 +36,7 @@ def _profile() -> None:
 @app.command("report")
 @reported
 def report_command(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")],
+    folder: Folder,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json.gz, for ui.perfetto.dev.")
@@ -97,34 +99,32 @@ def compare_command(
       lightning-dist profile compare before/comm_profile/run-0 after/comm_profile/run-0
     """
     a, b = (str(run_folder(each)) for each in (a, b))
-    runs = {"A": (a, *_summary_of(a)), "B": (b, *_summary_of(b))}
-    found = compare(*(measured(run, summary) for _, run, summary in runs.values()))
+    runs = (read_run(a), read_run(b))
+    summaries = {"A": summarize(runs[0]), "B": summarize(runs[1])}
+    found = compare(*map(measured, runs, summaries.values()))
     if as_json:
-        sides = {
-            name.lower(): {
-                "folder": folder,
-                "run": summary.run,
-                "steps": len(summary.series.steps),
-                "all_steps": summary.steps,
-            }
-            for name, (folder, _, summary) in runs.items()
-        }
-        rows = [_fields(each) for each in found]
-        content = {"schema": SCHEMA, "verdict": verdict(found), **sides, "differences": rows}
+        content = {"schema": SCHEMA, "verdict": verdict(found)}
+        for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
+            steps = {"steps": len(each.series.steps), "all_steps": each.steps}
+            content[name.lower()] = {"folder": folder, "run": each.run, **steps}
+        derived = ("difference", "is_explained")
+        content["differences"] = [
+            {**vars(each), **{name: getattr(each, name) for name in derived}} for each in found
+        ]
         typer.echo(to_json(content))
     else:
-        for name, (folder, _, summary) in runs.items():
-            typer.echo(f"{name}: {folder} ({describe(summary)})")
+        for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
+            typer.echo(f"{name}: {folder} ({describe(each)})")
         typer.echo(verdict(found))
         print_differences(found)
         typer.echo(
             "medians over the steps in detail (a report has means), parts as means over ranks; "
             "'all steps' is over all"
         )
-        for name, (_, _, summary) in runs.items():
-            for note in summary.notes:
+        for name, each in summaries.items():
+            for note in each.notes:
                 typer.echo(f"note: {name}: {note}")
-    _require_steps({folder: summary for folder, _, summary in runs.values()})
+    _require_steps(dict(zip((a, b), summaries.values(), strict=True)))
 
 
 app.command("whatif")(whatif_command)
@@ -140,10 +140,35 @@ def _require_steps(summaries: Mapping[str, Summary]) -> None:
         raise typer.Exit(BAD_INPUT)
 
 
-def _summary_of(folder: str) -> tuple[Run, Summary]:
-    run = read_run(folder)
-    return run, summarize(run)
+def describe(summary: Summary) -> str:
+    """What ran, in a few words."""
+    run = summary.run
+    steps = count(summary.steps, "step")
+    if (in_detail := len(summary.series.steps)) < summary.steps:
+        steps = f"{in_detail} of {steps} in detail"
+    ranks, hosts = run.get("world_size", 0), len(set(run.get("hosts", ())))
+    codec = str(run.get("codec") or "codec not known")
+    return ", ".join((codec, count(ranks, "rank"), count(hosts, "host"), steps))
 
 
-def _fields(each: Difference) -> dict[str, Any]:
-    return {**vars(each), "difference": each.difference, "is_explained": each.is_explained}
+def print_differences(differences: Sequence[Difference]) -> None:
+    """Print one row for everything that was compared."""
+    figures = ("A", "B", "B - A", "spread")
+    print_table(("", *figures, " "), map(_cells, differences), right=figures, fold=(" ",))
+
+
+def _cells(each: Difference) -> tuple[str, ...]:
+    name, _, unit = each.name.rpartition("_")
+    label = f"  {name}" if name in PARTS else name.replace("_", " ")
+
+    def figure(value: float | None, sign: str = "") -> str:
+        return "n/a" if value is None else f"{value:{sign}.2f} {'MB' if unit == 'mb' else unit}"
+
+    spread = "n/a" if each.spread is None else f"± {figure(each.spread)}"
+    if each.difference is None:
+        remark = each.reason
+    elif each.is_explained:
+        remark = "within the spread" if each.difference else ""
+    else:
+        remark = f"{100 * each.difference / each.a:+.1f} %" if each.a else ""
+    return label, figure(each.a), figure(each.b), figure(each.difference, "+"), spread, remark

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from calls import program
 from cli_saves import save_file
-from typer.testing import CliRunner, Result
-
-from lightning_dist.cli import app
+from click.testing import Result
 
 LEFTOVER = ".epoch=9.ckpt.tmp-0123456789abcdef"
 
 
 def ckpt(*arguments: str | Path, stdin: str = "") -> Result:
-    result = CliRunner().invoke(app, ["ckpt", *map(str, arguments)], input=stdin)
+    result = program("ckpt", *arguments, input=stdin)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from typer.testing import CliRunner, Result
+from calls import program
+from click.testing import Result
 
-from lightning_dist.cli import app
 from lightning_dist.profiling.folder import RankFile, Run
 
 
 def profile(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(app, ["profile", *map(str, arguments)])
+    result = program("profile", *arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 

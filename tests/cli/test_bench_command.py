@@ -7,18 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from calls import program
+from click.testing import Result
 from processes import port, run, run_together
-from typer.testing import CliRunner, Result
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.cli import app
+from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
 from lightning_dist.cli.bench_run import Report, members_of
-from lightning_dist.cli.bench_sizes import sizes_of
-from lightning_dist.cli.bench_table import print_report
 from lightning_dist.profiling.bandwidth import Measurement
 
-PROGRAM = "from lightning_dist.cli import main; main()"
-FAST = [sys.executable, "-c", PROGRAM, "bench"]
 LINK_MBIT = 200.0
 PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
@@ -26,8 +23,9 @@ PAYLOAD = 1448 / 1514
 
 @pytest.fixture(scope="module")
 def quick_bench(quick_python: list[str]) -> list[str]:
-    """A rank that a launcher starts; what starts ranks itself does so as an installed program."""
-    return [*quick_python, "-c", "from lightning_dist.cli import main; main()", "bench"]
+    """The program in a fork that has torch; the ranks that it starts itself are forks too."""
+    start = "from lightning_dist.cli import bench_run, main; bench_run.START = 'fork'; main()"
+    return [*quick_python, "-c", start, "bench"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,32 +35,18 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, words)])
+    return program("bench", *words)
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("64KB:1MB", (64_000, 256_000, 1_000_000)),
-        ("1kib:16KiB", (1024, 4096, 16384)),
-        ("1MB", (1_000_000,)),
-        ("1MB:1MB", (1_000_000,)),
-        ("2 MiB, 0.5GB,100", (2 << 20, 500_000_000, 100)),
-    ],
-)
-def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
-    assert sizes_of(text) == sizes
-
-
-@pytest.mark.parametrize("text", ["", "1TB", "MB", "-1KB", "1MB,", "0", "1MB:", "0.5B", "1:2:3"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="--sizes must be like 64KB:64MB or 1MB,8MB"):
-        sizes_of(text)
-
-
-def test_a_range_has_its_smaller_end_first() -> None:
-    with pytest.raises(ValueError, match="MIN <= MAX, it is 2MB:1MB"):
-        sizes_of("2MB:1MB")
+def test_sizes_are_those_of_nccl_tests() -> None:
+    texts = {"100": 100, "64K": 65536, "1m": 1 << 20, "0.5G": 1 << 29, " 8M ": 8 << 20}
+    assert {text: nbytes_of(text, option="") for text in texts} == texts
+    for text in ("", "1T", "M", "-1K", "1M,", "0", "0.5", "1MB", "1:2"):
+        with pytest.raises(ValueError, match=f"--x must be bytes, or like 64K, .* got '{text}'"):
+            nbytes_of(text, option="--x")
+    assert sizes_of(1024, 20_000, factor=4) == (1024, 4096, 16384)
+    assert sizes_of(1024, 2048, factor=2) == (1024, 2048)
+    assert sizes_of(1024, 1023, factor=2) == ()
 
 
 def test_groups() -> None:
@@ -87,7 +71,8 @@ def test_groups() -> None:
             "--nproc 2 --ops gather",
             "--ops must be of all_reduce, all_gather, all_to_all, broadcast",
         ),
-        ("--nproc 2 --sizes 1XB", "in it is '1XB'"),
+        ("--nproc 2 --max-bytes 1XB", "--max-bytes must be bytes, or like 64K, 1M, 2G"),
+        ("--nproc 2 -b 2M -e 1M", "--min-bytes 2M must not be above --max-bytes 1M"),
         ("--nproc 2 --out /no/such/x.json", "there is no folder /no/such"),
         ("--nproc 999 --device cuda", "--device cuda needs a GPU for each of 999 ranks here"),
     ],
@@ -118,9 +103,9 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report(("a", "a", "b", "b"), (0, 1, 2, 3), "flat", "gloo", "cpu", rows))
     heading, columns, first, second, _ = capsys.readouterr().out.splitlines()
     assert heading == "4 ranks (flat) on a, b; gloo, cpu"
-    assert columns.split()[:5] == ["op", "size", "count", "dtype", "median"]
+    assert columns.split()[:6] == ["op", "size", "(B)", "count", "dtype", "median"]
     numbers = ["2.000", "ms", "1.000", "ms", "3.000", "ms", "4.000", "Gbit/s", "6.000", "Gbit/s"]
-    assert first.split() == ["all_reduce", "1.0", "MB", "250000", "float32", *numbers, "25%"]
+    assert first.split() == ["all_reduce", "1000000", "250000", "float32", *numbers, "25%"]
     assert second.split()[-5:] == ["32.000", "Gbit/s", "24.000", "Gbit/s", "100%"]
 
 
@@ -137,23 +122,24 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_ranks_of_its_own(tmp_path: Path) -> None:
     to = tmp_path / "bench.json"
-    words = ["--nproc", "2", "--sizes", "64KB,1MB", "--iterations", "3", "--out", str(to)]
-    shown = run([*FAST, *words, "--device", "cpu"], limit=100).require_success().output
+    words = "--nproc 2 --min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --device cpu"
+    command = [sys.executable, "-m", "lightning_dist", "bench", *words.split(), "--out", to]
+    shown = run(command, limit=100).require_success().output
     assert "2 ranks (flat) on " in shown
     (group,) = json.loads(to.read_text())["groups"]
     assert (group["ranks"], group["backend"], group["device"]) == ([0, 1], "gloo", "cpu")
     ops = ["all_reduce", "all_reduce", "all_gather", "all_gather", "all_to_all", "all_to_all"]
     assert [row["op"] for row in group["rows"]] == ops
-    assert [row["nbytes"] for row in group["rows"]] == [64_000, 1_000_000] * 3
+    assert [row["nbytes"] for row in group["rows"]] == [1 << 16, 1 << 20] * 3
     for row in group["rows"]:
         assert len(row["seconds"]) == 3
         assert 0 < row["busbw_gbps"] <= row["algbw_gbps"]
         assert sum(line.startswith(row["op"]) for line in shown.splitlines()) == 2
 
 
-def test_a_rank_that_fails_is_named() -> None:
-    words = ["--nproc", "2", "--sizes", "4B", "--ops", "all_reduce", "--device", "cpu"]
-    done = run([*FAST, *words], limit=100)
+def test_what_ranks_refuse_is_said_once(quick_bench: list[str]) -> None:
+    words = "--nproc 2 -b 4 -e 4 --ops all_reduce --device cpu"
+    done = run([*quick_bench, *words.split()], limit=100)
     assert done.returncode == 2
     last = done.output.splitlines()[-1]
     assert last.startswith("lightning-dist: nbytes must be 8 or more")
@@ -172,7 +158,7 @@ def of_rank(rank: int, at: int, hosts: list[str]) -> dict[str, str]:
 
 def test_ranks_of_a_launcher(tmp_path: Path, quick_bench: list[str]) -> None:
     hosts, at, to = ["a", "b", "a"], port(), tmp_path / "bench.json"
-    command = [*quick_bench, "--pairs", "--group", "intra", "--sizes", "64KB,4KB"]
+    command = [*quick_bench, "--pairs", "--group", "intra", "-e", "64K"]
     command += ["--device", "cpu"]
     outs = [to, tmp_path / "not on this host" / "bench.json", to]  # only rank 0 writes
     done = run_together(
@@ -185,17 +171,16 @@ def test_ranks_of_a_launcher(tmp_path: Path, quick_bench: list[str]) -> None:
     assert "slowest: rank " in first
     assert not any("slowest" in each for each in others)
     (group,) = json.loads(to.read_text())["groups"]
-    assert (group["hosts"], group["ranks"], group["pair_nbytes"]) == (hosts, [0, 2], 64_000)
+    assert (group["hosts"], group["ranks"], group["pair_nbytes"]) == (hosts, [0, 2], 1 << 16)
     (none, there), (back, also_none) = group["pair_gbps"]
     assert (none, also_none) == (None, None)
     assert min(there, back) > 0
 
 
-LEFT_WAITING = f"""
+LEFT_WAITING = """
 import os, torch.distributed as dist
 from datetime import timedelta
-{PROGRAM.replace("main()", "")}
-from lightning_dist.cli import bench_run
+from lightning_dist.cli import bench_run, main
 def wait(*arguments):  # until rank 0, which has the store, is gone
     dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=90))
 if os.environ["RANK"] == "1":
@@ -204,12 +189,12 @@ main()
 """
 
 
-def test_timeout_bounds_what_is_measured() -> None:
+def test_timeout_bounds_what_is_measured(quick_python: list[str]) -> None:
     at, hosts = port(), ["a", "a"]
-    command = [sys.executable, "-c", LEFT_WAITING, "bench", "--device", "cpu", "--timeout", "3"]
+    command = [*quick_python, "-c", LEFT_WAITING, "bench", "--device", "cpu", "--timeout", "2"]
     done = run_together([command] * 2, [of_rank(rank, at, hosts) for rank in range(2)], limit=60)
     assert done[0].returncode == 2
-    assert "Timed out waiting 3000ms" in done[0].output
+    assert "Timed out waiting 2000ms" in done[0].output
 
 
 def test_what_is_wrong_with_all_ranks_is_said_once(quick_bench: list[str]) -> None:
@@ -226,10 +211,10 @@ def test_what_is_wrong_with_all_ranks_is_said_once(quick_bench: list[str]) -> No
 @pytest.mark.root
 def test_the_rate_of_a_link_is_found(tmp_path: Path, quick_bench: list[str]) -> None:
     to = tmp_path / "bench.json"
-    words = ["--group", "inter", "--ops", "all_reduce", "--sizes", "4MB", "--iterations", "5"]
+    words = ["--group", "inter", "--ops", "all_reduce", "--device", "cpu", "--out", str(to)]
     try:
         with Testbed(hosts=2, link_mbit=LINK_MBIT) as testbed:
-            command = [*quick_bench, *words, "--device", "cpu", "--out", str(to)]
+            command = [*quick_bench, *words, "-b", "4M", "-e", "4M", "-n", "5"]
             shown, *others = testbed.launch(command, ranks_per_host=[2, 1], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
@@ -239,9 +224,3 @@ def test_the_rate_of_a_link_is_found(tmp_path: Path, quick_bench: list[str]) -> 
     assert group["ranks"] == [0, 2]
     (row,) = group["rows"]
     assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.2)
-
-
-def test_help_has_examples() -> None:
-    result = bench("--help")
-    assert result.exit_code == 0
-    assert "lightning-dist bench --nproc 4" in result.stdout

@@ -7,19 +7,17 @@ import os
 import pty
 import select
 import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from calls import program
+from click.testing import Result
 
-from lightning_dist.cli import app
 from lightning_dist.configuration import OPTIONS, read
 
-PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()"]
 HIDDEN = "\x1b[?25l"
 """What Accelerate's menus end with: the cursor is hidden, an arrow shows the choice."""
 DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
@@ -35,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["config", *map(str, words)])
+    return program("config", *words)
 
 
 def done(*words: str | Path) -> str:
@@ -156,10 +154,10 @@ def test_a_file_that_is_wrong_stays_as_it_is(folder: Path) -> None:
     assert not (folder / "lightning_dist.yaml").exists()
 
 
-def test_the_questions_on_a_terminal(folder: Path) -> None:
+def test_the_questions_on_a_terminal(folder: Path, quick_python: list[str]) -> None:
     """Accelerate's are answered with Enter, until the first of ours is there."""
     answers = [("The codec", "int9"), ("The codec", "topk:ratio=0.05"), ("Steps before", "100")]
-    said = _answered(["config"], answers, limit=60)
+    said = _answered([*quick_python, "-m", "lightning_dist", "config"], answers, limit=60)
     assert "codec must be one of" in said
     ours = read(folder / "lightning_dist.yaml")
     assert ours["codec"] == "topk:ratio=0.05"
@@ -175,7 +173,7 @@ def _answered(words: list[str], answers: list[tuple[str, str]], *, limit: float)
     """What the program says on a terminal on which every question gets its answer, or Enter."""
     ours, theirs = pty.openpty()
     job = subprocess.Popen(
-        [*PROGRAM, *words],
+        words,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

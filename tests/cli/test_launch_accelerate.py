@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from calls import program
+from click.testing import Result
 from processes import run
-from typer.testing import CliRunner, Result
-
-from lightning_dist.cli import app
 
 PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
 SCRIPT = """
@@ -53,7 +52,7 @@ def configure(path: Path, *, sidecar: str | None = "codec: int8\n", **fields: ob
 
 
 def invoke(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["launch", "--dry-run", *map(str, words)])
+    return program("launch", "--dry-run", *words)
 
 
 def planned(*words: str | Path) -> tuple[dict[str, str], str, list[str], str]:

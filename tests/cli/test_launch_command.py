@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from calls import program
+from click.testing import Result
 from processes import run
 from torch.distributed.run import get_args_parser
-from typer.testing import CliRunner, Result
-
-from lightning_dist.cli import app
 
 SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
@@ -36,7 +35,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def invoke(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, ["launch", *map(str, words)])
+    return program("launch", *words)
 
 
 def planned(*words: str | Path) -> tuple[dict[str, str], list[str]]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-import typer
+from calls import PROGRAM, program
 from cli_saves import damage, save_file
 from terminals import on_terminal
-from typer.testing import CliRunner
 
 from lightning_dist import CODECS
-from lightning_dist.cli import app
+from lightning_dist.cli import app, main
 
-PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()"]
 COMMANDS = [
     *("bench", "codecs", "config", "doctor", "launch"),
     *(f"ckpt {name}" for name in ("ls", "verify", "prune", "consolidate")),
@@ -32,13 +28,13 @@ def leaves(command: click.Command, path: str = "") -> list[str]:
 
 
 def help_of(command: str) -> str:
-    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    result = program(*command.split(), "--help", env={"COLUMNS": "200"})
     assert result.exit_code == 0
     return result.stdout
 
 
 def test_the_list_is_whole() -> None:
-    assert sorted(path.strip() for path in leaves(typer.main.get_command(app))) == sorted(COMMANDS)
+    assert sorted(path.strip() for path in leaves(PROGRAM)) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -56,7 +52,7 @@ def test_every_command_prints_json(command: str) -> None:
 
 
 def test_codecs_are_the_table_of_the_package() -> None:
-    result = CliRunner().invoke(app, ["codecs", "--json"])
+    result = program("codecs", "--json")
     rows = {row["name"]: row for row in json.loads(result.stdout)["codecs"]}
     assert list(rows) == list(CODECS)
     assert [name for name, row in rows.items() if not row["use"]] == []
@@ -66,7 +62,7 @@ def test_codecs_are_the_table_of_the_package() -> None:
     assert (rows["none"]["bytes_per_element"], rows["none"]["keeps_residual"]) == (4, False)
     assert rows["powersgd"]["bytes_per_element"] is None
     assert rows["topk"]["keeps_residual"]
-    table = CliRunner().invoke(app, ["codecs"]).stdout.splitlines()
+    table = program("codecs").stdout.splitlines()
     assert [line.split()[0] for line in table[1 : len(CODECS) + 1]] == list(CODECS)
 
 
@@ -75,12 +71,12 @@ def test_prune_for_programs(tmp_path: Path) -> None:
         save_file(tmp_path / f"{step}.ckpt", step=step)
     damage(tmp_path / "3.ckpt")
     words = ["ckpt", "prune", str(tmp_path), "--keep", "1", "--json"]
-    refused = CliRunner().invoke(app, words)
+    refused = program(*words)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "--json cannot ask before it removes: add --yes, or --dry-run" in refused.stderr
-    dry = json.loads(CliRunner().invoke(app, [*words, "--dry-run"]).stdout)
+    dry = json.loads(program(*words, "--dry-run").stdout)
     assert (dry["dry_run"], len(list(tmp_path.glob("*.ckpt")))) == (True, 3)
-    content = json.loads(CliRunner().invoke(app, [*words, "--yes"]).stdout)
+    content = json.loads(program(*words, "--yes").stdout)
     assert {**dry, "dry_run": False} == content
     assert content["kept"] == [{"path": str(tmp_path / "2.ckpt"), "why": None}]
     removed = {Path(each["path"]).name: each["why"] for each in content["removed"]}
@@ -91,61 +87,65 @@ def test_prune_for_programs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
-    environ = {**os.environ, "_LIGHTNING_DIST_COMPLETE": f"source_{shell}"}
-    script = subprocess.run(PROGRAM, env=environ, capture_output=True, text=True, timeout=60)
-    assert script.returncode == 0, script.stderr
-    assert "lightning-dist" in script.stdout
-    environ |= {
-        "_LIGHTNING_DIST_COMPLETE": f"complete_{shell}",
+    def complete(instruction: str, **environ: str) -> str:
+        environ |= {"_LIGHTNING_DIST_COMPLETE": f"{instruction}_{shell}"}
+        return program(env=environ, prog_name="lightning-dist").stdout
+
+    assert "lightning-dist" in complete("source")
+    found = complete(
+        "complete",
         **{"COMP_WORDS": "lightning-dist co", "COMP_CWORD": "1"},  # bash
         **{"_TYPER_COMPLETE_ARGS": "lightning-dist co", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
-    }
-    found = subprocess.run(PROGRAM, env=environ, capture_output=True, text=True, timeout=60)
-    assert "codecs" in found.stdout
-    assert "config" in found.stdout
-    assert "doctor" not in found.stdout
+    )
+    assert "codecs" in found
+    assert "config" in found
+    assert "doctor" not in found
 
 
 COLORS = ("\x1b[3", "\x1b[9")
 
 
-def test_no_color_is_respected(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def command(quick_python: list[str]) -> list[str]:
+    return [*quick_python, "-c", "from lightning_dist.cli import main; main()"]
+
+
+def test_terminals_have_colors_and_boxes(tmp_path: Path, command: list[str]) -> None:
+    """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
     save_file(tmp_path / "1.ckpt")
-    words = [*PROGRAM, "ckpt", "verify", tmp_path / "1.ckpt"]
-    colored, plain = on_terminal(words).terminal, on_terminal(words, NO_COLOR="1").terminal
+    verify = [*command, "ckpt", "verify", tmp_path / "1.ckpt"]
+    colored, plain = on_terminal(verify).terminal, on_terminal(verify, NO_COLOR="1").terminal
     assert any(code in colored for code in COLORS)
     assert not any(code in plain for code in COLORS), plain
     assert "ok " in plain
+    show = [*command, "ckpt", "prune", "--help"]
+    assert "╭" in on_terminal(show).terminal
+    for text in (on_terminal(show, NO_COLOR="1").terminal, on_terminal(show, piped=True).pipe):
+        assert "Usage: lightning-dist" in text
+        assert not set("╭│\x1b") & set(text), text
 
 
 def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> None:
     save_file(tmp_path / "1.ckpt")
-    for words in (["ckpt", "verify", tmp_path], ["ckpt", "ls", tmp_path], ["--help"]):
-        done = subprocess.run([*PROGRAM, *words], capture_output=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert b"\x1b" not in done.stdout
-        assert b"\r" not in done.stdout
+    for command in ("verify", "ls"):
+        result = program("ckpt", command, tmp_path)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert not set("\x1b\r") & set(result.stdout)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ckpt", "prune", "--help"], ["bench", "--nope"]])
-def test_boxes_are_for_terminals(words: list[str]) -> None:
-    """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
-    command = [*PROGRAM, *words]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    plain = piped.stdout + piped.stderr
-    assert "Usage: lightning-dist" in plain
-    assert "╭" in on_terminal(command).terminal
-    for others in (
-        plain,
-        on_terminal(command, NO_COLOR="1").terminal,
-        on_terminal(command, piped=True).pipe,
-    ):
-        assert not set("╭│\x1b") & set(others), others
-
-
-def test_a_status_is_for_terminals(tmp_path: Path) -> None:
-    """What doctor says while it works is not in the log of a job."""
-    done = subprocess.run([*PROGRAM, "doctor", "--json"], capture_output=True, timeout=100)
-    assert done.returncode in (0, 1)
-    assert json.loads(done.stdout)["findings"]
-    assert done.stderr == b""
+@pytest.mark.parametrize("words", ["--help", "ckpt prune --help", "bench --nope"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_boxes_are_for_terminals(
+    words: str,
+    is_plain: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(app, "rich_markup_mode", app.rich_markup_mode)
+    monkeypatch.setattr("lightning_dist.cli.is_plain", lambda: is_plain)
+    monkeypatch.setattr(sys, "argv", ["lightning-dist", *words.split()])
+    with pytest.raises(SystemExit):
+        main()
+    text = "".join(capsys.readouterr())
+    assert "Usage: lightning-dist" in text
+    assert bool(set("╭│") & set(text)) is not is_plain

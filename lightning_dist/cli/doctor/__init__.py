@@ -1,16 +1,18 @@
-"""What one check of ``lightning-dist doctor`` has found."""
+"""``lightning-dist doctor``: checks of a host for distributed training.
+
+A check is a function that returns a :class:`Finding`. Those of this host are in ``host.py``, those
+of its way to other ones in ``network.py``; ``command.py`` prints them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["ok", "warning", "error", "n/a"]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Result of one check.
 
     Args:
         state: ``"error"``: training will fail or hang. ``"warning"``: it may, or is slow.
@@ -19,7 +21,6 @@ class Finding:
         fix: a command or a line to paste, or a sentence where there is none; empty if all is well.
     """
 
-    name: str
-    state: State
+    state: Literal["ok", "warning", "error", "n/a"]
     what: str
     fix: str = ""

@@ -1,0 +1,370 @@
+"""``lightning-dist doctor``: planted mistakes of a host, and their fixes; what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from calls import program
+from click.testing import Result
+from packaging.requirements import Requirement
+from processes import run
+
+import lightning_dist
+from benchmarks.testbed import Testbed, TestbedUnavailable
+from lightning_dist.cli.doctor import Finding
+from lightning_dist.cli.doctor.command import show, two_ranks
+from lightning_dist.cli.doctor.host import (
+    clocks,
+    devices,
+    limits,
+    machine,
+    processors,
+    version_of,
+)
+from lightning_dist.cli.doctor.network import Interface, launcher, network
+
+RANK = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+ELASTIC = {**RANK, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+
+LOOPBACK = Interface("lo", True, ("127.0.0.1", "::1"), 65536, None)
+FAST = Interface("eth0", True, ("10.0.0.5",), 1500, 10_000)
+SLOW = Interface("eth1", True, ("10.1.0.5",), 1500, 100)
+DOWN = Interface("ib0", False, ("10.2.0.5",), 2044, None)
+NO_ADDRESS = Interface("docker0", True, (), 1500, None)
+HERE = [LOOPBACK, FAST, DOWN, NO_ADDRESS]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ELASTIC, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def doctor(*words: str | Path) -> Result:
+    return program("doctor", *words)
+
+
+def in_network(environ: Mapping[str, str], hostname: str = "localhost") -> dict[str, Finding]:
+    return network(environ, found=HERE, hostname=hostname)
+
+
+# What it prints.
+
+
+def test_two_ranks_meet(monkeypatch: pytest.MonkeyPatch, quick_executable: str) -> None:
+    """The whole command, for programs: all findings, no status where nobody looks."""
+    monkeypatch.setattr(sys, "executable", quick_executable)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    result = doctor("--json")
+    assert result.stderr == ""
+    findings = json.loads(result.stdout)["findings"]
+    found = {each.pop("name"): Finding(**each) for each in findings}
+    assert len(found) == len(findings)
+    for each in found.values():
+        assert bool(each.fix) == (each.state in ("warning", "error")), each
+    states = {each.state for each in found.values()}
+    assert states <= {"ok", "warning", "error", "n/a"}
+    assert result.exit_code == (1 if states & {"warning", "error"} else 0)
+    assert found["lightning_dist"].what == lightning_dist.__version__
+    assert {"torch", "gloo", "interfaces", "clock source", "open files", "results"} <= found.keys()
+    last = found["2 ranks here"]
+    assert (last.state, last.what.split(";")[0]) == ("ok", "gloo works")
+
+
+def test_two_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, quick_executable: str) -> None:
+    monkeypatch.setattr(sys, "executable", quick_executable)
+    found = two_ranks({**os.environ, "GLOO_SOCKET_IFNAME": "no-such-link"})
+    assert found.state == "error"
+    assert "no-such-link" in found.what
+
+
+def test_two_ranks_that_do_not_come_are_given_up_and_killed(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, pathlib\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'pid{{os.getpid()}}').touch()\n"
+        "signal.pause()\n"
+    )
+    found = two_ranks({**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=1.0)
+    assert (found.state, found.what) == ("error", "they did not find each other within 1 s")
+    for path in tmp_path.glob("pid*"):
+        assert not Path("/proc", path.name.removeprefix("pid")).exists()
+
+
+def test_a_fix_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    result = doctor("--no-run")
+    assert result.exit_code == 1
+    assert "error    launcher variables  RANK without WORLD_SIZE, MASTER_ADDR" in result.stdout
+    assert "  unset RANK" in result.stdout.splitlines()
+    (row,) = [line for line in result.stdout.splitlines() if "2 ranks here" in line]
+    assert (row.split()[0], row.split(" here ")[1].strip()) == ("n/a", "left out by --no-run")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_nothing_wrong_is_exit_code_0(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = {"python": Finding("ok", "3.11"), "cuda": Finding("n/a", "no GPU")}
+    assert show(fine, as_json=as_json) == 0
+    assert ("nothing is wrong" in capsys.readouterr().out) is not as_json
+    assert show({**fine, "x": Finding("warning", "y", "z")}, as_json=as_json) == 1
+    assert show({**fine, "x": Finding("error", "y", "z")}, as_json=as_json) == 1
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    result = doctor("--folder", tmp_path / "no")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"lightning-dist: --folder must be a folder, and {tmp_path}/no is none\n"
+    )
+
+
+# This host.
+
+
+def test_versions_and_devices(tmp_path: Path) -> None:
+    old = version_of("torch", Requirement("torch>=99"))
+    assert (old.state, old.fix) == ("error", "pip install 'torch>=99'")
+    assert version_of("torch", Requirement("torch>=2")).state == "ok"
+    assert version_of("no-such-package", None) == Finding("n/a", "not installed")
+    if not torch.cuda.is_available():
+        assert devices(tmp_path / "no")["cuda"].state == "n/a"
+        assert devices(tmp_path)["cuda"].state == "warning"
+
+
+def test_clocks(tmp_path: Path) -> None:
+    (tmp_path / "current_clocksource").write_text("hpet\n")
+    (tmp_path / "available_clocksource").write_text("hpet tsc acpi_pm \n")
+    found = clocks(tmp_path)
+    assert found["clock source"].state == "warning"
+    assert found["clock source"].fix == f"echo tsc > {tmp_path}/current_clocksource"
+    assert found["time stamps"].what.endswith(" ns apart")
+    (tmp_path / "current_clocksource").write_text("tsc\n")
+    assert clocks(tmp_path)["clock source"].state == "ok"
+    assert clocks(tmp_path / "no")["clock source"].state == "n/a"
+
+
+def test_the_fix_for_few_files_is_one() -> None:
+    """Lower the limit, look, do what is said in a shell, look again there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 4096:
+        pytest.skip(f"no more than {hard} open files are allowed here")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        found = limits()["open files"]
+        assert (found.state, found.what.split(":")[0]) == ("warning", "256")
+        done = run(["bash", "-c", f"{found.fix} && ulimit -Sn"], limit=60).require_success()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(done.output), hard))
+        assert limits()["open files"] == Finding("ok", done.output.strip())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory(tmp_path: Path) -> None:
+    (tmp_path / "mlx5_0").touch()
+    assert limits()["shared memory"].what.startswith("/dev/shm has ")
+    assert limits(tmp_path / "no")["shared memory"].state == "n/a"
+    assert limits(Path("/proc"))["shared memory"].state == "warning"  # of 0 bytes
+    assert limits(infiniband=tmp_path / "no")["locked memory"].state == "n/a"
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, locked[1]))
+        found = limits(infiniband=tmp_path)["locked memory"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, locked)
+    assert (found.state, found.fix) == ("error", "ulimit -l unlimited")
+
+
+@pytest.mark.parametrize(
+    ("environ", "state", "fix"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, "ok", ""),
+        ({"OMP_NUM_THREADS": "1,1"}, "ok", ""),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "999"}, "warning", "OMP_NUM_THREADS=1"),
+        ({"LOCAL_WORLD_SIZE": "999"}, "warning", "OMP_NUM_THREADS=1"),
+        ({"OMP_NUM_THREADS": "many"}, "error", "OMP_NUM_THREADS="),
+        ({"OMP_NUM_THREADS": "0"}, "error", "OMP_NUM_THREADS="),
+    ],
+)
+def test_threads(environ: dict[str, str], state: str, fix: str, tmp_path: Path) -> None:
+    found = machine(environ, tmp_path)["processors"]
+    assert found.state == state
+    assert fix in found.fix
+
+
+def test_a_container_has_fewer_processors(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    everything = processors(quota)
+    assert everything == len(os.sched_getaffinity(0))
+    quota.write_text("max 100000\n")
+    assert processors(quota) == everything
+    quota.write_text("50000 100000\n")
+    assert processors(quota) == 1
+
+
+def test_a_compiler_and_a_folder(tmp_path: Path) -> None:
+    bare = machine({"PATH": str(tmp_path)}, Path("/proc"))
+    assert (bare["compiler"].state, bare["compiler"].fix) == ("warning", "apt-get install g++")
+    assert bare["results"].state == "error"  # for root too
+    assert "cannot be written to" in bare["results"].what
+    compiler = tmp_path / "clang++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    found = machine({"PATH": str(tmp_path)}, tmp_path)
+    assert found["compiler"].what == str(compiler)
+    assert found["results"].state in ("ok", "warning")
+
+
+# The way to other ranks.
+
+
+@pytest.mark.parametrize(
+    ("environ", "state", "told", "fix"),
+    [
+        ({}, "ok", "none are set", ""),
+        (RANK, "ok", "rank 0 of 4", ""),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "ok", "only where to meet is set", ""),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "error",
+            "RANK, WORLD_SIZE without MASTER_ADDR, MASTER_PORT",
+            "unset RANK WORLD_SIZE",
+        ),
+        ({**RANK, "MASTER_PORT": ""}, "error", "without MASTER_PORT", "unset RANK WORLD_SIZE"),
+        ({**RANK, "RANK": "4"}, "error", "RANK must be below WORLD_SIZE=4, it is 4", "unset"),
+        ({**RANK, "RANK": "x"}, "error", "RANK must be an integer, it is 'x'", "unset"),
+        ({**RANK, "MASTER_PORT": "70000"}, "error", "from 1 to 65535, it is 70000", "unset"),
+        (
+            {**ELASTIC, "LOCAL_RANK": "2"},
+            "error",
+            "LOCAL_RANK must be below LOCAL_WORLD_SIZE=2, it is 2",
+            "unset",
+        ),
+    ],
+)
+def test_launcher_variables(environ: dict[str, str], state: str, told: str, fix: str) -> None:
+    found = launcher(environ)["launcher variables"]
+    assert found.state == state
+    assert told in found.what
+    assert found.fix.startswith(fix)
+
+
+def test_what_restarts_need() -> None:
+    assert launcher(RANK)["restarts"].state == "n/a"
+    assert launcher({"RANK": "x"})["restarts"].state == "n/a"
+    allowed = {**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert launcher(allowed)["restarts"].what == "after a failure, 3 times"
+    found = launcher({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "True"})["restarts"]
+    assert found.state == "warning"
+    assert "a failed rank ends the job" in found.what
+    assert "--max-restarts=3" in found.fix
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in found.fix
+
+
+def test_settings_left_over_from_debugging() -> None:
+    left = {"TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_P2P_DISABLE": "1"}
+    found = launcher(left)["slow setting"]
+    assert (found.state, found.fix) == ("warning", f"unset {' '.join(left)}")
+    assert launcher({"TORCH_DISTRIBUTED_DEBUG": "INFO"})["slow setting"].state == "ok"
+
+
+CHECKS = {"GLOO_SOCKET_IFNAME": "gloo address", "NCCL_SOCKET_IFNAME": "NCCL_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth7", "there is no interface 'eth7'"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth7", "there is no interface 'eth7'"),
+        ("GLOO_SOCKET_IFNAME", "^lo", "gloo takes the name of an interface, and no ^"),
+        ("GLOO_SOCKET_IFNAME", "=eth0", "and no = as NCCL does"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "ib0 down"),
+        ("GLOO_SOCKET_IFNAME", "docker0", "no address"),
+        ("NCCL_SOCKET_IFNAME", "eth7", "'eth7' leaves no interface"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "'=eth' leaves no interface"),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", "'^lo,eth' leaves no interface"),
+        ("NCCL_SOCKET_IFNAME", "ib", "'ib' leaves no interface"),
+        ("GLOO_SOCKET_IFNAME", "eth0", None),
+        ("NCCL_SOCKET_IFNAME", "eth", None),
+        ("NCCL_SOCKET_IFNAME", "=eth0", None),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", None),
+        ("NCCL_SOCKET_IFNAME", "^=lo", None),
+    ],
+)
+def test_interfaces_that_are_chosen(name: str, value: str, told: str | None) -> None:
+    found = in_network({name: value})[CHECKS[name]]
+    if told is None:
+        assert found.state == "ok"
+    else:
+        assert (found.state, found.fix) == ("error", f"export {name}=eth0")
+        assert told in found.what
+
+
+def test_a_hostname_that_is_loopback() -> None:
+    assert in_network({})["gloo address"] == Finding(
+        "warning",
+        "127.0.0.1 (the hostname localhost resolves to it): ranks of several hosts will not find "
+        "each other",
+        "export GLOO_SOCKET_IFNAME=eth0",
+    )
+    assert in_network(ELASTIC)["gloo address"].state == "error"
+    unknown = in_network({}, "no-such-host.invalid")["gloo address"]
+    assert "resolves to no address of this host" in unknown.what
+    alone = network({}, found=[LOOPBACK], hostname="localhost")
+    assert alone["gloo address"].state == "ok"
+    assert alone["interfaces"].state == "warning"
+
+
+def test_a_slow_link() -> None:
+    found = network({}, found=[LOOPBACK, SLOW], hostname="localhost")["link speed"]
+    assert (found.state, found.what) == ("warning", "eth1 runs at 100 Mbit/s")
+    assert in_network({})["link speed"].state == "ok"
+
+
+def test_where_ranks_meet() -> None:
+    assert in_network({})["MASTER_ADDR"].state == "n/a"
+    assert in_network(RANK)["MASTER_ADDR"] == Finding("ok", "127.0.0.1 (127.0.0.1) through lo")
+    found = in_network(ELASTIC)["MASTER_ADDR"]
+    assert (found.state, found.what) == (
+        "error",
+        "127.0.0.1 is 127.0.0.1, which is another host on every host",
+    )
+    found = in_network({**RANK, "MASTER_ADDR": "no-such-host.invalid"})["MASTER_ADDR"]
+    assert found.state == "error"
+    assert found.what.startswith("no-such-host.invalid cannot be resolved")
+
+
+IN_NAMESPACE = """
+import json, sys
+from lightning_dist.cli.doctor.network import network
+for one in json.loads(sys.argv[1]):
+    print(json.dumps({name: vars(each) for name, each in network(one).items()}))
+"""
+
+
+@pytest.mark.root
+def test_real_hosts() -> None:
+    other = {**RANK, "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.2"}
+    ways = [other, {**other, "GLOO_SOCKET_IFNAME": "eth0"}, {**other, "MASTER_ADDR": "10.99.0.1"}]
+    try:
+        with Testbed(hosts=2, link_mbit=None) as testbed:
+            inside = ["ip", "netns", "exec", testbed.namespace(0), sys.executable]
+            done = run([*inside, "-c", IN_NAMESPACE, json.dumps(ways)], limit=60)
+    except TestbedUnavailable as reason:
+        pytest.skip(str(reason))
+    unset, chosen, lost = (
+        {name: Finding(**each) for name, each in json.loads(line).items()}
+        for line in done.require_success().output.splitlines()
+    )
+    assert unset["interfaces"].what.startswith("eth0 up, 10.77.0.1, MTU 1500, ")
+    assert unset["MASTER_ADDR"].what == "10.77.0.2 (10.77.0.2) through eth0"
+    assert unset["gloo address"].state == "error"  # this machine's name is no address of the host
+    assert unset["gloo address"].fix == "export GLOO_SOCKET_IFNAME=eth0"
+    assert chosen["gloo address"].what == "10.77.0.1 (GLOO_SOCKET_IFNAME=eth0)"
+    assert lost["MASTER_ADDR"].state == "error"
+    assert lost["MASTER_ADDR"].what == "there is no route to 10.99.0.1 (10.99.0.1)"
