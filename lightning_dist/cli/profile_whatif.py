@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lightning_dist.cli.errors import reported
-from lightning_dist.profiling.folder import read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.setting import DDP
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.profiling.analysis.divergence import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
-from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.report.write import Wanted
 

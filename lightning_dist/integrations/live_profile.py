@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import WandbLogger
+from msgspec import structs
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
+from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
 from lightning_dist.profiling.capture.live import of_errors, of_one_rank
-from lightning_dist.profiling.capture.records import ErrorRecord, StepRecord
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
@@ -56,7 +57,7 @@ class LiveProfile:
             )
             for name in rows[0]
         }
-        errors = of_errors(asdict(each) for each in self._errors)
+        errors = of_errors(map(structs.asdict, self._errors))
         metrics |= {f"comm/{name}": value for name, value in errors.items()}
         self._errors.clear()
         for logger in trainer.loggers:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.profiling.capture.records import RankRecord
+from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.reducer.reducer import Reducer

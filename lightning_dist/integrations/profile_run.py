@@ -25,19 +25,17 @@ from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.calibration import measure_links
 from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, is_watched, watch_allreduce
-from lightning_dist.profiling.capture.ends import await_ends
+from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
 from lightning_dist.profiling.capture.flight import dump_flight_record
-from lightning_dist.profiling.capture.gathering import Gatherer, is_shared
-from lightning_dist.profiling.capture.messenger import Messenger
-from lightning_dist.profiling.capture.records import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.watching import Watching
 from lightning_dist.profiling.capture.zoom import Zoom
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.folder import Run, new_run_folder, read_run
 from lightning_dist.profiling.peer import end_group, first_sentence
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
+from lightning_dist.profiling.run import Run, await_ends, new_run_folder, read_run
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_costs
 from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled
@@ -45,10 +43,10 @@ from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.reducer.moments import moments_on
 from lightning_dist.topology import this_host
 
-_EVERY = 100
-"""Steps after which lines travel to rank 0."""
 _PATIENCE = 60.0
-"""Seconds for the last ones, and for ranks to come to the end."""
+"""Seconds for the last steps of an accelerator, and for ranks to come to the end."""
+_GATHERING = 600.0
+"""Seconds for records of other hosts to travel."""
 _MOMENT = 2.0
 """Seconds in which ranks end that end by the same error."""
 _WAITING = (
@@ -98,12 +96,11 @@ class ProfileRun:
             )
         with said_after(_PATIENCE, on_problem, _WAITING):
             self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        self._groups = [self._group]
         rank = dist.get_rank()
         folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""
         facts = self._facts({"host": this_host(), "folder": str(folder)})
         self.folder = Path(facts[0]["folder"])
-        self._messenger = self._new_messenger()
+        self._apart = ranks_apart(self.folder, self._group)
         why_not = why_not_in_detail(model)
         in_detail = settings.in_detail and not why_not
         if settings.in_detail and why_not:
@@ -112,7 +109,7 @@ class ProfileRun:
             )
         own_host = facts[rank]["host"]
         self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
-        hosts = [each["host"] for each in facts]
+        self._hosts = hosts = [each["host"] for each in facts]
         if rank == 0:
             try:
                 meta = meta_of(model, self._reducer, self.about, hosts=hosts, settings=settings)
@@ -174,24 +171,12 @@ class ProfileRun:
     def _facts(self, own: dict[str, Any]) -> Sequence[Facts]:
         return all_facts(own, group=self._group, device=torch.device("cpu"))
 
-    def _new_messenger(self) -> Messenger | None:
-        """Where some ranks have a folder of their own: what brings their lines to rank 0."""
-        sees = is_shared(self.folder, self._group)
-        if all(each["sees"] for each in self._facts({"sees": sees})):
-            return None
-        group = dist.new_group(backend="gloo")  # in use while training goes on
-        gatherer = Gatherer(self.folder, group=group, is_shared=sees)
-        self._groups.append(group)
-        return Messenger(gatherer, self.folder / f"rank{dist.get_rank()}.jsonl")
-
     def _disturb(self, is_on: bool) -> None:
         self._session.is_disturbed = is_on
 
     def _on_over(self, step: int) -> None:
         if self._zoom is not None:
             self._zoom.begin_step(step + 1)
-        if self._messenger is not None and step % _EVERY == 0:
-            self._messenger.send()
 
     @property
     def is_closed(self) -> bool:
@@ -242,24 +227,30 @@ class ProfileRun:
             with suppress(OSError):
                 dump_flight_record(self.folder, rank=self.about.rank)
         self._session.close()
-        if self._messenger is not None:
-            problems += self._messenger.close(_PATIENCE if together else 0.0)
+        if self._apart and together:
+            _set_pg_timeout(timedelta(seconds=_GATHERING), self._group)
+            path = self.folder / f"rank{self.about.rank}.jsonl"
+            problems += gather_records(path, ranks=self._apart, group=self._group)
+        elif self._apart and self.about.rank in (0, *self._apart):
+            problems.append(self._how_to_copy())
         if together:
-            together = self._meets(self._end_groups, "not all lines may be there", problems)
-        if not together and self.about.rank == 0 and self._messenger is None:
-            await_ends(self.folder, range(self.about.world_size), patience=_MOMENT)
+            together = self._meets(self._end_group, "its process group stays open", problems)
+        if not together and self.about.rank == 0 and not self._apart:
+            await_ends(self.folder, range(self.about.world_size), timeout=_MOMENT)
         return problems
 
-    def _end_groups(self) -> None:
-        """Of a model that is profiled many times; where something went wrong they stay."""
-        for each in self._groups:
-            # Others may have waited for the last lines all of their patience.
-            _set_pg_timeout(timedelta(seconds=2 * _PATIENCE), each)
-        over = self._messenger is None or self._messenger.is_over
-        if all(of["over"] for of in self._facts({"over": over})):
-            del self._group, self._messenger
-            while self._groups:
-                end_group(self._groups.pop())
+    def _how_to_copy(self) -> str:
+        of_rank = ", ".join(f"rank{rank}.jsonl of {self._hosts[rank]}" for rank in self._apart)
+        return (
+            "the training did not end on all ranks, so records outside of rank 0's folder were not "
+            f"gathered; copy {of_rank} into {self.folder} of {self._hosts[0]}, then make the report "
+            f"with `lightning-dist profile report {self.folder}`"
+        )
+
+    def _end_group(self) -> None:
+        """Of a model that is profiled many times; where something went wrong it stays."""
+        end_group(self._group)
+        del self._group
 
     def _compare_clocks(self) -> None:
         self._session.note(read_offset(self._group))

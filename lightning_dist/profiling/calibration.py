@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_dist.profiling.analysis.bursts import measure_burst
 from lightning_dist.profiling.bandwidth import measure, pairs
-from lightning_dist.profiling.capture.records import BurstRecord, LinkRecord
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.peer import end_group
 
 _PROBE_BYTES = 2**18

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.profiling.analysis.drift import uncertainty_at
+from lightning_dist.profiling.capture.events import ClockRecord
 from lightning_dist.profiling.capture.machine import this_machine
-from lightning_dist.profiling.capture.records import ClockRecord
 from lightning_dist.profiling.peer import receive, send
 
 _FAN_OUT = 16

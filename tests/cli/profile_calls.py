@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner, Result
 
 from lightning_dist.cli import app
-from lightning_dist.profiling.folder import RankFile, Run
+from lightning_dist.profiling.run import RankFile, Run
 
 
 def profile(*arguments: str | Path) -> Result:

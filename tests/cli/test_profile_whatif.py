@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from planted import Planted
+from planted import Planted, replace
 from profile_calls import profile, refusal, save
 
 from lightning_dist.cli.profile_whatif import gbps_of

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.profiling.calibration import measure_links
-from lightning_dist.profiling.capture.records import LinkRecord
+from lightning_dist.profiling.capture.events import LinkRecord
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import pytest
 from worlds import Rank, run_threads
 
 from lightning_dist.profiling.analysis.bursts import measure_burst
-from lightning_dist.profiling.capture.records import BurstRecord
+from lightning_dist.profiling.capture.events import BurstRecord
 
 
 @pytest.mark.parametrize("count", [1, 8])

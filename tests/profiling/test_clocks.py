@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from planted_clocks import PlantedClock
 from processes import run
@@ -16,7 +16,7 @@ from worlds import Rank, run_threads
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.capture import machine
-from lightning_dist.profiling.capture.records import ClockRecord
+from lightning_dist.profiling.capture.events import ClockRecord
 from lightning_dist.profiling.clocks import read_offset
 
 SCRIPT = Path(__file__).with_name("read_clocks.py")
@@ -151,7 +151,7 @@ def test_more_machines_than_one_rank_answers() -> None:
     def one(rank: Rank) -> Reading:
         clock = PlantedClock(shift=rank.rank * HOUR)
         group, name = rank.group("clocks"), f"machine {rank.rank}"
-        return asdict(read_offset(group, rounds=2, clock=clock, machine=name))
+        return msgspec.structs.asdict(read_offset(group, rounds=2, clock=clock, machine=name))
 
     size = 18
     row = {"shifts": [rank * HOUR for rank in range(size)], "drifts": [0] * size}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
 from lightning_dist.profiling.capture.losses import MOST, Losses
-from lightning_dist.profiling.capture.records import ErrorRecord, RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.observer import Sight

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 
+from lightning_dist.profiling.capture.events import BucketTimes, Span
 from lightning_dist.profiling.capture.recorder import Recorder, cost_of_an_event
-from lightning_dist.profiling.capture.records import BucketTimes, Span
 
 
 def recorder() -> Recorder:

@@ -11,7 +11,7 @@ from planted import MS, Planted
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.records import StepRecord
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.watching import Watching
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from planted import Planted, replaced
+from planted import Planted, replace, replaced
 from report_pages import body_of
 from test_terminal import printed
 
@@ -16,10 +15,10 @@ from lightning_dist.profiling.analysis.parts import Summary, Uneven
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.totals import RankTotals
 from lightning_dist.profiling.analysis.uneven import uneven_phases
-from lightning_dist.profiling.capture.records import PHASES, StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import PHASES, StepRecord
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.tables import ranks_table
+from lightning_dist.profiling.run import Run
 
 FOUR = Planted(world_size=4, late_data={2: 40}, meets_in_forward=True)
 BUFFERS = Planted(late_data={0: 50}, meets_in_forward=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
-from planted import MS, Planted
+from planted import MS, Planted, replace
 
-from lightning_dist.profiling.capture.records import Phase
+from lightning_dist.profiling.capture.events import Phase
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients, recut
 from lightning_dist.profiling.whatif.candidates import in_buckets, other_buckets
 from lightning_dist.profiling.whatif.observe import observe

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from planted import Planted
+from planted import Planted, replace
 
 from lightning_dist.profiling.whatif import measure
 from lightning_dist.profiling.whatif.costs_file import NAME, Costs, read_costs, write_costs

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from planted import Planted, replaced
+from planted import Planted, replace, replaced
 from whatif_runs import COSTS, DDP, INT8, duration, with_small_exchanges
 
-from lightning_dist.profiling.capture.records import BurstRecord, LinkRecord
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import Wish, predict
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from planted import Planted
+from planted import Planted, replace
 from whatif_runs import CHUNK, COSTS, DDP, INT8, asked, duration, with_small_exchanges
 
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, NO_ERROR, is_faster

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from planted import MS, Planted, replace
 
-from planted import MS, Planted
-
-from lightning_dist.profiling.capture.records import Span
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import Span
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.answer import WhatIf
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import Wish, predict

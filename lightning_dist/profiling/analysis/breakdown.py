@@ -16,8 +16,8 @@ from lightning_dist.profiling.analysis.intervals import (
 )
 from lightning_dist.profiling.analysis.parts import PARTS, Placed, StepParts, Timeline
 from lightning_dist.profiling.analysis.passes import passes_of
-from lightning_dist.profiling.capture.records import PHASES, Span, StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import PHASES, Span, StepRecord
+from lightning_dist.profiling.run import Run
 
 _CODEC = ("encode", "decode")
 _OTHERS = tuple(name for name in PHASES if name != "backward")

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from lightning_dist.profiling.capture.records import BurstRecord
+from lightning_dist.profiling.capture.events import BurstRecord
 from lightning_dist.profiling.peer import finish, meet
 
 _BYTES = 4096

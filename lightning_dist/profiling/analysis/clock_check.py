@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from lightning_dist.profiling.analysis.breakdown import Analysed
 from lightning_dist.profiling.analysis.collectives import Exchange, uncompared
 from lightning_dist.profiling.analysis.intervals import Interval, length, union
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.run import RankRun, Run
 
 _SHARE = 0.1
 _LEAST = 2e6  # nanoseconds a step

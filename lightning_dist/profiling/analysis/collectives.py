@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_dist.profiling.analysis.intervals import Interval
-from lightning_dist.profiling.capture.records import Span, StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import Span, StepRecord
+from lightning_dist.profiling.run import Run
 
 Members: TypeAlias = tuple[int, ...]
 _Key: TypeAlias = tuple[int, int]  # number of the group in this step, order

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
-from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.events import ErrorRecord
 
 _RECENT = 5
 _FEWEST = 2 * _RECENT

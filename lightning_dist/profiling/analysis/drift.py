@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from lightning_dist.profiling.capture.records import ClockRecord
+from lightning_dist.profiling.capture.events import ClockRecord
 
 DRIFT = 1e-4
 """Most by which two clocks part: quartz is specified to be off by 50 in a million."""

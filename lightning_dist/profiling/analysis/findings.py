@@ -22,8 +22,8 @@ from lightning_dist.profiling.analysis.totals import (
     moving_of_hosts,
     slowest,
 )
-from lightning_dist.profiling.capture.records import PHASES
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import PHASES
+from lightning_dist.profiling.run import Run
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from lightning_dist.profiling.capture.records import BucketTimes, StepRecord
+from lightning_dist.profiling.capture.events import BucketTimes, StepRecord
 
 
 @dataclass(frozen=True)

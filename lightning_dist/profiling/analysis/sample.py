@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dist.profiling.analysis.totals import MS, mean
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.run import RankRun, Run
 
 MOST = 500
 """Steps that are looked at span by span: minutes become seconds, and means stay means."""

@@ -10,8 +10,8 @@ from lightning_dist.profiling.analysis.breakdown import Analysed
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals, length, union
 from lightning_dist.profiling.analysis.parts import BucketSummary, StepParts
 from lightning_dist.profiling.analysis.passes import passes_of
-from lightning_dist.profiling.capture.records import BucketTimes, RankRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import BucketTimes, RankRecord
+from lightning_dist.profiling.run import Run
 
 MS = 1e6
 """Nanoseconds in a millisecond."""

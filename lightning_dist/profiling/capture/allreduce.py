@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.capture.promises import Promises
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.records import BucketTimes
 
 
 @dataclass

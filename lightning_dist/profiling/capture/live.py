@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import difference, length, union
-from lightning_dist.profiling.capture.records import StepRecord
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.whatif.setting import DDP
 
 _MS, _MB = 1e6, 1e6

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.observer import Sight
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.losses import Loss
-from lightning_dist.profiling.capture.records import StepRecord
 from lightning_dist.profiling.capture.taken import Taken
 from lightning_dist.profiling.capture.timer import Cut
 from lightning_dist.reducer.moments import Moments

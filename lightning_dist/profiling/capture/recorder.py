@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.capture.lookout import lookout_for
 from lightning_dist.profiling.capture.losses import Losses
-from lightning_dist.profiling.capture.records import BucketTimes
 from lightning_dist.profiling.capture.taken import Row, Taken
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.moments import HostMoments, Moment, Moments

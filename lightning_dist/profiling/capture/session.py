@@ -9,19 +9,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dist.profiling.capture.governor import Governor
-from lightning_dist.profiling.capture.lines import to_line
-from lightning_dist.profiling.capture.pending import PendingStep
-from lightning_dist.profiling.capture.recorder import Recorder, cost_of_an_event
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
     RankRecord,
     Record,
     StepRecord,
+    to_line,
 )
+from lightning_dist.profiling.capture.governor import Governor
+from lightning_dist.profiling.capture.pending import PendingStep
+from lightning_dist.profiling.capture.recorder import Recorder, cost_of_an_event
 from lightning_dist.profiling.capture.timer import Cut, StepTimer
-from lightning_dist.profiling.folder import RankFile
+from lightning_dist.profiling.run import RankFile
 from lightning_dist.reducer.moments import HostMoments, Moments
 
 _FOR_LOSSES = 0.25
@@ -102,7 +102,7 @@ class Session:
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
         self._file = None if folder is None else RankFile(folder, rank=about.rank)
-        self._unwritten: list[str] = []
+        self._unwritten: list[bytes] = []
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_LOSSES) * settings.budget)
         self._losses_governor = Governor(_FOR_LOSSES * settings.budget)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeAlias
 
-from lightning_dist.profiling.capture.records import BucketTimes, Span
+from lightning_dist.profiling.capture.events import BucketTimes, Span
 from lightning_dist.reducer.moments import Moment, Moments
 
 Row: TypeAlias = tuple[str, int, Moment, Moment, str, str, int, int]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dist.profiling.capture.records import Phase
+from lightning_dist.profiling.capture.events import Phase
 from lightning_dist.reducer.moments import Moment, Moments
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from lightning_dist.profiling.analysis.breakdown import parts_of
 from lightning_dist.profiling.analysis.collectives import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary, StepParts, Summary
-from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.files import replace_file
+from lightning_dist.profiling.run import Run
 
 _MS = 1e6
 """Nanoseconds of a millisecond."""

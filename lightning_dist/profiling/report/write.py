@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lightning_dist.profiling.analysis.parts import Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
-from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.csv_files import write_csv
 from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.trace import write_trace
+from lightning_dist.profiling.run import Run
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_dist.profiling.analysis.parts import Summary
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.answer import WhatIf
 from lightning_dist.profiling.whatif.candidates import candidates, other_buckets
 from lightning_dist.profiling.whatif.costs_file import Costs

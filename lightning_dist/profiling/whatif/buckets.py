@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from lightning_dist.profiling.capture.records import StepRecord
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
 
 SIZES = (5.0, 25.0, 100.0)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.reducer.calibration import calibrate, to_measure

@@ -12,7 +12,7 @@ from lightning_dist.profiling.analysis.passes import passes_of
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.totals import RankTotals, Reach, mean, moving_of_hosts
 from lightning_dist.profiling.analysis.traffic import link_uses
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients
 from lightning_dist.profiling.whatif.setting import DDP, FLAT, LEADER, SHARDED, Link, Setting
 from lightning_dist.profiling.whatif.simulate import BYTES, Bucket
