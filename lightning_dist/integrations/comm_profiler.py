@@ -208,7 +208,7 @@ class CommProfiler(pl.Callback):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._run.set_apart()
+            self._run.exclude_interval()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

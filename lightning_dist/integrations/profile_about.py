@@ -9,7 +9,7 @@ import time
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.profiling.capture.allreduce import why_not_watched
+from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions

@@ -23,16 +23,18 @@ from lightning_dist.integrations.profile_meta import meta_of
 from lightning_dist.integrations.said_after import said_after
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.calibration import measure_links
-from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, is_watched, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import (
+    WatchedAllReduce,
+    Watching,
+    is_watched,
+    watch_allreduce,
+)
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
-from lightning_dist.profiling.capture.flight import dump_flight_record
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.watching import Watching
-from lightning_dist.profiling.capture.zoom import Zoom
+from lightning_dist.profiling.capture.torch_tools import Zoom, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.peer import end_group, first_sentence
+from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
 from lightning_dist.profiling.run import Run, await_ends, new_run_folder, read_run
@@ -183,9 +185,9 @@ class ProfileRun:
         """Whether it watches no more."""
         return self._watching is None
 
-    def set_apart(self) -> None:
-        """What was since the last step belongs to none: a validation, a checkpoint."""
-        self._session.set_apart()
+    def exclude_interval(self) -> None:
+        """Time since the last step belongs to no step: a validation, a checkpoint."""
+        self._session.exclude_interval()
 
     def close(self, reason: str, *, together: bool) -> Sequence[str]:
         """Watch no more, and have all lines in the file; what did not reach rank 0, and why.
@@ -242,7 +244,7 @@ class ProfileRun:
     def _how_to_copy(self) -> str:
         of_rank = ", ".join(f"rank{rank}.jsonl of {self._hosts[rank]}" for rank in self._apart)
         return (
-            "the training did not end on all ranks, so records outside of rank 0's folder were not "
+            "not all ranks have come to the end, so records outside of rank 0's folder are not "
             f"gathered; copy {of_rank} into {self.folder} of {self._hosts[0]}, then make the report "
             f"with `lightning-dist profile report {self.folder}`"
         )

@@ -15,7 +15,7 @@ from lightning_dist.cli import app
 from lightning_dist.cli.bench_run import Report, members_of
 from lightning_dist.cli.bench_sizes import sizes_of
 from lightning_dist.cli.bench_table import print_report
-from lightning_dist.profiling.bandwidth import Measurement
+from lightning_dist.profiling.links import Measurement
 
 PROGRAM = "from lightning_dist.cli import main; main()"
 FAST = [sys.executable, "-c", PROGRAM, "bench"]

@@ -11,7 +11,7 @@ from worlds import Rank, run_threads
 
 from benchmarks import network
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.profiling.bandwidth import OPS, Measurement, Pairs, measure, pairs
+from lightning_dist.profiling.links import OPS, Measurement, Pairs, measure, pairs
 
 SCRIPT = Path(__file__).with_name("measure_links.py")
 CALIBRATES = Path(__file__).with_name("calibrate_links.py")

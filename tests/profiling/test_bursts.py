@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.analysis.bursts import measure_burst
 from lightning_dist.profiling.capture.events import BurstRecord
+from lightning_dist.profiling.links import measure_burst
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from planted import Planted, replace
 
+from lightning_dist.integrations.live_profile import of_errors
 from lightning_dist.profiling.analysis.divergence import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import ErrorRecord
-from lightning_dist.profiling.capture.live import of_errors
 
 
 def errors(ratio: Callable[[int], float | None], count: int, bucket: int = 0) -> list[ErrorRecord]:

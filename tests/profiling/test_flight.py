@@ -12,7 +12,7 @@ from processes import run
 RECORDED = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
-from lightning_dist.profiling.capture.flight import dump_flight_record
+from lightning_dist.profiling.capture.torch_tools import dump_flight_record
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(30):
     dist.all_reduce(torch.ones(2))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.profiling.capture.governor import Governor
+from lightning_dist.profiling.capture.recorder import Governor
 from lightning_dist.profiling.capture.session import SessionSettings
 
 MS = 1_000_000

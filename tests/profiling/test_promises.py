@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dist.profiling.capture.promises import Promises
+from lightning_dist.profiling.capture.ddp_hook import Promises
 
 MB = 1 << 20
 

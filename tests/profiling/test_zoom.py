@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_dist.profiling.capture.zoom import Zoom
+from lightning_dist.profiling.capture.torch_tools import Zoom
 
 
 def test_a_trace_that_cannot_be_written_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:

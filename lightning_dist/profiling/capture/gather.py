@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.profiling.peer import first_sentence, receive, send
+from lightning_dist.profiling.links import first_sentence, receive, send
 from lightning_dist.shared_folder import has_token, leave_token, remove_token
 
 _CHUNK = 8 * 2**20

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.capture.recorder import Recorder
 
 
