@@ -6,14 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loggers import WandbLogger
 from msgspec import structs
-from torchmetrics.aggregation import MeanMetric
 
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import difference, length, union
@@ -42,7 +40,6 @@ class LiveProfile:
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=_STEPS)
         self._errors: deque[ErrorRecord] = deque(maxlen=_STEPS)
-        self._means: dict[str, MeanMetric] = {}
 
     def add(self, step: StepRecord) -> None:
         """A step is over."""
@@ -62,8 +59,8 @@ class LiveProfile:
         steps = [row["step_ms"] for row in rows]
         metrics = {
             # Shares by the length of the step, as in the headline: that of all of them together.
-            f"comm/{name}": self._mean(
-                name, [row[name] for row in rows], steps if name.endswith("_pct") else 1.0
+            f"comm/{name}": fmean(
+                [row[name] for row in rows], weights=steps if name.endswith("_pct") else None
             )
             for name in rows[0]
         }
@@ -80,12 +77,6 @@ class LiveProfile:
                 logger=False,
                 rank_zero_only=True,
             )
-
-    def _mean(self, name: str, values: list[float], weight: list[float] | float) -> float:
-        mean = self._means.setdefault(name, MeanMetric(sync_on_compute=False))
-        mean.reset()
-        mean.update(torch.tensor(values), weight=torch.tensor(weight))
-        return float(mean.compute())
 
 
 def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: Upload) -> None:

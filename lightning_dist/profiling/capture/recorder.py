@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.completion import completion_watcher
 from lightning_dist.profiling.capture.events import BucketTimes
-from lightning_dist.profiling.capture.steps import SpanRow, StepEvents
+from lightning_dist.profiling.capture.steps import BucketRow, SpanRow, StepEvents
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.moments import HostMoments, Moment, Moments
 from lightning_dist.reducer.observer import Observer, Phase, Sight
@@ -49,8 +49,8 @@ class Recorder(Observer):
         """Whether anything is recorded, besides compression errors that were asked for."""
         self.errors = CompressionErrorSampler(clock)
         self._completions = completion_watcher(self.moments)
-        self._ready: list[tuple[int, Moment]] = []
-        self._buckets: list[tuple[Moment, Moment, BucketTimes]] = []
+        self._ready: dict[int, Moment] = {}  # of buckets whose mean nobody has begun
+        self._buckets: list[BucketRow] = []
         self._spans: list[SpanRow] = []
         self._orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
@@ -63,7 +63,7 @@ class Recorder(Observer):
     @override
     def ready(self, bucket: int) -> None:
         if self.is_on:
-            self._ready.append((bucket, self._now()))
+            self._ready[bucket] = self._now()  # of a pass that is tried again the last counts
 
     @override
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
@@ -104,15 +104,16 @@ class Recorder(Observer):
         if not self.is_on:
             return None
         bucket, begin = self._bucket, self._now()
+        ready = None if mean is None else self._ready.pop(mean.index, None)
         # Of this step, also where it is over before this has ended.
         spans, buckets = self._spans, self._buckets
 
-        def ended(end: Moment) -> None:
+        def completed(end: Moment) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
-            if mean is not None:
-                buckets.append((begin, end, mean))
+            if mean is not None and ready is not None:
+                buckets.append((ready, end, mean))
 
-        return lambda work: self._completions.watch(work, ended, group=group)
+        return lambda work: self._completions.watch(work, completed, group=group)
 
     @override
     def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
@@ -132,12 +133,14 @@ class Recorder(Observer):
 
     def note(self, done: Moment, bucket: BucketTimes) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
-        self._buckets.append((done, done, bucket))
+        ready = self._ready.pop(bucket.index, None)
+        if ready is not None:
+            self._buckets.append((ready, done, bucket))
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""
         self._completions.drain(_TIMEOUT)
-        events = 2 * len(self._spans) + len(self._ready) + len(self._buckets)
+        events = 2 * (len(self._spans) + len(self._buckets))
         return round(_UNSEEN * (events * of_event + self._completions.spent - self._looked))
 
     @property
@@ -148,13 +151,13 @@ class Recorder(Observer):
     def take(self) -> StepEvents:
         """Events since the last call."""
         self._completions.drain(_TIMEOUT)
-        events = StepEvents(self._ready, self._buckets, self._spans)
+        events = StepEvents(self._buckets, self._spans)
         self.drop()
         return events
 
     def drop(self) -> None:
         """Forget what was recorded since the last call."""
-        self._ready, self._buckets, self._spans = [], [], []
+        self._ready, self._buckets, self._spans = {}, [], []
         self._orders.clear()
         self.spent, self._looked = 0, self._completions.spent
 

@@ -75,9 +75,6 @@ class Session:
         on_error: called with every compression error that was.
         on_problem: called with what goes wrong on this rank, and what that costs.
         clock: of the host, in nanoseconds.
-
-    Raises:
-        OSError: the folder cannot be written to.
     """
 
     def __init__(
@@ -99,7 +96,14 @@ class Session:
         self._on_over, self._on_step = on_over, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
-        self._file = None if folder is None else RankFile(folder, rank=about.rank)
+        self._file: RankFile | None = None
+        if folder is not None:
+            try:
+                self._file = RankFile(folder, rank=about.rank)
+            except OSError as error:  # the other ranks have begun
+                on_problem(
+                    f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
+                )
         self._unwritten: list[bytes] = []
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_ERRORS) * settings.budget)

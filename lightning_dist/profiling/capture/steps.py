@@ -20,6 +20,7 @@ from lightning_dist.profiling.capture.codec_error import ErrorSample
 from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
 from lightning_dist.reducer.moments import Moment, Moments
 
+BucketRow: TypeAlias = tuple[Moment, Moment, BucketTimes]
 SpanRow: TypeAlias = tuple[str, int, Moment, Moment, str, str, int, int]
 """Values of a span, in the order of its fields."""
 
@@ -70,13 +71,11 @@ class StepEvents:
     """Buckets and spans of a step, at moments that may be to come.
 
     Args:
-        ready: buckets, when their gradients were there.
-        done: buckets, with a moment between their gradients and those of the next pass, and when
-            their means were there; the times within them do not count.
+        buckets: when their gradients and when their means were there; the times within them do not
+            count.
     """
 
-    ready: Sequence[tuple[int, Moment]]
-    done: Sequence[tuple[Moment, Moment, BucketTimes]]
+    buckets: Sequence[BucketRow]
     spans: Sequence[SpanRow]
 
     def read(
@@ -90,20 +89,14 @@ class StepEvents:
         """
         if begin is None:
             (begin,) = moments.read([since], since=since)
-        readies = moments.read([moment for _, moment in self.ready], since=since)
-        laters = moments.read([moment for moment, _, _ in self.done], since=since)
-        dones = moments.read([moment for _, moment, _ in self.done], since=since)
+        readies = moments.read([row[0] for row in self.buckets], since=since)
+        dones = moments.read([row[1] for row in self.buckets], since=since)
         begins = moments.read([row[2] for row in self.spans], since=since)
         ends = moments.read([row[3] for row in self.spans], since=since)
-        # Of a pass that failed and was tried again the last counts: it has the means.
-        ready: dict[int, list[int]] = {}
-        for (index, _), at in zip(self.ready, readies, strict=True):
-            ready.setdefault(index, []).append(at)
-        buckets = []
-        for (_, _, each), later, at in zip(self.done, laters, dones, strict=True):
-            before = [time for time in ready.get(each.index, ()) if time <= later]
-            if before:
-                buckets.append(replace(each, ready=before[-1] - begin, done=at - begin))
+        buckets = [
+            replace(times, ready=ready - begin, done=done - begin)
+            for ready, done, (_, _, times) in zip(readies, dones, self.buckets, strict=True)
+        ]
         spans = [
             Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
             for at, until, (phase, bucket, _, _, op, group, sent, order) in zip(
@@ -140,8 +133,8 @@ class PendingStep:
 
     def is_past(self, moments: Moments) -> bool:
         """Whether all of it has been, on the accelerator too."""
-        events = self.events or StepEvents((), (), ())
-        dones = (moment for _, moment, _ in events.done)
+        events = self.events or StepEvents((), ())
+        dones = (row[1] for row in events.buckets)
         ends = (row[3] for row in events.spans)
         return moments.are_past(chain([self.cut.end], dones, ends))
 
