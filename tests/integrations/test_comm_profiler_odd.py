@@ -226,6 +226,6 @@ def test_how_to_copy_lines_of_other_disks_is_said_where_the_training_fails(
 ) -> None:
     for rank in range(2):
         output = (folders["own folders"] / f"output-{rank}.txt").read_text()
-        assert "are not gathered; copy rank1.jsonl of" in output
+        assert "were not gathered; copy rank1.jsonl of" in output
         assert "into failed/run-0 of" in output
         assert "lightning-dist profile report failed/run-0" in output
