@@ -131,7 +131,8 @@ class Promises:
 
     A callback runs in a thread of gloo, which is none of the interpreter's and has to become one:
     that takes longer than all the rest of a hook. So the hook of a later bucket completes what has
-    arrived before it, and one callback, with the last bucket, what is left.
+    arrived before it, and one callback, with the last bucket, what is left. With 40 buckets a
+    callback for each takes 2 to 3 ms more of a core in every step, recorded or not.
     """
 
     def __init__(self) -> None:
