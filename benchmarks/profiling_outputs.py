@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
     EndRecord,
@@ -18,8 +18,8 @@ from lightning_dist.profiling.capture.records import (
     Span,
     StepRecord,
 )
-from lightning_dist.profiling.folder import RankFile, read_run
 from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.run import RankFile, read_run
 
 MS = 1_000_000
 _BUCKETS = 8

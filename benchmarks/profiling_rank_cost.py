@@ -43,10 +43,10 @@ def cost(
     for number in range(rounds):
         turn = [("without", bare), ("with", profiled)]
         for name, training in turn if number % 2 else reversed(turn):
-            run.set_apart()
+            run.exclude_interval()
             dist.barrier()
             found[name].append(training.block(steps, batch))
-    run.set_apart()
+    run.exclude_interval()
     run.close("finished", together=True)
     return {**found, "batch": batch, "steps": steps, "first": _SETTLE}
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.profiling_rank_cost import Training, batch_of
-from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import WatchedAllReduce, watch_allreduce
 from lightning_dist.profiling.capture.recorder import Recorder
 
 _LEAST_STEPS = 2

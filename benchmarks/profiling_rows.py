@@ -12,7 +12,7 @@ from benchmarks.profiling_rank_planted import FIRST
 from benchmarks.report import quantile
 from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.run import Run, read_run
 
 Row = dict[str, Any]
 MS = 1e6

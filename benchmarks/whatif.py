@@ -45,7 +45,7 @@ from benchmarks.layouts import Layout
 from benchmarks.ranks import RankFailed
 from benchmarks.report import collect_meta, print_table, write_json
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.answer import LABEL
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict

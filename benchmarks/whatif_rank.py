@@ -49,9 +49,9 @@ class Turn:
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """One step."""
         dist.barrier()
-        self.profile.set_apart()  # the turns of others are no part of it
+        self.profile.exclude_interval()  # the turns of others are no part of it
         self.row.step(inputs, targets)
-        self.profile.set_apart()
+        self.profile.exclude_interval()
         self.row.forget()
 
     def close(self) -> None:

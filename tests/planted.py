@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_dataclass
+from typing import Any, TypeVar
 
-from lightning_dist.profiling.capture.records import (
+import msgspec
+
+from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
     EndRecord,
@@ -14,9 +18,16 @@ from lightning_dist.profiling.capture.records import (
     Span,
     StepRecord,
 )
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.run import RankRun, Run
 
 MS = 1_000_000
+T = TypeVar("T")
+
+
+def replace(thing: T, **changes: Any) -> T:
+    """A copy of a record, or of any dataclass, with other values."""
+    copy: Any = msgspec.structs.replace if isinstance(thing, msgspec.Struct) else replace_dataclass
+    return copy(thing, **changes)
 
 
 @dataclass(frozen=True)

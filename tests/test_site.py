@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lightning_dist"
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "examples" / "README.md"]
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
-    *("integrations/comm_metrics.py", "integrations/live_profile.py", "profiling/live.py"),
+    *("integrations/comm_metrics.py", "integrations/live_profile.py"),
     *("checkpoint/metrics.py", "elastic/account.py"),
 ]
 

@@ -89,7 +89,7 @@ def bench(
     sizes = sizes_of(nbytes_of(min_bytes, option="--min-bytes"), largest, factor=step_factor)
 
     from lightning_dist.cli import bench_run  # torch
-    from lightning_dist.profiling.bandwidth import OPS
+    from lightning_dist.profiling.links import OPS
 
     names = tuple(name.strip() for name in ops.split(","))
     if unknown := [name for name in names if name not in OPS]:

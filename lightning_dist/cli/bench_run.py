@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
-from lightning_dist.profiling.bandwidth import Measurement, measure, pairs
+from lightning_dist.profiling.links import Measurement, measure, pairs
 from lightning_dist.topology import Topology, this_host
 
 Scope = Literal["flat", "intra", "inter"]

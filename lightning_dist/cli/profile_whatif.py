@@ -12,8 +12,8 @@ from rich.text import Text
 
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
-from lightning_dist.profiling.folder import read_run, run_folder
 from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, WhatIf
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe

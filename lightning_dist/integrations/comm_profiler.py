@@ -23,7 +23,7 @@ from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
-from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.report.write import Wanted
 
@@ -208,7 +208,7 @@ class CommProfiler(pl.Callback):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._run.set_apart()
+            self._run.exclude_interval()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loggers import WandbLogger
-from torchmetrics.aggregation import MeanMetric
+from msgspec import structs
 
+from lightning_dist.profiling.analysis.breakdown import exposed_in
+from lightning_dist.profiling.analysis.intervals import difference, length, union
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
-from lightning_dist.profiling.capture.live import of_errors, of_one_rank
-from lightning_dist.profiling.capture.records import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
+from lightning_dist.profiling.whatif.simulator import DDP
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
@@ -22,6 +25,12 @@ _OF_ONE_RANK = "*rank*"
 """Names of files with what one rank has recorded: lines, zooms, flight records."""
 Upload: TypeAlias = Literal["report", "all", "none"]
 """Files that wandb gets of a profile: those for readers; also those of every rank; or none."""
+_MS, _MB = 1e6, 1e6
+_OF_ERRORS = {
+    "err_rel_l2": "relative_l2",
+    "err_cos": "cosine",
+    "ef_norm_ratio": "residual_ratio",
+}
 _BUCKET_COLUMNS = [field.name for field in fields(BucketSummary)]
 
 
@@ -31,7 +40,6 @@ class LiveProfile:
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=_STEPS)
         self._errors: deque[ErrorRecord] = deque(maxlen=_STEPS)
-        self._means: dict[str, MeanMetric] = {}
 
     def add(self, step: StepRecord) -> None:
         """A step is over."""
@@ -51,12 +59,12 @@ class LiveProfile:
         steps = [row["step_ms"] for row in rows]
         metrics = {
             # Shares by the length of the step, as in the headline: that of all of them together.
-            f"comm/{name}": self._mean(
-                name, [row[name] for row in rows], steps if name.endswith("_pct") else 1.0
+            f"comm/{name}": fmean(
+                [row[name] for row in rows], weights=steps if name.endswith("_pct") else None
             )
             for name in rows[0]
         }
-        errors = of_errors(asdict(each) for each in self._errors)
+        errors = of_errors(map(structs.asdict, self._errors))
         metrics |= {f"comm/{name}": value for name, value in errors.items()}
         self._errors.clear()
         for logger in trainer.loggers:
@@ -69,12 +77,6 @@ class LiveProfile:
                 logger=False,
                 rank_zero_only=True,
             )
-
-    def _mean(self, name: str, values: list[float], weight: list[float] | float) -> float:
-        mean = self._means.setdefault(name, MeanMetric(sync_on_compute=False))
-        mean.reset()
-        mean.update(torch.tensor(values), weight=torch.tensor(weight))
-        return float(mean.compute())
 
 
 def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: Upload) -> None:
@@ -136,3 +138,42 @@ def _log_files(logger: Any, summary: Summary, folder: Path, *, with_lines: bool)
         if path.is_file() and (with_lines or not path.match(_OF_ONE_RANK)):
             artifact.add_file(str(path))
     run.log_artifact(artifact)
+
+
+def of_one_rank(record: StepRecord) -> dict[str, float]:
+    """Metrics by name, of a step that was recorded in detail; empty if nothing was exchanged.
+
+    What is exposed is what it is in a summary. Waiting for others is part of it here: to tell it
+    apart takes the other ranks. Stock DDP has no codec, and no time of one.
+    """
+    if not (record.detailed and record.buckets and record.duration):
+        return {}
+    window = exposed_in(record)
+    exposed = length(window)
+    exchanges = union((s.begin, s.end) for s in record.spans if s.phase == "exchange")
+    raw = sum(bucket.raw for bucket in record.buckets)
+    wire = sum(bucket.intra + bucket.inter for bucket in record.buckets)
+    found = {
+        "step_ms": record.duration / _MS,
+        "exposed_ms": exposed / _MS,
+        "exposed_pct": 100 * exposed / record.duration,
+        "hidden_ms": length(difference(exchanges, window)) / _MS,
+        "raw_mb": raw / _MB,
+        "wire_mb": wire / _MB,
+        "ratio": raw / wire if wire else 1.0,
+        "profiler_overhead_pct": 100 * record.overhead / record.duration,
+    }
+    if any(bucket.codec != DDP for bucket in record.buckets):
+        codec = sum(s.end - s.begin for s in record.spans if s.phase != "exchange")
+        found["codec_ms"] = codec / _MS
+    return found
+
+
+def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics by name, of compression errors by field: medians, without what no error has."""
+    values: dict[str, list[float]] = {name: [] for name in _OF_ERRORS}
+    for error in errors:
+        for name, field in _OF_ERRORS.items():
+            if error[field] is not None:
+                values[name].append(error[field])
+    return {name: median(found) for name, found in values.items() if found}

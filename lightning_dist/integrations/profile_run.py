@@ -9,35 +9,37 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.exchange.handshake import Facts, all_facts
+from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.ddp import reducer_of
-from lightning_dist.integrations.profile_about import about, why_not_in_detail
-from lightning_dist.integrations.profile_meta import meta_of
+from lightning_dist.integrations.profile_metadata import (
+    rank_metadata,
+    run_metadata,
+    why_not_in_detail,
+)
 from lightning_dist.integrations.said_after import said_after
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.calibration import measure_links
-from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, is_watched, watch_allreduce
-from lightning_dist.profiling.capture.ends import await_ends
-from lightning_dist.profiling.capture.flight import dump_flight_record
-from lightning_dist.profiling.capture.gathering import Gatherer, is_shared
-from lightning_dist.profiling.capture.messenger import Messenger
-from lightning_dist.profiling.capture.records import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.ddp_hook import (
+    WatchedAllReduce,
+    Watching,
+    is_watched,
+    watch_allreduce,
+)
+from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.watching import Watching
-from lightning_dist.profiling.capture.zoom import Zoom
+from lightning_dist.profiling.capture.torch_tools import Zoom, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.folder import Run, new_run_folder, read_run
-from lightning_dist.profiling.peer import end_group, first_sentence
+from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import replace_file
 from lightning_dist.profiling.report.write import Wanted, Written, write_files
+from lightning_dist.profiling.run import Run, await_ends, new_run_folder, read_run
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
     Costs,
@@ -50,11 +52,11 @@ from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.reducer.moments import moments_on
 from lightning_dist.topology import this_host
 
-_EVERY = 100
-"""Steps after which lines travel to rank 0."""
-_PATIENCE = 60.0
-"""Seconds for the last ones, and for ranks to come to the end."""
-_MOMENT = 2.0
+_TIMEOUT = 60.0
+"""Seconds for the last steps of an accelerator, and for ranks to come to the end."""
+_GATHER_TIMEOUT = 600.0
+"""Seconds for records of other hosts to travel."""
+_TOGETHER = 2.0
 """Seconds in which ranks end that end by the same error."""
 _WAITING = (
     "waiting for the other ranks: all of them have to enter CommProfiler, at the same point of the "
@@ -101,32 +103,34 @@ class ProfileRun:
                 "this model is profiled already, and one CommProfiler at a time can see its "
                 "gradients; leave one out, or let the other end first"
             )
-        with said_after(_PATIENCE, on_problem, _WAITING):
+        with said_after(_TIMEOUT, on_problem, _WAITING):
             self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        self._groups = [self._group]
         rank = dist.get_rank()
         folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""
-        facts = self._facts({"host": this_host(), "folder": str(folder)})
-        self.folder = Path(facts[0]["folder"])
-        self._messenger = self._new_messenger()
-        why_not = why_not_in_detail(model)
-        in_detail = settings.in_detail and not why_not
-        if settings.in_detail and why_not:
+        facts = {"host": this_host(), "folder": str(folder)}
+        of_all = all_facts(facts, group=self._group, device=torch.device("cpu"))
+        self.folder = Path(of_all[0]["folder"])
+        self._hosts = [str(each["host"]) for each in of_all]
+        self._apart = ranks_apart(self.folder, self._group)
+        in_detail = settings.in_detail
+        if in_detail and (why_not := why_not_in_detail(model)):
+            in_detail = False
             self.reasons.append(
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
-        own_host = facts[rank]["host"]
-        self.about = about(model, self._reducer, host=own_host, budget=settings.budget)
-        hosts = [each["host"] for each in facts]
+        host = self._hosts[rank]
+        self.about = rank_metadata(model, self._reducer, host=host, budget=settings.budget)
         if rank == 0:
             try:
-                meta = meta_of(model, self._reducer, self.about, hosts=hosts, settings=settings)
+                meta = run_metadata(
+                    model, self._reducer, self.about, hosts=self._hosts, settings=settings
+                )
                 replace_file(self.folder / "meta.json", meta)
             except OSError as error:  # lines and reports tell most of it too
                 on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
-        new_session = partial(
-            Session,
-            about=self.about,
+        self._session = Session(
+            self.folder,
+            self.about,
             settings=replace(settings, in_detail=in_detail),
             first=first,
             moments=moments_on(model.device) if in_detail else None,
@@ -135,77 +139,54 @@ class ProfileRun:
             on_error=on_error,
             on_problem=on_problem,
         )
-        try:
-            self._session = new_session(self.folder)
-        except OSError as error:  # the others are on their way to the next collective
-            problem = f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
-            on_problem(problem)
-            self._session = new_session(None)
         self._session.note(read_offset(self._group))
         if calibrate and in_detail:
-            name = "inter" if "inter" in self.about.groups else "flat"
-            # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
-            group = model.process_group if model.device.type == "cuda" else self._group
-            if group.size() == len(hosts):
-                links = measure_links(group, hosts=hosts, name=name, device=model.device)
-                self._session.note(*links)
+            self._measure_links(model)
         self._zoom: Zoom | None = None
         if zoom is not None:
             self._zoom = Zoom(
                 self.folder,
                 rank=rank,
                 wanted=zoom,
-                on_change=self._disturb,
+                on_change=partial(setattr, self._session, "is_disturbed"),
                 on_problem=on_problem,
             )
             self._zoom.begin_step(first)
-        self._watch(model, hosts)
-        self._watching: Watching | None = Watching(model, self._session)
-
-    def _watch(self, model: DistributedDataParallel, hosts: Sequence[str]) -> None:
-        recorder = self._session.recorder
         if self._reducer is not None:
-            self._reducer.observe(recorder)
-            return
-        ranks = dist.get_process_group_ranks(model.process_group)
-        following = ranks[(model.process_group.rank() + 1) % len(ranks)]
-        crosses = hosts[following] != hosts[dist.get_rank()]
-        watched = WatchedAllReduce(recorder, model.process_group, crosses)
-        if self.about.unseen:
+            self._reducer.observe(self._session.recorder)
+        elif self.about.unseen:
             self.reasons.append(f"buckets: n/a, {self.about.unseen}")
         else:
-            watch_allreduce(model, watched)
+            self._watch_allreduce(model)
+        self._watching: Watching | None = Watching(model, self._session)
 
-    def _facts(self, own: dict[str, Any]) -> Sequence[Facts]:
-        return all_facts(own, group=self._group, device=torch.device("cpu"))
+    def _measure_links(self, model: DistributedDataParallel) -> None:
+        name = "inter" if "inter" in self.about.groups else "flat"
+        # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
+        group = model.process_group if model.device.type == "cuda" else self._group
+        if group.size() == len(self._hosts):
+            links = measure_links(group, hosts=self._hosts, name=name, device=model.device)
+            self._session.note(*links)
 
-    def _new_messenger(self) -> Messenger | None:
-        """Where some ranks have a folder of their own: what brings their lines to rank 0."""
-        sees = is_shared(self.folder, self._group)
-        if all(each["sees"] for each in self._facts({"sees": sees})):
-            return None
-        group = dist.new_group(backend="gloo")  # in use while training goes on
-        gatherer = Gatherer(self.folder, group=group, is_shared=sees)
-        self._groups.append(group)
-        return Messenger(gatherer, self.folder / f"rank{dist.get_rank()}.jsonl")
-
-    def _disturb(self, is_on: bool) -> None:
-        self._session.is_disturbed = is_on
+    def _watch_allreduce(self, model: DistributedDataParallel) -> None:
+        group = model.process_group
+        ranks = dist.get_process_group_ranks(group)
+        following = ranks[(group.rank() + 1) % len(ranks)]
+        crosses = self._hosts[following] != self.about.host
+        watch_allreduce(model, WatchedAllReduce(self._session.recorder, group, crosses))
 
     def _on_over(self, step: int) -> None:
         if self._zoom is not None:
             self._zoom.begin_step(step + 1)
-        if self._messenger is not None and step % _EVERY == 0:
-            self._messenger.send()
 
     @property
     def is_closed(self) -> bool:
         """Whether it watches no more."""
         return self._watching is None
 
-    def set_apart(self) -> None:
-        """What was since the last step belongs to none: a validation, a checkpoint."""
-        self._session.set_apart()
+    def exclude_interval(self) -> None:
+        """Time since the last step belongs to no step: a validation, a checkpoint."""
+        self._session.exclude_interval()
 
     def close(self, reason: str, *, together: bool) -> Sequence[str]:
         """Watch no more, and have all lines in the file; what did not reach rank 0, and why.
@@ -231,7 +212,7 @@ class ProfileRun:
         # The last step, while the zoom is still said to be on. On a slow network an accelerator is
         # some steps behind, of seconds each; after an error it may never come to their end.
         if together:
-            self._session.stop(_PATIENCE)
+            self._session.stop(_TIMEOUT)
         else:
             self._session.stop()
         if zoom is not None:
@@ -241,30 +222,33 @@ class ProfileRun:
         self._session.end(reason)  # what comes now needs the others, and one may be gone
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.
-            _set_pg_timeout(timedelta(seconds=_PATIENCE), self._group)
+            _set_pg_timeout(timedelta(seconds=_TIMEOUT), self._group)
             together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         if not together:
             with suppress(OSError):
                 dump_flight_record(self.folder, rank=self.about.rank)
         self._session.close()
-        if self._messenger is not None:
-            problems += self._messenger.close(_PATIENCE if together else 0.0)
         if together:
-            together = self._meets(self._end_groups, "not all lines may be there", problems)
-        if not together and self.about.rank == 0 and self._messenger is None:
-            await_ends(self.folder, range(self.about.world_size), patience=_MOMENT)
+            if self._apart:
+                _set_pg_timeout(timedelta(seconds=_GATHER_TIMEOUT), self._group)
+                path = self.folder / f"rank{self.about.rank}.jsonl"
+                problems += gather_records(path, ranks=self._apart, group=self._group)
+            # Of a model that is profiled many times; where something went wrong it stays.
+            self._meets(partial(end_group, self._group), "its group stays open", problems)
+            del self._group
+        elif self._apart and self.about.rank in (0, *self._apart):
+            problems.append(self._how_to_copy())
+        if not together and self.about.rank == 0 and not self._apart:
+            await_ends(self.folder, range(self.about.world_size), timeout=_TOGETHER)
         return problems
 
-    def _end_groups(self) -> None:
-        """Of a model that is profiled many times; where something went wrong they stay."""
-        for each in self._groups:
-            # Others may have waited for the last lines all of their patience.
-            _set_pg_timeout(timedelta(seconds=2 * _PATIENCE), each)
-        over = self._messenger is None or self._messenger.is_over
-        if all(of["over"] for of in self._facts({"over": over})):
-            del self._group, self._messenger
-            while self._groups:
-                end_group(self._groups.pop())
+    def _how_to_copy(self) -> str:
+        of_rank = ", ".join(f"rank{rank}.jsonl of {self._hosts[rank]}" for rank in self._apart)
+        return (
+            "not all ranks have come to the end, so records outside of rank 0's folder were not "
+            f"gathered; copy {of_rank} into {self.folder} of {self._hosts[0]}, then make the "
+            f"report with `lightning-dist profile report {self.folder}`"
+        )
 
     def _compare_clocks(self) -> None:
         self._session.note(read_offset(self._group))

@@ -6,8 +6,12 @@ is the best, by far: only then did nothing hold up either way.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,15 +19,17 @@ from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.profiling.analysis.clock_quality import uncertainty_at
-from lightning_dist.profiling.capture.machine import this_machine
-from lightning_dist.profiling.capture.records import ClockRecord
-from lightning_dist.profiling.peer import receive, send
+from lightning_dist.profiling.capture.events import ClockRecord
+from lightning_dist.profiling.links import receive, send
 
 _FAN_OUT = 16
 """So many hosts ask the same rank, one after the other; more make a tree."""
 
-_PATIENCE = 250_000_000
+_LONGEST = 250_000_000
 """Nanoseconds after which a host asks no more: a busy link takes its time for every answer."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_TIME = Path("/proc/self/ns/time")
 
 
 def read_offset(
@@ -68,7 +74,10 @@ def read_offset(
             reading = _ask(group, leaders[(place - 1) // fan_out], rounds=rounds, clock=clock)
         for asker in leaders[place * fan_out + 1 : (place + 1) * fan_out + 1]:
             _answer(group, asker, reading, clock=clock)
-    return _readings(group, reading)[leader_of[machines[rank]]]
+    row = torch.tensor([reading.at, reading.offset, reading.uncertainty], device="cpu")
+    rows = row.new_empty(group.size() * len(row))
+    dist.all_gather_single(rows, row, group=group)
+    return ClockRecord(*rows.view(group.size(), -1)[leader_of[machines[rank]]].tolist())
 
 
 def _ask(
@@ -79,7 +88,7 @@ def _ask(
     first = end = clock()
     is_last = False
     while not is_last:
-        is_last = len(readings) + 1 >= rounds or end - first > _PATIENCE
+        is_last = len(readings) + 1 >= rounds or end - first > _LONGEST
         question[0] = is_last
         begin = clock()
         send(question, to=server, group=group)
@@ -109,9 +118,15 @@ def _answer(
         send(answer, to=asker, group=group)
 
 
-def _readings(group: dist.ProcessGroup, own: ClockRecord) -> Sequence[ClockRecord]:
-    """Of every rank, in their order."""
-    row = torch.tensor([own.at, own.offset, own.uncertainty], device="cpu")
-    rows = row.new_empty(group.size() * len(row))
-    dist.all_gather_single(rows, row, group=group)
-    return [ClockRecord(*each) for each in rows.view(group.size(), -1).tolist()]
+def this_machine() -> str:
+    """The same for two processes only if their monotonic clocks are one.
+
+    Name of the host, start of its kernel, and time namespace; a network namespace makes no
+    difference. Where the kernel does not tell when it has started, every process counts for itself.
+    """
+    boot, zone = f"process {os.getpid()}", ""
+    with suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    with suppress(OSError):  # kernels before 5.6 have one time for all
+        zone = os.readlink(_TIME)
+    return f"{socket.gethostname()} {boot} {zone}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from calls import program
 from click.testing import Result
 
-from lightning_dist.profiling.folder import RankFile, Run
+from lightning_dist.profiling.run import RankFile, Run
 
 
 def profile(*arguments: str | Path) -> Result:

@@ -14,7 +14,7 @@ from processes import port, run, run_together
 from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
 from lightning_dist.cli.bench_run import Report, members_of
-from lightning_dist.profiling.bandwidth import Measurement
+from lightning_dist.profiling.links import Measurement
 
 LINK_MBIT = 200.0
 PAYLOAD = 1448 / 1514

@@ -6,18 +6,17 @@ import csv
 import gzip
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 from processes import run
 from profile_calls import profile, refusal, save
 from test_program import LOADED
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs, read_costs, write_costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.reducer.costs import CodecCost

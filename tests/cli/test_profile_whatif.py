@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from planted import Planted
+from planted import Planted, replace
 from profile_calls import profile, refusal, save
 
 from lightning_dist.profiling.whatif.costs import Costs, write_costs

@@ -9,7 +9,7 @@ from typing import Any
 
 from processes import run
 
-from lightning_dist.profiling.folder import Run, read_run
+from lightning_dist.profiling.run import Run, read_run
 
 SCRIPT = Path(__file__).with_name("scenarios") / "profiled.py"
 MS = 1e6

@@ -15,7 +15,7 @@ from comm_profiles import (
 )
 
 from lightning_dist.profiling.analysis.breakdown import parts_of, passes_of
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.run import read_run
 
 ENDS = ("lost at the end", "late at the end")
 CASES = (
@@ -218,3 +218,13 @@ def test_lines_of_other_disks_reach_rank_0(folders: dict[str, Path]) -> None:
     gathered = read_run(disks[0])
     assert len(gathered.common_steps) == 230
     assert gathered.notes == []
+
+
+def test_how_to_copy_lines_of_other_disks_is_said_where_the_training_fails(
+    folders: dict[str, Path],
+) -> None:
+    for rank in range(2):
+        output = (folders["own folders"] / f"output-{rank}.txt").read_text()
+        assert "were not gathered; copy rank1.jsonl of" in output
+        assert "into failed/run-0 of" in output
+        assert "lightning-dist profile report failed/run-0" in output

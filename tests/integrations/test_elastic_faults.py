@@ -12,8 +12,8 @@ import pytest
 from elastic_jobs import Fault, Job, run_jobs
 from elastic_runs import SIZE, Step, committed
 
-from lightning_dist.profiling.capture.records import EndRecord
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.capture.events import EndRecord
+from lightning_dist.profiling.run import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # the first test waits for all jobs
 

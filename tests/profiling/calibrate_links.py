@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_dist.profiling.calibration import measure_links
-from lightning_dist.profiling.capture.records import LinkRecord
+from lightning_dist.profiling.capture.events import LinkRecord
+from lightning_dist.profiling.links import measure_links
 
 
 def main() -> None:

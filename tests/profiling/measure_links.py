@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_dist.profiling.bandwidth import OPS, measure, pairs
+from lightning_dist.profiling.links import OPS, measure, pairs
 
 SENT = 4_000_000  # many times what a shaped link saves up for a burst
 

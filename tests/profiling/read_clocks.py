@@ -11,9 +11,9 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from forked import TIMEOUT, run_ranks, say
@@ -37,7 +37,7 @@ def main() -> None:
             return read_offset(group, clock=clock, machine=machine, **arguments)
 
         reading = while_busy(read, bulk, row["busy"]) if row.get("busy") else read()
-        found.append({**asdict(reading), "calls": clock.calls})
+        found.append({**msgspec.structs.asdict(reading), "calls": clock.calls})
         dist.barrier()
     say(rank=rank, found=found)
 

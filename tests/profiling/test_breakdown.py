@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from identities import check_identities
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.breakdown import analyse, parts_of, timeline, unknown_wait
 from lightning_dist.profiling.analysis.parts import StepParts
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     ClockRecord,
 )
 

@@ -10,7 +10,7 @@ from identities import check_identities
 
 from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, StepParts
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
     Phase,
@@ -18,7 +18,7 @@ from lightning_dist.profiling.capture.records import (
     Span,
     StepRecord,
 )
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.run import RankRun, Run
 
 GROUPS = {"intra": ((0, 1), (2, 3)), "inter": ((0, 2), (1, 3)), "flat": ((0, 1, 2, 3),)}
 

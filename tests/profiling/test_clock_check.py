@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.traffic import ONE_HOST
-from lightning_dist.profiling.capture.records import ClockRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import ClockRecord
+from lightning_dist.profiling.run import Run
 
 
 @pytest.mark.parametrize(("misread", "is_told"), [(0, False), (3, False), (20, True), (-20, True)])

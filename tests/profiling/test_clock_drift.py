@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.records import ClockRecord
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.capture.events import ClockRecord
+from lightning_dist.profiling.run import RankRun, Run
 
 SECOND = 1000 * MS
 HOUR = 3600 * SECOND

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from planted_clocks import PlantedClock
 from processes import run
 from worlds import Rank, run_threads
 
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.profiling.capture import machine
-from lightning_dist.profiling.capture.records import ClockRecord
+from lightning_dist.profiling import clocks
+from lightning_dist.profiling.capture.events import ClockRecord
 from lightning_dist.profiling.clocks import read_offset
 
 SCRIPT = Path(__file__).with_name("read_clocks.py")
@@ -151,7 +151,7 @@ def test_more_machines_than_one_rank_answers() -> None:
     def one(rank: Rank) -> Reading:
         clock = PlantedClock(shift=rank.rank * HOUR)
         group, name = rank.group("clocks"), f"machine {rank.rank}"
-        return asdict(read_offset(group, rounds=2, clock=clock, machine=name))
+        return msgspec.structs.asdict(read_offset(group, rounds=2, clock=clock, machine=name))
 
     size = 18
     row = {"shifts": [rank * HOUR for rank in range(size)], "drifts": [0] * size}
@@ -163,11 +163,11 @@ def test_more_machines_than_one_rank_answers() -> None:
 def test_a_kernel_that_does_not_tell_shares_its_clock_with_nobody(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert machine.this_machine() == machine.this_machine()
-    monkeypatch.setattr(machine, "_BOOT", tmp_path / "boot_id")
-    one = machine.this_machine()
-    monkeypatch.setattr(machine.os, "getpid", lambda: -1)
-    assert machine.this_machine() != one
+    assert clocks.this_machine() == clocks.this_machine()
+    monkeypatch.setattr(clocks, "_BOOT", tmp_path / "boot_id")
+    one = clocks.this_machine()
+    monkeypatch.setattr(clocks.os, "getpid", lambda: -1)
+    assert clocks.this_machine() != one
 
 
 @pytest.mark.parametrize("argument", ["rounds", "fan_out"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 
 from lightning_dist.profiling.analysis.compare import (
     NAMES,
@@ -17,7 +16,7 @@ from lightning_dist.profiling.analysis.compare import (
     verdict,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 
 UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
 BASE = Planted(steps=42, slow_steps=UNEVEN)

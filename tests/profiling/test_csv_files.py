@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 
 from lightning_dist.profiling.analysis.parts import PARTS
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import RankRun, Run
 from lightning_dist.profiling.report.summary_file import STEP_COLUMNS, write_csv
+from lightning_dist.profiling.run import RankRun, Run
 
 
 def table(folder: Path, run: Run) -> list[dict[str, str]]:

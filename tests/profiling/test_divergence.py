@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 
+from lightning_dist.integrations.live_profile import of_errors
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.live import of_errors
-from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.events import ErrorRecord
 
 
 def errors(ratio: Callable[[int], float | None], count: int, bucket: int = 0) -> list[ErrorRecord]:

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.headline import milliseconds, percent, two_digits
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
     Phase,
     Span,
     StepRecord,
 )
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 
 
 @pytest.mark.parametrize(

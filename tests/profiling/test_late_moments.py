@@ -15,11 +15,10 @@ from worlds import Rank, run_threads
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.allreduce import WatchedAllReduce, watch_allreduce
-from lightning_dist.profiling.capture.records import RankRecord
+from lightning_dist.profiling.capture.ddp_hook import WatchedAllReduce, Watching, watch_allreduce
+from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.watching import Watching
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.run import read_run
 from lightning_dist.reducer.moments import Moment
 
 STEPS, ASKED = 10, 3

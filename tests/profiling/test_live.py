@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 
-from lightning_dist.integrations.live_profile import LiveProfile, log_summary
+from lightning_dist.integrations.live_profile import LiveProfile, log_summary, of_one_rank
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.live import of_one_rank
-from lightning_dist.profiling.capture.records import Phase, StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import Phase, StepRecord
+from lightning_dist.profiling.run import Run
 
 UNEVEN = Planted(slow_steps={1: 4, 3: 9})
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from identities import check_identities
-from planted import MS, Planted, doubled, replaced, twice
+from planted import MS, Planted, doubled, replace, replaced, twice
 
 from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in, passes_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import BUCKET_COLUMNS, step_table
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
 ONCE = Planted(steps=6).run()

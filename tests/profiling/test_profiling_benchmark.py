@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from benchmarks import readme_profiling as tables
 from benchmarks.link_packets import LinkPackets, noted, packets_of
@@ -29,8 +28,8 @@ from benchmarks.profiling_tables import show
 from benchmarks.report import renewed
 from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.records import LinkRecord
-from lightning_dist.profiling.folder import RankFile, Run, read_run
+from lightning_dist.profiling.capture.events import LinkRecord
+from lightning_dist.profiling.run import RankFile, Run, read_run
 
 SENDS = Path(__file__).with_name("send_bytes.py")
 META = {

@@ -11,8 +11,7 @@ import pytest
 from planted import MS, Planted
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.lines import from_line, to_line
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     SCHEMA,
     BurstRecord,
     ClockRecord,
@@ -21,8 +20,10 @@ from lightning_dist.profiling.capture.records import (
     LinkRecord,
     RankRecord,
     Record,
+    from_line,
+    to_line,
 )
-from lightning_dist.profiling.folder import RankFile, RankRun, read_run
+from lightning_dist.profiling.run import RankFile, RankRun, read_run
 
 
 def records_of(run: RankRun) -> list[Record]:
@@ -46,11 +47,11 @@ def write(folder: Path, runs: Iterable[RankRun]) -> None:
         BurstRecord("inter", "all_gather", sent=4096, count=16, seconds=0.01, cpu=0.005),
         EndRecord("SIGTERM"),
     ],
-    ids=lambda record: record.kind,
+    ids=lambda record: type(record).__name__,
 )
 def test_a_line_is_the_record(record: Record) -> None:
     line = to_line(record)
-    assert "\n" not in line
+    assert b"\n" not in line
     again = from_line(line)
     assert to_line(again) == line
     assert type(again) is type(record)
@@ -186,7 +187,7 @@ def test_a_first_line_that_is_damaged_names_the_file(
 
 @pytest.mark.parametrize("row", ["{}", "[1]", '"text"', "7", "null", '["encode",0,1,"a"]'])
 def test_rows_that_are_none(row: str) -> None:
-    with pytest.raises(ValueError, match="not a"):
+    with pytest.raises(ValueError, match="not a record"):
         from_line(f'{{"kind":"step","step":4,"begin":5,"duration":6,"spans":[{row}]}}')
 
 
@@ -220,7 +221,7 @@ def test_a_rank_without_a_step(tmp_path: Path) -> None:
 
 def test_a_later_schema_is_refused(tmp_path: Path) -> None:
     about = Planted(steps=0).run().ranks[0].about
-    line = to_line(about).replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}')
+    line = to_line(about).decode().replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}')
     (tmp_path / "rank0.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=f"schema {SCHEMA + 1}, and this version knows {SCHEMA}"):
         read_run(tmp_path)

@@ -15,8 +15,8 @@ from summaries import a_summary, a_timeline, a_whatif, sampled
 
 from lightning_dist.profiling.analysis.parts import PARTS, Placed, Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.html import write_report
+from lightning_dist.profiling.run import Run
 
 HOSTILE = (
     "<script>document.title = 'taken'</script>",

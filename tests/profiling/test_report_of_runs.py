@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
-from planted import Planted, replaced
+from planted import Planted, replace, replaced
 from report_pages import body_of, figures_of
 
 from lightning_dist.profiling.analysis.parts import EXPOSED
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
-from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.tables import buckets_table, parts_table, ranks_table
 from lightning_dist.profiling.report.words import PART_WORDS
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 

@@ -14,13 +14,13 @@ from summaries import a_summary, a_timeline, sampled
 
 from lightning_dist.profiling.analysis.parts import PARTS, Placed, Timeline, Traffic
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.bins import bins, columns, mean, most_frequent
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.figures_timeline import shown
 from lightning_dist.profiling.report.html import write_report
 from lightning_dist.profiling.report.text import megabytes, ms, number, percent, rate
 from lightning_dist.profiling.report.words import PART_WORDS
+from lightning_dist.profiling.run import Run
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300, 301, 1000])

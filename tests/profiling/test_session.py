@@ -13,15 +13,16 @@ import pytest
 from planted import MS, Planted
 from processes import run
 
-from lightning_dist.profiling.capture.lines import from_line, to_line
-from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
     StepRecord,
+    from_line,
+    to_line,
 )
+from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.run import read_run
 
 BUCKETS = 40
 
@@ -174,11 +175,11 @@ def test_lines_stay_whole_where_the_system_takes_them_in_parts(
 
 FULL_IN_A_LINE = """
 import resource, sys
-from lightning_dist.profiling.folder import RankFile
+from lightning_dist.profiling.run import RankFile
 file = RankFile(sys.argv[1], rank=0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 try:
-    file.write_lines(["x" * 50])
+    file.write_lines([b"x" * 50])
 except OSError as error:
     print(error.strerror)
 """

@@ -15,9 +15,9 @@ from planted_gpu import MS, Collective, Gpu
 
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import length
-from lightning_dist.profiling.capture.records import BucketTimes, StepRecord
+from lightning_dist.profiling.capture.events import BucketTimes, StepRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.run import read_run
 from lightning_dist.reducer.moments import StreamMoments
 
 NEAR = 0.01 * MS

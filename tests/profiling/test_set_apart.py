@@ -11,9 +11,9 @@ from planted import MS, Planted
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.records import StepRecord
+from lightning_dist.profiling.capture.ddp_hook import Watching
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.watching import Watching
 
 DATA = 2
 PASS = 20
@@ -116,7 +116,7 @@ def test_what_is_before_an_evaluation_in_the_middle_of_an_accumulation_counts() 
             loop.micro_batch(synchronises=False)
             loop.evaluate(batches=3 * number)
             if number:
-                loop.session.set_apart()  # Lightning's callback, at the end of a validation
+                loop.session.exclude_interval()  # Lightning's callback, at the end of a validation
             loop.micro_batch()
             loop.optimize()
 

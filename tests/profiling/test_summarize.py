@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.parts import PARTS
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.analysis.traffic import ONE_HOST
-from lightning_dist.profiling.capture.records import ErrorRecord, LinkRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import ErrorRecord, LinkRecord
+from lightning_dist.profiling.run import Run
 
 
 def test_a_planted_run_in_numbers() -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planted import Planted, replaced
+from planted import Planted, replace, replaced
 from report_pages import body_of
 
 from lightning_dist.integrations.live_profile import metrics_of
 from lightning_dist.profiling.analysis.compare import compare, measured
 from lightning_dist.profiling.analysis.parts import EXPOSED
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
-from lightning_dist.profiling.capture.records import EndRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import EndRecord
 from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.summary_file import to_json, write_summary
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 

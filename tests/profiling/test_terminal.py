@@ -1,17 +1,16 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 from rich.console import Console
 
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.records import LinkRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.report.terminal import print_summary
+from lightning_dist.profiling.run import Run
 
 
 def printed(summary: Summary, *, width: int = 200, color: bool = False) -> str:

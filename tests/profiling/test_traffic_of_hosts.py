@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.records import LinkRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import LinkRecord
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
 SENT = 1_000_000

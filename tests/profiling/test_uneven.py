@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from planted import Planted, replaced
+from planted import Planted, replace, replaced
 from report_pages import body_of
 from test_terminal import printed
 
@@ -15,10 +14,10 @@ from lightning_dist.profiling.analysis.imbalance import uneven_phases
 from lightning_dist.profiling.analysis.parts import Summary, Uneven
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import COLUMNS, step_table
-from lightning_dist.profiling.capture.records import StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.tables import ranks_table
+from lightning_dist.profiling.run import Run
 
 FOUR = Planted(world_size=4, late_data={2: 40}, meets_in_forward=True)
 BUFFERS = Planted(late_data={0: 50}, meets_in_forward=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from math import nan
 from pathlib import Path
 
 import pytest
 import torch
-from planted import Planted
+from planted import Planted, replace
 
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf, nan
 
 import pytest
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_small_exchanges
 
-from lightning_dist.profiling.capture.records import BurstRecord, LinkRecord, Phase
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord, Phase
 from lightning_dist.profiling.whatif.answer import (
     LABEL,
     NO_DIFFERENCE,

@@ -5,21 +5,20 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import Planted
+from planted import Planted, replace
 from rich.console import Console
 from summaries import a_summary, a_whatif
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.folder import Run, read_run
 from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.report.whatif import whatif_views
+from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
-from lightning_dist.profiling.capture.records import Span
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import Span
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.answer import Prediction, WhatIf
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict

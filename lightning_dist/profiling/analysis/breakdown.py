@@ -22,8 +22,8 @@ from lightning_dist.profiling.analysis.parts import (
     Timeline,
     Unavailable,
 )
-from lightning_dist.profiling.capture.records import PHASES, BucketTimes, StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import PHASES, BucketTimes, StepRecord
+from lightning_dist.profiling.run import Run
 
 _CODEC = ("encode", "decode")
 _OTHERS = tuple(name for name in PHASES if name != "backward")

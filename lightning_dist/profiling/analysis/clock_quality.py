@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning_dist.profiling.capture.records import ClockRecord
+from lightning_dist.profiling.capture.events import ClockRecord
 
 if TYPE_CHECKING:  # which reads clocks with this module
     from lightning_dist.profiling.analysis.tables import StepTable
-    from lightning_dist.profiling.folder import RankRun, Run
+    from lightning_dist.profiling.run import RankRun, Run
 
 DRIFT = 1e-4
 """Most by which two clocks part: quartz is specified to be off by 50 in a million."""

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from lightning_dist.profiling.analysis.clock_quality import uncompared
 from lightning_dist.profiling.analysis.intervals import Interval
-from lightning_dist.profiling.capture.records import Span
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import Span
+from lightning_dist.profiling.run import Run
 
 Members: TypeAlias = tuple[int, ...]
 _Key: TypeAlias = tuple[int, int]  # number of the group in this step, order

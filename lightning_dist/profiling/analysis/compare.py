@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.tables import MB
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
 _FEWEST = 6

@@ -10,7 +10,7 @@ from statistics import median
 
 from lightning_dist.profiling.analysis.parts import Unavailable, Uneven
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
-from lightning_dist.profiling.capture.records import ErrorRecord
+from lightning_dist.profiling.capture.events import ErrorRecord
 
 SHARE = 2 / 3
 """Of the waiting, that is for a rank which is clearly the last: twice that for all others."""

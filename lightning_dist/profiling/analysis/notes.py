@@ -14,7 +14,7 @@ from lightning_dist.profiling.analysis.parts import Uneven
 from lightning_dist.profiling.analysis.sample import Sample, spread
 from lightning_dist.profiling.analysis.tables import StepTable, mean
 from lightning_dist.profiling.analysis.traffic import ONE_HOST, is_one_host
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 
 _ENOUGH = 50
 """Steps of each rank that tell how often gradients travel."""

@@ -275,7 +275,7 @@ class Summary:
         overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in
-            :class:`~lightning_dist.profiling.capture.records.ErrorRecord`.
+            :class:`~lightning_dist.profiling.capture.events.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
         reasons: by field, why it is None; ``steps``: why there are none, and what helps.
         notes: what is missing or odd.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_dist.profiling.analysis.parts import Unavailable
 from lightning_dist.profiling.analysis.tables import MS, mean
-from lightning_dist.profiling.folder import RankRun, Run
+from lightning_dist.profiling.run import RankRun, Run
 
 MOST = 500
 """Steps that are looked at span by span: minutes become seconds, and means stay means."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.clock_quality import mean_uncertainty, uncertainty_of
@@ -25,8 +27,8 @@ from lightning_dist.profiling.analysis.parts import (
 from lightning_dist.profiling.analysis.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
 from lightning_dist.profiling.analysis.traffic import gbps, gone, traffic_of
-from lightning_dist.profiling.capture.records import PHASES, StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import PHASES, StepRecord
+from lightning_dist.profiling.run import Run
 
 _LEAST_WAITING = 0.02
 """Share of the step below which nobody is called a straggler."""

@@ -13,8 +13,8 @@ from lightning_dist.profiling.analysis.clock_quality import groups_of_one_clock
 from lightning_dist.profiling.analysis.collectives import Exchange
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals, length, union
 from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary
-from lightning_dist.profiling.capture.records import RankRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import RankRecord
+from lightning_dist.profiling.run import Run
 
 MS = 1e6
 """Nanoseconds in a millisecond."""

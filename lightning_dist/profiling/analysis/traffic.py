@@ -8,8 +8,8 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.parts import Traffic, Unavailable
 from lightning_dist.profiling.analysis.tables import Array, StepTable
-from lightning_dist.profiling.capture.records import LinkRecord, RankRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import LinkRecord, RankRecord
+from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
     "all ranks are on one host: rates, and what is called its link, are of loopback or shared "

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_dist.profiling.capture.lookout import lookout_for
-from lightning_dist.profiling.capture.losses import Losses
-from lightning_dist.profiling.capture.records import BucketTimes
-from lightning_dist.profiling.capture.taken import Row, Taken
+from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
+from lightning_dist.profiling.capture.completion import completion_watcher
+from lightning_dist.profiling.capture.events import BucketTimes
+from lightning_dist.profiling.capture.steps import BucketRow, SpanRow, StepEvents
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.moments import HostMoments, Moment, Moments
 from lightning_dist.reducer.observer import Observer, Phase, Sight
@@ -21,7 +21,11 @@ _CALIBRATION = 500
 _UNSEEN = 3.0
 """What recording adds to a step, over what can be counted of it: threads change places, caches are
 cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiling.py)."""
-_PATIENCE = 0.1
+_LONGEST_PERIOD = 1024
+_WEIGHT = 0.1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
+_TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
 
 
@@ -42,12 +46,12 @@ class Recorder(Observer):
         self.moments: Moments = HostMoments(clock) if moments is None else moments
         self._now = self.moments.now
         self.is_on = True
-        """Whether anything is recorded, besides losses that were asked for."""
-        self.losses = Losses(clock)
-        self._lookout = lookout_for(self.moments)
-        self._ready: list[tuple[int, Moment]] = []
-        self._buckets: list[tuple[Moment, Moment, BucketTimes]] = []
-        self._spans: list[Row] = []
+        """Whether anything is recorded, besides compression errors that were asked for."""
+        self.errors = CompressionErrorSampler(clock)
+        self._completions = completion_watcher(self.moments)
+        self._ready: dict[int, Moment] = {}  # of buckets whose mean nobody has begun
+        self._buckets: list[BucketRow] = []
+        self._spans: list[SpanRow] = []
         self._orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
         self._since: Moment = 0
@@ -59,7 +63,7 @@ class Recorder(Observer):
     @override
     def ready(self, bucket: int) -> None:
         if self.is_on:
-            self._ready.append((bucket, self._now()))
+            self._ready[bucket] = self._now()  # of a pass that is tried again the last counts
 
     @override
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
@@ -100,19 +104,20 @@ class Recorder(Observer):
         if not self.is_on:
             return None
         bucket, begin = self._bucket, self._now()
+        ready = None if mean is None else self._ready.pop(mean.index, None)
         # Of this step, also where it is over before this has ended.
         spans, buckets = self._spans, self._buckets
 
-        def ended(end: Moment) -> None:
+        def completed(end: Moment) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
-            if mean is not None:
-                buckets.append((begin, end, mean))
+            if mean is not None and ready is not None:
+                buckets.append((ready, end, mean))
 
-        return lambda work: self._lookout.see(work, ended, group=group)
+        return lambda work: self._completions.watch(work, completed, group=group)
 
     @override
     def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
-        return self.losses.look(sights)
+        return self.errors.look(sights)
 
     @override
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
@@ -128,36 +133,73 @@ class Recorder(Observer):
 
     def note(self, done: Moment, bucket: BucketTimes) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
-        self._buckets.append((done, done, bucket))
+        ready = self._ready.pop(bucket.index, None)
+        if ready is not None:
+            self._buckets.append((ready, done, bucket))
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""
-        self._lookout.catch_up(_PATIENCE)
-        events = 2 * len(self._spans) + len(self._ready) + len(self._buckets)
-        return round(_UNSEEN * (events * of_event + self._lookout.spent - self._looked))
+        self._completions.drain(_TIMEOUT)
+        events = 2 * (len(self._spans) + len(self._buckets))
+        return round(_UNSEEN * (events * of_event + self._completions.spent - self._looked))
 
     @property
     def has_exchanged(self) -> bool:
         """Whether any gradients have travelled in this step, on or off."""
         return bool(self._orders or self._buckets)
 
-    def take(self) -> Taken:
-        """What was recorded since the last call."""
-        self._lookout.catch_up(_PATIENCE)
-        taken = Taken(self._ready, self._buckets, self._spans)
+    def take(self) -> StepEvents:
+        """Events since the last call."""
+        self._completions.drain(_TIMEOUT)
+        events = StepEvents(self._buckets, self._spans)
         self.drop()
-        return taken
+        return events
 
     def drop(self) -> None:
         """Forget what was recorded since the last call."""
-        self._ready, self._buckets, self._spans = [], [], []
+        self._ready, self._buckets, self._spans = {}, [], []
         self._orders.clear()
-        self.spent, self._looked = 0, self._lookout.spent
+        self.spent, self._looked = 0, self._completions.spent
 
     def close(self) -> None:
         """Record nothing more."""
         self.is_on, self.is_closed = False, True
-        self._lookout.close()
+        self._completions.close()
+
+
+class Governor:
+    """Steps that are recorded in detail: fewer, where that costs more than the budget.
+
+    Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
+    others. The distance between two steps varies, so that what happens every n-th step is seen as
+    often as it happens.
+
+    Args:
+        budget: most that the profiler may take of a step.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self._budget = budget
+        self.period = 1
+        """One of so many steps is recorded in detail, a power of two."""
+        self._share = 0.0
+
+    def wants(self, step: int) -> bool:
+        """Whether ``step`` is to be recorded in detail."""
+        return step * _GOLDEN % 2**64 < 2**64 // self.period
+
+    def spent(self, nanoseconds: float, *, of: int) -> None:
+        """A step that took ``of`` nanoseconds was recorded in detail, which took so many of them.
+
+        What one detailed step costs is spread over its period.
+        """
+        share = nanoseconds / max(of, 1)
+        self._share += (share - self._share) * (_WEIGHT if self._share else 1.0)
+        mean = self._share / self.period
+        if mean > self._budget and self.period < _LONGEST_PERIOD:
+            self.period *= 2
+        elif self.period > 1 and 2 * mean < self._budget / 2:
+            self.period //= 2
 
 
 def cost_of_an_event(moments: Moments | None = None) -> float:

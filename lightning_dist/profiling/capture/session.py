@@ -9,26 +9,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dist.profiling.capture.governor import Governor
-from lightning_dist.profiling.capture.lines import to_line
-from lightning_dist.profiling.capture.pending import PendingStep
-from lightning_dist.profiling.capture.recorder import Recorder, cost_of_an_event
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
     RankRecord,
     Record,
     StepRecord,
+    to_line,
 )
-from lightning_dist.profiling.capture.timer import Cut, StepTimer
-from lightning_dist.profiling.folder import RankFile
+from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
+from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
+from lightning_dist.profiling.run import RankFile
 from lightning_dist.reducer.moments import HostMoments, Moments
 
-_FOR_LOSSES = 0.25
+_FOR_ERRORS = 0.25
 """Share of the budget."""
 _AT = 2
 """The first two steps have other buckets: DDP builds them anew."""
-_PATIENCE = 2.0
+_TIMEOUT = 2.0
 """Seconds for an accelerator to come to the end of the last steps."""
 
 
@@ -77,9 +75,6 @@ class Session:
         on_error: called with every compression error that was.
         on_problem: called with what goes wrong on this rank, and what that costs.
         clock: of the host, in nanoseconds.
-
-    Raises:
-        OSError: the folder cannot be written to.
     """
 
     def __init__(
@@ -101,11 +96,18 @@ class Session:
         self._on_over, self._on_step = on_over, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
-        self._file = None if folder is None else RankFile(folder, rank=about.rank)
-        self._unwritten: list[str] = []
+        self._file: RankFile | None = None
+        if folder is not None:
+            try:
+                self._file = RankFile(folder, rank=about.rank)
+            except OSError as error:  # the other ranks have begun
+                on_problem(
+                    f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
+                )
+        self._unwritten: list[bytes] = []
         self._written_at = clock()
-        self._governor = Governor((1 - _FOR_LOSSES) * settings.budget)
-        self._losses_governor = Governor(_FOR_LOSSES * settings.budget)
+        self._governor = Governor((1 - _FOR_ERRORS) * settings.budget)
+        self._error_governor = Governor(_FOR_ERRORS * settings.budget)
         self._cost = cost_of_an_event(self._moments)
         self._writing = 0
         self.is_disturbed = False
@@ -147,8 +149,8 @@ class Session:
         if within_forward and (cut := self._timer.stepped_within()) is not None:
             self._close(cut)
 
-    def set_apart(self) -> None:
-        """What was since the last step belongs to none: a validation, a checkpoint."""
+    def exclude_interval(self) -> None:
+        """Time since the last step belongs to no step: a validation, a checkpoint."""
         if (cut := self._timer.restart(self._moments.now())) is not None:
             self._close(cut)
 
@@ -158,16 +160,16 @@ class Session:
         if self._file is not None:
             self._unwritten += map(to_line, records)
 
-    def stop(self, patience: float = _PATIENCE) -> None:
+    def stop(self, timeout: float = _TIMEOUT) -> None:
         """No step comes any more.
 
         Args:
-            patience: seconds for an accelerator to come to their end; it may hang or have failed.
+            timeout: seconds for an accelerator to come to their end; it may hang or have failed.
         """
         if self._has_stopped:
             return
         self._has_stopped = True
-        until = self._clock() + patience * 1e9
+        until = self._clock() + timeout * 1e9
         because = ""
         try:
             if (cut := self._timer.end()) is not None:
@@ -179,7 +181,7 @@ class Session:
             because = str(error).split("\n")[0]
         if self._over or because:
             first = self._over[0].step if self._over else self._step
-            because = because or f"the device did not come to their end within {patience:g} s"
+            because = because or f"the device did not come to their end within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
 
     def end(self, reason: str) -> None:
@@ -203,17 +205,17 @@ class Session:
         now, recorder = self._clock(), self.recorder
         was_disturbed = self.is_disturbed
         # Writing down the step before was in the time of this one.
-        loss, looking = recorder.losses.take()
+        error, sampling = recorder.errors.take()
         of_hooks, recording = recorder.spent, recorder.cost(self._cost)
         self._over.append(
             PendingStep(
                 self._step,
                 cut,
                 recorder.take() if recorder.is_on else None,
-                loss,
+                error,
                 recording,
-                looking,
-                recording + self._writing + looking + of_hooks,
+                sampling,
+                recording + self._writing + sampling + of_hooks,
                 was_disturbed,
             )
         )
@@ -230,9 +232,9 @@ class Session:
         for over, record in written:
             if over.was_disturbed:
                 continue
-            if over.looking:
+            if over.sampling:
                 every = self._settings.error_every
-                self._losses_governor.spent(over.looking / every, of=record.duration)
+                self._error_governor.spent(over.sampling / every, of=record.duration)
             if record.detailed:
                 writing = self._writing / len(written)
                 self._governor.spent(over.recording + writing, of=record.duration)
@@ -249,7 +251,7 @@ class Session:
         if not over.was_disturbed:
             self.note(record)
             self._on_step(record)
-        error = None if over.loss is None else over.loss.record()
+        error = None if over.error is None else over.error.record()
         if error is not None:
             self.note(error)
             self._on_error(error)
@@ -261,8 +263,8 @@ class Session:
         in_detail = self._settings.in_detail
         recorder.is_on = in_detail and self._governor.wants(step)
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)
-        looks = due and self._losses_governor.wants(step // every)
-        recorder.losses.ask(step if looks else None)
+        looks = due and self._error_governor.wants(step // every)
+        recorder.errors.ask(step if looks else None)
 
     def _flush_if_due(self, now: int) -> None:
         if now - self._written_at >= self._settings.flush_s * 1e9:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dist.profiling.analysis.parts import Placed
-from lightning_dist.profiling.capture.records import PHASES
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.report.figure import fill
 from lightning_dist.profiling.report.text import megabytes, ms, plain
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_dist.profiling.analysis.headline import count
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, RankSummary, Summary
-from lightning_dist.profiling.capture.records import PHASES
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.report.text import MISSING, finite, ms, number, percent, why
 from lightning_dist.profiling.report.view import Column, Table
 from lightning_dist.profiling.report.words import PART_WORDS

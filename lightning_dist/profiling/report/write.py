@@ -8,9 +8,9 @@ from pathlib import Path
 
 from lightning_dist.profiling.analysis.parts import Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
-from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.summary_file import write_csv, write_summary
 from lightning_dist.profiling.report.trace import write_trace
+from lightning_dist.profiling.run import Run
 
 
 @dataclass(frozen=True)

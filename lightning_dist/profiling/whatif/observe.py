@@ -12,8 +12,8 @@ from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.tables import Array, mean, step_table
 from lightning_dist.profiling.analysis.traffic import link_uses
-from lightning_dist.profiling.capture.records import StepRecord
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.capture.events import StepRecord
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.simulator import (
     DDP,
     ELEMENT_BYTES,

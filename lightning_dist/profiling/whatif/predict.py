@@ -8,7 +8,7 @@ from math import inf
 from operator import attrgetter, itemgetter
 
 from lightning_dist.profiling.analysis.parts import Summary
-from lightning_dist.profiling.folder import Run
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.answer import (
     NO_DIFFERENCE,
     NO_ERROR,

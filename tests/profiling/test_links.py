@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from worlds import Rank, run_threads
 
 from benchmarks import network
 from benchmarks.testbed import Testbed, TestbedUnavailable
-from lightning_dist.profiling.bandwidth import OPS, Measurement, Pairs, measure, pairs
+from lightning_dist.profiling.capture.events import BurstRecord
+from lightning_dist.profiling.links import OPS, Measurement, Pairs, measure, measure_burst, pairs
 
 SCRIPT = Path(__file__).with_name("measure_links.py")
 CALIBRATES = Path(__file__).with_name("calibrate_links.py")
@@ -126,3 +130,28 @@ def test_what_cannot_be_measured() -> None:
                 call()
 
     run_threads(work, 2)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_burst_takes_as_long_as_on_its_slowest_rank(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather, calls = dist.all_gather_single, Counter[int]()
+
+    def slowly(*arguments: Any, group: dist.ProcessGroup, **named: Any) -> Any:
+        calls[group.rank()] += 1
+        time.sleep(0.01 if group.rank() == 1 else 0)
+        return gather(*arguments, group=group, **named)
+
+    monkeypatch.setattr(dist, "all_gather_single", slowly)
+
+    def work(rank: Rank) -> BurstRecord:
+        return measure_burst(rank.group("payload"), name="flat", count=count)
+
+    found = run_threads(work, 3)
+    assert {each.seconds for each in found} == {found[0].seconds}
+    for each in found:
+        assert (each.group, each.op, each.sent, each.count) == ("flat", "all_gather", 8192, count)
+        assert 0.01 * count <= each.seconds < 0.01 * count + 5
+        assert each.cpu > 0
+    assert calls == {rank: 7 * count for rank in range(3)}  # two uses warm up, five count

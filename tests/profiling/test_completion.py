@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.lookout import ThreadLookout
+from lightning_dist.profiling.capture.completion import ThreadCompletionWatcher
 
 PATIENCE = 10
 
@@ -33,15 +33,15 @@ class Work:
 
 
 @pytest.fixture
-def lookout() -> Iterator[ThreadLookout]:
-    watching = ThreadLookout(time.monotonic_ns)
+def watcher() -> Iterator[ThreadCompletionWatcher]:
+    watching = ThreadCompletionWatcher(time.monotonic_ns)
     yield watching
     watching.close()
 
 
-def launched(lookout: ThreadLookout, group: str) -> Work:
+def launched(watcher: ThreadCompletionWatcher, group: str) -> Work:
     work = Work()
-    lookout.see(work, lambda end: work.seen.set(), group=group)
+    watcher.watch(work, lambda end: work.seen.set(), group=group)
     return work
 
 
@@ -50,7 +50,7 @@ def test_an_exchange_within_a_host_ends_before_one_between_hosts_that_began_earl
 
     def one(rank: Rank) -> tuple[int, dict[str, int]]:
         groups = {name: rank.group(name) for name in ("inter", "intra")}
-        lookout, ends, late = ThreadLookout(time.monotonic_ns), dict[str, int](), 0
+        watcher, ends, late = ThreadCompletionWatcher(time.monotonic_ns), dict[str, int](), 0
 
         def launch(name: str) -> None:
             def ended(end: int) -> None:
@@ -59,7 +59,7 @@ def test_an_exchange_within_a_host_ends_before_one_between_hosts_that_began_earl
                     has_ended.set()
 
             work = dist.all_reduce(torch.ones(8), group=groups[name], async_op=True)
-            lookout.see(work, ended, group=name)
+            watcher.watch(work, ended, group=name)
 
         if rank.rank == 0:
             launch("inter")
@@ -69,27 +69,29 @@ def test_an_exchange_within_a_host_ends_before_one_between_hosts_that_began_earl
             assert has_ended.wait(PATIENCE), "the end of the other exchange was not recorded"
             late = time.monotonic_ns()
             launch("inter")
-        assert lookout.catch_up(2 * PATIENCE)
-        lookout.close()
+        assert watcher.drain(2 * PATIENCE)
+        watcher.close()
         return late, ends
 
     (_, ends), (late, _) = run_threads(one, 2)
     assert ends["intra"] < late < ends["inter"]
 
 
-def test_groups_do_not_wait_for_each_other(lookout: ThreadLookout) -> None:
-    across, within, control = (launched(lookout, name) for name in ("inter", "intra", "control"))
+def test_groups_do_not_wait_for_each_other(watcher: ThreadCompletionWatcher) -> None:
+    across, within, control = (launched(watcher, name) for name in ("inter", "intra", "control"))
     assert within.end()
     assert control.end()
     assert not across.seen.is_set()
-    assert not lookout.catch_up(0)
+    assert not watcher.drain(0)
     assert across.end()
-    assert lookout.catch_up(PATIENCE)
+    assert watcher.drain(PATIENCE)
 
 
-def test_a_short_one_does_not_wait_for_the_long_one_before_it(lookout: ThreadLookout) -> None:
+def test_a_short_one_does_not_wait_for_the_long_one_before_it(
+    watcher: ThreadCompletionWatcher,
+) -> None:
     """gloo has two of a group under way at once."""
-    long, *others = [launched(lookout, "flat") for _ in range(5)]
+    long, *others = [launched(watcher, "flat") for _ in range(5)]
     assert all(each.end() for each in others)
     assert not long.seen.is_set()
     assert long.end()
@@ -97,10 +99,10 @@ def test_a_short_one_does_not_wait_for_the_long_one_before_it(lookout: ThreadLoo
 
 def test_no_more_threads_than_collectives_under_way() -> None:
     before = threading.active_count()
-    lookout = ThreadLookout(time.monotonic_ns)
-    alone = launched(lookout, "control")
+    watcher = ThreadCompletionWatcher(time.monotonic_ns)
+    alone = launched(watcher, "control")
     assert threading.active_count() == before + 1
-    works = [launched(lookout, "flat") for _ in range(40)]
+    works = [launched(watcher, "flat") for _ in range(40)]
     assert threading.active_count() == before + 3
     assert all(each.end() for each in (alone, *works))
-    lookout.close()
+    watcher.close()

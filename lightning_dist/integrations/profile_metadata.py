@@ -1,21 +1,30 @@
-"""What a profile says of its rank: where it runs, with whom, and on what."""
+"""Metadata of a profile: the first line of every rank, and ``meta.json`` for whoever finds it."""
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.profiling.capture.allreduce import why_not_watched
-from lightning_dist.profiling.capture.records import RankRecord
+from lightning_dist.profiling.capture.ddp_hook import why_not_watched
+from lightning_dist.profiling.capture.events import RankRecord
+from lightning_dist.profiling.capture.session import SessionSettings
+from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions
 
+SCHEMA = 1
+_OF_RANK_0 = ("started", "script", "world_size", "groups", "codec", "backend", "device", "cores")
 
-def about(
+
+def rank_metadata(
     model: DistributedDataParallel, reducer: Reducer | None, *, host: str, budget: float
 ) -> RankRecord:
     """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed."""
@@ -43,8 +52,40 @@ def about(
     )
 
 
+def run_metadata(
+    model: DistributedDataParallel,
+    reducer: Reducer | None,
+    of_rank: RankRecord,
+    *,
+    hosts: Sequence[str],
+    settings: SessionSettings,
+) -> bytes:
+    """Content of ``meta.json``, which rank 0 writes when a profile begins.
+
+    Args:
+        reducer: of ``model``, if it is compressed.
+        of_rank: of rank 0.
+        hosts: of every rank.
+    """
+    gradients = [each for each in model.parameters() if each.requires_grad]
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        **{name: getattr(of_rank, name) for name in _OF_RANK_0},
+        "hosts": list(hosts),
+        "compression": None if reducer is None else reducer.comm_config(),
+        "gradients": {
+            "parameters": sum(each.numel() for each in gradients),
+            "bytes": sum(each.nbytes for each in gradients),
+            "bucket_bytes_cap": model.bucket_bytes_cap,
+        },
+        "profiler": asdict(settings),
+        "versions": {"python": platform.python_version(), **of_rank.versions},
+    }
+    return to_json(content).encode() + b"\n"
+
+
 def why_not_in_detail(model: DistributedDataParallel) -> str:
-    """Why what happens within a step cannot be timed; empty if it can."""
+    """Why events within a step cannot be timed; empty if they can."""
     kind = model.device.type
     if kind == "cpu":
         return ""

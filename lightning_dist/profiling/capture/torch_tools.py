@@ -1,19 +1,20 @@
-"""torch's own profiler over a few steps, for what happens inside of them."""
+"""torch's own tools beside a profile: its profiler over a few steps, and its flight recorder."""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
 STEPS = 3
-"""So many steps are looked at after a signal."""
+"""Steps that are traced after a signal."""
 
 
 class Zoom:
@@ -39,26 +40,27 @@ class Zoom:
     ) -> None:
         self._folder, self._rank = folder, rank
         self._on_change, self._on_problem = on_change, on_problem
-        self._steps = wanted if isinstance(wanted, range) else range(0)
-        self._signal = None if isinstance(wanted, range) else wanted
-        self._is_asked = False
-        self._profiler: Any = None
-        self._has_written = False
+        self._is_asked = self._has_written = False
+        self._profiler: torch.profiler.profile | None = None
         self._first = 0
-        self._usual: Any = None
-        if self._signal is not None:
-            if threading.current_thread() is not threading.main_thread():
-                raise ValueError(
-                    f"zoom={self._signal.name} needs the main thread, where signals arrive, and "
-                    "this training runs in another; give zoom=range(...)"
-                )
-            self._usual = signal.signal(self._signal, self._ask)
+        self._steps = range(0)
+        self._restore: Callable[[], object] = lambda: None
+        if isinstance(wanted, range):
+            self._steps = wanted
+        elif threading.current_thread() is threading.main_thread():
+            usual = signal.signal(wanted, self._ask)
+            self._restore = lambda: signal.signal(wanted, usual)
+        else:
+            raise ValueError(
+                f"zoom={wanted.name} needs the main thread, where signals arrive, and "
+                "this training runs in another; give zoom=range(...)"
+            )
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
 
     def begin_step(self, step: int) -> None:
-        """Between two steps: look at ``step``, or not."""
+        """Between two steps: trace ``step``, or not."""
         if self._has_written:
             self._has_written = False
             self._on_change(False)
@@ -71,20 +73,19 @@ class Zoom:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         elif step not in self._steps and self._profiler is not None:
-            self._end()
+            self._write(self._profiler)
             self._has_written = True
 
     def close(self) -> None:
-        """Look no more."""
+        """Trace nothing more."""
         if self._profiler is not None:
-            self._end()
-        if self._signal is not None:
-            with suppress(ValueError):  # of a thread that closes for the main one: the process ends
-                signal.signal(self._signal, self._usual)
-            self._signal = None
+            self._write(self._profiler)
+        with suppress(ValueError):  # of a thread that closes for the main one: the process ends
+            self._restore()
+        self._restore = lambda: None
 
-    def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._profiler = None
         profiler.stop()
         path = self._folder / f"zoom-rank{self._rank}-step{self._first}.json.gz"
         try:
@@ -92,3 +93,19 @@ class Zoom:
             profiler.export_chrome_trace(str(path))
         except OSError as error:  # no reason to stop training
             self._on_problem(f"{path} was not written: {error.strerror}")
+
+
+def dump_flight_record(folder: Path, *, rank: int) -> Path | None:
+    """Write ``flight-rank<r>.json``: the newest collectives of this rank, where torch keeps them.
+
+    torch does, the newest 2,000, unless ``TORCH_FR_BUFFER_SIZE`` is 0 when the process begins.
+
+    Returns the file, or None where there is nothing to write.
+    """
+    content: bytes = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    if not json.loads(content).get("entries"):
+        return None
+    path = folder / f"flight-rank{rank}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dist.profiling.capture.losses import MOST, Losses
-from lightning_dist.profiling.capture.records import ErrorRecord, RankRecord
+from lightning_dist.profiling.capture.codec_error import MOST, CompressionErrorSampler
+from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.reducer.glimpse import Glimpse, Sampler
 from lightning_dist.reducer.observer import Sight
@@ -50,12 +50,14 @@ class Unseen(Planted):
         return iter(())
 
 
-def losses() -> Losses:
+def losses() -> CompressionErrorSampler:
     ticks = count(0, 10)
-    return Losses(lambda: next(ticks))
+    return CompressionErrorSampler(lambda: next(ticks))
 
 
-def looked(taking: Losses, sights: Sequence[Sight], step: int = 5) -> ErrorRecord | None:
+def looked(
+    taking: CompressionErrorSampler, sights: Sequence[Sight], step: int = 5
+) -> ErrorRecord | None:
     taking.ask(step)
     taking.look(iter(sights))()
     found, _ = taking.take()

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_dist.profiling.capture.records import Phase
-from lightning_dist.profiling.capture.timer import Cut, StepTimer
+from lightning_dist.profiling.capture.events import Phase
+from lightning_dist.profiling.capture.steps import Cut, StepTimer
 from lightning_dist.reducer.moments import HostMoments
 
 

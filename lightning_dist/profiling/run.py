@@ -5,19 +5,22 @@ The lines are the truth; everything else in the folder can be made again from th
 
 from __future__ import annotations
 
-import gc
 import os
 import re
+import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
+
+from typing_extensions import override
 
 from lightning_dist.profiling.analysis.clock_quality import offset_at, uncertainty_at
-from lightning_dist.profiling.capture.lines import from_line, to_line
-from lightning_dist.profiling.capture.records import (
+from lightning_dist.profiling.capture.events import (
     SCHEMA,
     BurstRecord,
     ClockRecord,
@@ -27,10 +30,16 @@ from lightning_dist.profiling.capture.records import (
     RankRecord,
     Record,
     StepRecord,
+    from_line,
+    to_line,
 )
-from lightning_dist.profiling.capture.step_lines import StepLines
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
+_HEAD = struct.Struct("qqq?qq")
+"""Begin, duration, overhead, and whether it is detailed; place and length of its line."""
+_TAIL = 4096
+"""Bytes; the last line is a short one."""
+_Kind = TypeVar("_Kind", bound=Record)
 
 
 class RankFile:
@@ -56,10 +65,10 @@ class RankFile:
         """Append them."""
         self.write_lines([to_line(each) for each in records])
 
-    def write_lines(self, lines: Sequence[str]) -> None:
+    def write_lines(self, lines: Sequence[bytes]) -> None:
         """The same of what :func:`to_line` has made of them."""
         assert self._handle is not None
-        content = memoryview("".join(f"{each}\n" for each in lines).encode())
+        content = memoryview(b"".join(each + b"\n" for each in lines))
         while content:  # nearly full disks, quotas and signals let it take a part only
             content = content[os.write(self._handle, content) :]
 
@@ -73,9 +82,69 @@ class RankFile:
                 os.close(handle)
 
 
+class StepLines(Mapping[int, StepRecord]):
+    """Steps of one rank by number, each read from its line when it is asked for.
+
+    Minutes of a run are gigabytes of spans.
+
+    Raises:
+        OSError: when a step is asked for, and the file is gone.
+        ValueError: the same, and the file is another one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._heads: dict[int, bytes] = {}  # packed: objects would take several times as much
+        self._newest: StepRecord | None = None
+
+    def add(self, step: StepRecord, *, at: int, length: int) -> None:
+        """Keep the head of ``step``, whose line has ``length`` bytes and begins at byte ``at``.
+
+        Raises:
+            ValueError: a time that no clock has.
+        """
+        times = step.begin, step.duration, step.overhead
+        try:
+            self._heads[step.step] = _HEAD.pack(*times, step.detailed, at, length)
+        except struct.error:
+            raise ValueError(f"times of a step are nanoseconds, got {times!r:.80}") from None
+
+    def head(self, step: int) -> StepRecord:
+        """The step without phases, buckets and spans; nothing is read for that."""
+        begin, duration, overhead, detailed, _, _ = _HEAD.unpack(self._heads[step])
+        return StepRecord(step, begin, duration, detailed=detailed, overhead=overhead)
+
+    @override
+    def __getitem__(self, step: int) -> StepRecord:
+        *_, at, length = _HEAD.unpack(self._heads[step])
+        if self._newest is None or self._newest.step != step:  # it is asked for several times
+            with self._path.open("rb") as file:
+                file.seek(at)
+                line = file.read(length)
+            record = None
+            with suppress(ValueError):
+                record = from_line(line)
+            if not isinstance(record, StepRecord) or record.step != step:
+                raise ValueError(f"{self._path} has changed while it was read; read it again")
+            self._newest = record
+        return self._newest
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._heads)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    @override
+    def __contains__(self, step: object) -> bool:
+        return step in self._heads
+
+
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank has recorded, in the order of its lines.
+    """Records of one rank, in the order of its lines.
 
     Args:
         steps: by number; where they were read from a folder, they stay in its files until they are
@@ -178,10 +247,9 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(f"{folder} is not a folder; give one that CommProfiler has written")
     notes: list[str] = []
     ranks: dict[int, RankRun] = {}
-    with _without_collector():
-        for path in sorted(folder.glob("rank*.jsonl")):
-            if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
-                ranks[of_rank.about.rank] = of_rank
+    for path in sorted(folder.glob("rank*.jsonl")):
+        if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
+            ranks[of_rank.about.rank] = of_rank
     if not ranks:
         because = f" ({'; '.join(notes)})" if notes else ""
         runs = _runs_in(folder)
@@ -219,18 +287,6 @@ def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRu
     return kept
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Records hold no cycles, and looking for some takes longer than reading them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     records: list[Record] = []
     steps = StepLines(path)
@@ -243,28 +299,29 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
         notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
-    abouts = [each for each in records if isinstance(each, RankRecord)]
-    if not abouts:
+    about = next(_of(RankRecord, records), None)
+    if about is None:
         notes.append(f"{path.name} does not say whose it is")
         return None
-    if abouts[0].schema > SCHEMA:
+    if about.schema > SCHEMA:
         notes.append(
-            f"{path.name} is of schema {abouts[0].schema}, and this version knows {SCHEMA}; "
+            f"{path.name} is of schema {about.schema}, and this version knows {SCHEMA}; "
             "install a newer lightning_dist"
         )
         return None
-    ends = [each for each in records if isinstance(each, EndRecord)]
     return RankRun(
-        abouts[0],
+        about,
         steps=steps,
-        clocks=sorted(
-            (each for each in records if isinstance(each, ClockRecord)), key=lambda each: each.at
-        ),
-        errors=[each for each in records if isinstance(each, ErrorRecord)],
-        links=[each for each in records if isinstance(each, LinkRecord)],
-        bursts=[each for each in records if isinstance(each, BurstRecord)],
-        end=ends[-1] if ends else None,
+        clocks=sorted(_of(ClockRecord, records), key=lambda each: each.at),
+        errors=[*_of(ErrorRecord, records)],
+        links=[*_of(LinkRecord, records)],
+        bursts=[*_of(BurstRecord, records)],
+        end=next(_of(EndRecord, reversed(records)), None),
     )
+
+
+def _of(kind: type[_Kind], records: Iterable[Record]) -> Iterator[_Kind]:
+    return (each for each in records if isinstance(each, kind))
 
 
 def _read_lines(file: Iterable[bytes], records: list[Record], steps: StepLines) -> list[int]:
@@ -273,7 +330,7 @@ def _read_lines(file: Iterable[bytes], records: list[Record], steps: StepLines) 
     at = 0
     for number, line in enumerate(file, start=1):
         try:
-            record = from_line(line.decode(errors="replace"), rows=False)
+            record = from_line(line)
             if isinstance(record, StepRecord):
                 steps.add(record, at=at, length=len(line))
             elif record is not None:
@@ -282,3 +339,28 @@ def _read_lines(file: Iterable[bytes], records: list[Record], steps: StepLines) 
             bad.append(number)
         at += len(line)
     return bad
+
+
+def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:
+    """Wait until all of ``ranks`` have written how they ended, for ``timeout`` seconds at most.
+
+    Ranks that fail together end within a moment of each other, and their last lines are in no file
+    before that.
+    """
+    missing, until = set(ranks), time.monotonic() + timeout
+    while missing := {rank for rank in missing if not _has_ended(folder / f"rank{rank}.jsonl")}:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _has_ended(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - _TAIL, 0))
+            *_, last = file.read().splitlines()
+            return isinstance(from_line(last), EndRecord)
+    except (OSError, ValueError):  # not there yet, empty, or half a line
+        return False

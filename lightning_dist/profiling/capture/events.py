@@ -1,14 +1,17 @@
-"""Records of one rank, as types; :mod:`.lines` makes lines of them.
+"""Records of one rank, and the lines of JSON that they are kept in.
 
 Times are nanoseconds of the rank's own monotonic clock; inside a step they count from its begin.
+Readers skip kinds and fields that they do not know, so that old and new folders keep loading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import ClassVar
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct, field
 
 SCHEMA = 1
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
@@ -17,8 +20,15 @@ PHASES = ("data", "forward", "backward", "optimizer")
 """What a step spends its time on, besides what no phase covers."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecord:
+class _Record(Struct, frozen=True, tag_field="kind"):
+    """One line: an object whose ``kind`` says which record it is."""
+
+
+class _Row(Struct, frozen=True, array_like=True, gc=False):
+    """A part of a step, of which a line has many: an array of values in the order of the fields."""
+
+
+class RankRecord(_Record, frozen=True, tag="rank"):
     """Who writes this file. The first line.
 
     Args:
@@ -32,11 +42,10 @@ class RankRecord:
         script: the program, as it was called; empty: not known.
     """
 
-    kind: ClassVar[str] = "rank"
     rank: int
     world_size: int
     host: str
-    groups: Mapping[str, Sequence[int]]
+    groups: Mapping[str, list[int]]
     clock: int
     unix: float
     codec: str = ""
@@ -59,18 +68,15 @@ class RankRecord:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class ClockRecord:
+class ClockRecord(_Record, frozen=True, tag="clock"):
     """At ``at``, rank 0's clock was ``at + offset``, give or take ``uncertainty``."""
 
-    kind: ClassVar[str] = "clock"
     at: int
     offset: int
     uncertainty: int
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(_Row, frozen=True):
     """One of :data:`PHASES`; the backward pass ends when the mean of the gradients is there."""
 
     name: str
@@ -78,8 +84,7 @@ class Phase:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class BucketTimes:
+class BucketTimes(_Row, frozen=True):
     """One bucket of gradients in one step.
 
     Args:
@@ -100,8 +105,7 @@ class BucketTimes:
     codec: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(_Row, frozen=True):
     """Something that was done for a bucket.
 
     Args:
@@ -125,8 +129,7 @@ class Span:
     order: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(_Record, frozen=True, tag="step"):
     """One optimizer step. It begins where the one before it has ended.
 
     It begins later by as long as evaluations took in between, also by those that interrupted it.
@@ -142,19 +145,17 @@ class StepRecord:
         overhead: nanoseconds of this step that the profiler itself took.
     """
 
-    kind: ClassVar[str] = "step"
     step: int
     begin: int
     duration: int
-    phases: Sequence[Phase] = ()
-    buckets: Sequence[BucketTimes] = ()
-    spans: Sequence[Span] = ()
+    phases: tuple[Phase, ...] = ()
+    buckets: tuple[BucketTimes, ...] = ()
+    spans: tuple[Span, ...] = ()
     detailed: bool = True
     overhead: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
+class ErrorRecord(_Record, frozen=True, tag="error"):
     """What compression lost of one bucket, on this rank; of a sample of its elements.
 
     ``p`` is what was encoded: the gradient of this rank, and the residual where one is kept (with
@@ -169,7 +170,6 @@ class ErrorRecord:
             the exchange adds to it, and the gradient; None without residual.
     """
 
-    kind: ClassVar[str] = "error"
     step: int
     bucket: int
     relative_l2: float
@@ -177,8 +177,7 @@ class ErrorRecord:
     residual_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRecord:
+class LinkRecord(_Record, frozen=True, tag="link"):
     """A measured transfer with nothing else on the link.
 
     Args:
@@ -188,15 +187,13 @@ class LinkRecord:
         seconds: it took.
     """
 
-    kind: ClassVar[str] = "link"
     group: str
     sent: int
     seconds: float
     peer: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BurstRecord:
+class BurstRecord(_Record, frozen=True, tag="burst"):
     """Collectives of a few bytes, issued at once, with nothing else on the link.
 
     Args:
@@ -208,7 +205,6 @@ class BurstRecord:
         cpu: seconds of all threads of this process meanwhile.
     """
 
-    kind: ClassVar[str] = "burst"
     group: str
     op: str
     sent: int
@@ -217,12 +213,48 @@ class BurstRecord:
     cpu: float
 
 
-@dataclass(frozen=True, slots=True)
-class EndRecord:
+class EndRecord(_Record, frozen=True, tag="end"):
     """The last line, if the process could write one."""
 
-    kind: ClassVar[str] = "end"
     reason: str
 
 
-Record = RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | BurstRecord | EndRecord
+Record: TypeAlias = (
+    RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | BurstRecord | EndRecord
+)
+
+
+class _Kind(Struct):
+    kind: str
+
+
+_KINDS = frozenset(each.__struct_config__.tag for each in _Record.__subclasses__())
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+_KIND_DECODER = msgspec.json.Decoder(_Kind)
+
+
+def to_line(record: Record) -> bytes:
+    """One line of JSON, without its end."""
+    return _ENCODER.encode(record)
+
+
+def from_line(line: bytes | str) -> Record | None:
+    """The record that :func:`to_line` made a line of; None for a kind of a later version.
+
+    Raises:
+        ValueError: it is not such a line.
+    """
+    try:
+        return _DECODER.decode(line)
+    except RecursionError:
+        raise ValueError(f"not a record, it has too many brackets: {line[:80]!r}") from None
+    except ValueError as error:
+        problem = f"not a record of a communication profile: {error}: {line[:80]!r}"
+    try:
+        is_later = _KIND_DECODER.decode(line).kind not in _KINDS
+    except ValueError:
+        is_later = False
+    if is_later:
+        return None
+    raise ValueError(problem)

@@ -1,4 +1,4 @@
-"""Cuts the time of a training loop into steps and phases, from what can be seen of any loop.
+"""Steps and phases, cut out of what can be seen of any training loop.
 
 Seen are the forward passes of the model, the backward passes and the optimizer; nobody says where a
 step begins. A step ends with the last optimizer step before the next forward pass, and what comes
@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import TypeAlias
 
-from lightning_dist.profiling.capture.records import Phase
+from msgspec.structs import replace
+
+from lightning_dist.profiling.capture.codec_error import ErrorSample
+from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
 from lightning_dist.reducer.moments import Moment, Moments
+
+BucketRow: TypeAlias = tuple[Moment, Moment, BucketTimes]
+SpanRow: TypeAlias = tuple[str, int, Moment, Moment, str, str, int, int]
+"""Values of a span, in the order of its fields."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +41,18 @@ class Cut:
     left_out: Sequence[tuple[Moment, Moment]] = ()
 
     def read(self, moments: Moments) -> tuple[int, int, tuple[Phase, ...]]:
-        """When it began, how long it took, and its phases from its begin on, in nanoseconds.
+        """Begin, duration, and phases from the begin on, in nanoseconds; when ``end`` is past.
 
         What is before a part that is left out is moved to the end of that part: exchanges, which
-        come last, stay where they were. Only when ``end`` is past.
+        come last, stay where they were.
         """
         names = [name for name, _, _ in self.phases]
-        begin, end = moments.read([self.begin, self.end], since=self.begin)
-        begins = moments.read([begin for _, begin, _ in self.phases], since=self.begin)
-        ends = moments.read([end for _, _, end in self.phases], since=self.begin)
-        sinces = moments.read([since for since, _ in self.left_out], since=self.begin)
-        untils = moments.read([until for _, until in self.left_out], since=self.begin)
-        left_out = list(zip(sinces, untils, strict=True))
+        flat = [self.begin, self.end]
+        for pair in (*(each[1:] for each in self.phases), *self.left_out):
+            flat += pair
+        times = moments.read(flat, since=self.begin)
+        (begin, end), *pairs = zip(times[::2], times[1::2], strict=True)
+        left_out = pairs[len(names) :]
 
         def moved(time: int) -> int:
             return time + sum(until - since for since, until in left_out if time <= since)
@@ -50,10 +60,102 @@ class Cut:
         begin = moved(begin)
         phases = tuple(
             Phase(name, moved(at) - begin, moved(until) - begin)
-            for name, at, until in zip(names, begins, ends, strict=True)
+            for name, (at, until) in zip(names, pairs, strict=False)
             if at < until
         )
         return begin, end - begin, phases
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """Buckets and spans of a step, at moments that may be to come.
+
+    Args:
+        buckets: when their gradients and when their means were there; the times within them do not
+            count.
+    """
+
+    buckets: Sequence[BucketRow]
+    spans: Sequence[SpanRow]
+
+    def read(
+        self, moments: Moments, *, since: Moment, begin: int | None = None
+    ) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
+        """The same in nanoseconds from ``begin`` on; all of it is past.
+
+        Args:
+            since: the first moment of the step.
+            begin: None: when that was.
+        """
+        if begin is None:
+            (begin,) = moments.read([since], since=since)
+        readies = moments.read([row[0] for row in self.buckets], since=since)
+        dones = moments.read([row[1] for row in self.buckets], since=since)
+        begins = moments.read([row[2] for row in self.spans], since=since)
+        ends = moments.read([row[3] for row in self.spans], since=since)
+        buckets = [
+            replace(times, ready=ready - begin, done=done - begin)
+            for ready, done, (_, _, times) in zip(readies, dones, self.buckets, strict=True)
+        ]
+        spans = [
+            Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
+            for at, until, (phase, bucket, _, _, op, group, sent, order) in zip(
+                begins, ends, self.spans, strict=True
+            )
+        ]
+        return (
+            tuple(sorted(buckets, key=attrgetter("ready"))),
+            tuple(sorted(spans, key=attrgetter("begin"))),
+        )
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the host has made, and an accelerator may not.
+
+    Args:
+        events: what was recorded in detail; None: nothing was.
+        error: of a codec, where that was sampled.
+        recording: nanoseconds of the host that recording it took.
+        sampling: the same of sampling a codec's error.
+        overhead: the same of all that a profile took of it.
+        was_disturbed: whether it was longer than such a step is.
+    """
+
+    step: int
+    cut: Cut
+    events: StepEvents | None
+    error: ErrorSample | None
+    recording: int
+    sampling: int
+    overhead: int
+    was_disturbed: bool
+
+    def is_past(self, moments: Moments) -> bool:
+        """Whether all of it has been, on the accelerator too."""
+        events = self.events or StepEvents((), ())
+        dones = (row[1] for row in events.buckets)
+        ends = (row[3] for row in events.spans)
+        return moments.are_past(chain([self.cut.end], dones, ends))
+
+    def read(self, moments: Moments, *, in_detail: bool) -> StepRecord:
+        """Its times; only when it is past. ``in_detail``: with phases."""
+        begin, duration, phases = self.cut.read(moments)
+        buckets, spans = (
+            ((), ())
+            if self.events is None
+            else self.events.read(moments, since=self.cut.begin, begin=begin)
+        )
+        return StepRecord(
+            self.step,
+            begin,
+            duration,
+            phases if in_detail else (),
+            buckets,
+            spans,
+            detailed=self.events is not None,
+            overhead=self.overhead,
+        )
 
 
 class StepTimer:

@@ -1,0 +1,115 @@
+"""Compression error: sampled now and then, on one bucket at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dist.profiling.capture.events import ErrorRecord
+from lightning_dist.reducer.glimpse import Sampler
+from lightning_dist.reducer.observer import Sight
+
+MOST = 1 << 18
+"""Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""
+
+
+@dataclass(frozen=True)
+class ErrorSample:
+    """Squared norms of a bucket's sample: gradient, what is pending, sent, lost, and owed.
+
+    Args:
+        squares: ``(4,)``, or ``(5,)`` where something is owed; float64, on its way from an
+            accelerator until the step is past there.
+    """
+
+    step: int
+    bucket: int
+    squares: Tensor
+
+    def record(self) -> ErrorRecord | None:
+        """None where there is nothing to compare: no elements, zeros, or an overflow."""
+        gradient, pending, sent, lost, *owed = self.squares.tolist()
+        if not pending or not math.isfinite(sum((gradient, pending, sent, lost, *owed))):
+            return None
+        cosine = ratio = None
+        if sent:
+            product = (pending + sent - lost) / 2
+            # The products of tiny norms are zero before these are.
+            cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
+        if owed and gradient:
+            ratio = math.sqrt(owed[0]) / math.sqrt(gradient)
+        return ErrorRecord(self.step, self.bucket, math.sqrt(lost / pending), cosine, ratio)
+
+
+class CompressionErrorSampler:
+    """Samples the next bucket in turn, in a step that it is asked for.
+
+    Args:
+        clock: in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._step: int | None = None
+        self._turn = 0
+        self._found: ErrorSample | None = None
+        self._cost = 0
+
+    def ask(self, step: int | None) -> None:
+        """Sample a bucket of ``step``, which comes next; None: no bucket."""
+        self._step = step
+
+    def look(self, sights: Iterator[Sight]) -> Callable[[], None]:
+        """Sample one of the buckets; the result is to be called when residuals are written."""
+        if self._step is None:
+            return _nothing
+        begin = self._clock()
+        losing = list(sights)
+        if not losing:
+            return _nothing
+        step, self._step = self._step, None
+        sight = losing[self._turn % len(losing)]
+        self._turn += 1
+        # All ranks draw the same elements.
+        sampler = Sampler(step, share=MOST / max(sight.numel, 1))
+        glimpses = list(sight.glimpses(sampler))
+        if not glimpses:
+            return _nothing
+        squares = [
+            _square([each.gradient for each in glimpses]),
+            _square([each.pending for each in glimpses]),
+            _square([each.sent for each in glimpses]),
+            _square([each.pending - each.sent for each in glimpses]),
+        ]
+        residuals = [each.residual for each in glimpses if each.residual is not None]
+        del glimpses  # they hold copies of gradients until the step is settled
+        scale = sight.scale.double()
+        self._cost += self._clock() - begin
+
+        def settled() -> None:
+            begin = self._clock()
+            owed = [_square([residual() for residual in residuals]) * scale**2] if residuals else []
+            values = torch.stack([*squares, *owed]).to("cpu", non_blocking=True)
+            self._found = ErrorSample(step, sight.bucket, values)
+            self._cost += self._clock() - begin
+
+        return settled
+
+    def take(self) -> tuple[ErrorSample | None, int]:
+        """The sample since the last call, and the nanoseconds that it took."""
+        found, cost = self._found, self._cost
+        self._found, self._cost = None, 0
+        return found, cost
+
+
+def _square(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
+    return torch.stack(norms).square().sum()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,291 @@
+"""Hooks on a DistributedDataParallel: its passes, its optimizers' steps, and its own allreduce."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
+# themselves and refuses strings.
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
+from torch.autograd import Variable
+from torch.futures import Future, collect_all
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dist.profiling.capture.events import BucketTimes
+from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.session import Session
+
+_HELD_BYTES = 4 << 20
+"""DDP copies a mean into its gradients while the next ones travel; those that are held until the
+last has arrived are copied after that, which takes less than a millisecond."""
+
+_Reduced: TypeAlias = "Future[list[Tensor]]"
+
+
+class Watching:
+    """Tells a session of the passes of ``model`` and of the steps of its optimizers.
+
+    As long as it is kept.
+
+    Args:
+        model: whose forward passes in training begin a step.
+    """
+
+    def __init__(self, model: DistributedDataParallel, session: Session) -> None:
+        self._model, self._session = model, session
+        self._synchronises = True
+        self._in_forward = self._in_backward = False
+        self._mine = {id(parameter) for parameter in model.parameters()}
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_untraced(self._before_forward)),
+            model.register_forward_hook(_untraced(self._after_forward)),
+            register_optimizer_step_pre_hook(_untraced(self._before_step)),
+            register_optimizer_step_post_hook(_untraced(self._after_step)),
+        ]
+
+    def stop(self) -> None:
+        """Tell nothing more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def _trains(self) -> bool:
+        # Lightning leaves DDP's own flag as a validation has set it.
+        return self._model.module.training and torch.is_grad_enabled()
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if self._trains:
+            self._in_forward, self._in_backward = True, False
+            self._session.forward()
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if not self._trains:
+            self._session.exclude_interval()
+            return
+        self._in_forward = False
+        self._session.forward_ended()
+        self._synchronises = self._model.require_backward_grad_sync
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self._in_backward:  # a second output
+            return
+        self._in_backward = True
+        self._session.backward()
+        # After DDP's own, which waits for the means: it is queued while the pass runs.
+        _at_the_end(lambda: _at_the_end(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self._session.backward_ended(synchronised=self._synchronises)
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if self._is_mine(optimizer):
+            self._session.stepping()
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if self._is_mine(optimizer):
+            # Lightning's manual optimization; its backward pass is in there too.
+            self._session.stepped(within_forward=self._in_forward)
+
+    def _is_mine(self, optimizer: Optimizer) -> bool:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return any(id(parameter) in self._mine for parameter in parameters)
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """torch.compile takes what hooks do into its graphs; a time that is looked at there is none."""
+    weak = WeakMethod(hook)  # what the compiler makes of a function refers to itself
+
+    def call(*arguments: Any) -> None:
+        if (method := weak()) is not None:
+            method(*arguments)
+
+    return cast(Callable[..., None], torch.compiler.disable(call))  # type: ignore[no-untyped-call]
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Of the backward pass that is under way."""
+    Variable._execution_engine.queue_callback(call)
+
+
+class Promises:
+    """Futures of means that DDP waits for, completed by the thread of the backward pass.
+
+    A callback runs in a thread of gloo, which is none of the interpreter's and has to become one:
+    that takes longer than all the rest of a hook. So the hook of a later bucket completes what has
+    arrived before it, and one callback, with the last bucket, what is left. With 40 buckets a
+    callback for each takes 2 to 3 ms more of a core in every step, recorded or not.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[_Reduced, Future[Tensor], Tensor]] = deque()
+        self._bytes = 0
+
+    def make(
+        self, gradients: Tensor, reduced: _Reduced, *, is_first: bool, is_last: bool
+    ) -> Future[Tensor]:
+        """The promise of the mean of a bucket: ``gradients``, when ``reduced`` is done.
+
+        Args:
+            is_first: of its backward pass; the one before may have failed half way.
+        """
+        if is_first:
+            self._held.clear()
+            self._bytes = 0
+        self._complete()
+        if is_last:
+            return self._complete_with(gradients, reduced)
+        size = self._bytes + gradients.nbytes
+        if not gradients.is_cpu or gradients.is_sparse or size > _HELD_BYTES:
+            return _after(reduced, gradients)
+        self._bytes = size
+        promise: Future[Tensor] = Future()
+        self._held.append((reduced, promise, gradients))
+        return promise
+
+    def _complete(self) -> None:
+        """Those whose means have arrived, in order."""
+        while self._held and self._held[0][0].done():
+            reduced, promise, gradients = self._held[0]
+            try:
+                reduced.value()
+            except RuntimeError:
+                return  # the last one will tell
+            promise.set_result(gradients)
+            self._bytes -= gradients.nbytes
+            self._held.popleft()
+
+    def _complete_with(self, gradients: Tensor, reduced: _Reduced) -> Future[Tensor]:
+        """The last promise. It completes the others too, when all are there or one has failed."""
+        held, self._held = self._held, deque()
+        if not held:
+            return _after(reduced, gradients)
+
+        def arrived(all_of_them: Future[list[_Reduced]]) -> Tensor:
+            for _, promise, mean in held:
+                promise.set_result(mean)  # also where it has failed: DDP would wait for ever
+            all_of_them.value()
+            return gradients
+
+        last: Future[Tensor]
+        last = collect_all([*(each for each, _, _ in held), reduced]).then(arrived)
+        return last
+
+
+def _after(reduced: _Reduced, gradients: Tensor) -> Future[Tensor]:
+    def arrived(done: _Reduced) -> Tensor:
+        done.value()  # raises where it has failed
+        return gradients
+
+    promise: Future[Tensor] = reduced.then(arrived)
+    return promise
+
+
+@dataclass
+class WatchedAllReduce:
+    """State of the hook that stands in for DDP's own allreduce.
+
+    Args:
+        recorder: takes the times; that of the newest profile of this model.
+        group: of the model.
+        crosses: whether the next rank of the ring is on another host.
+    """
+
+    recorder: Recorder
+    group: dist.ProcessGroup
+    crosses: bool
+    _promises: Promises = field(default_factory=Promises, init=False)
+
+    def __post_init__(self) -> None:
+        self._options = dist.AllreduceOptions()
+        self._options.asyncOp = True
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Begin the mean of ``bucket`` over all ranks."""
+        recorder, world, index = self.recorder, self.group.size(), bucket.index()
+        entered = time.monotonic_ns()
+        recorder.ready(index)
+        gradients = bucket.buffer()
+        sent = _sent(gradients, world)
+        # DDP multiplies as it fills the bucket; here that is a pass of its own.
+        gradients.mul_(1.0 / world)
+        recorder.is_for(index)
+        intra, inter = (0, sent) if self.crosses else (sent, 0)
+        times = BucketTimes(index, 0, 0, sent, intra, inter, "ddp")
+        watch = recorder.launches("all_reduce", group="flat", sent=sent, mean=times)
+        launched = time.monotonic_ns()
+        # As dist.all_reduce does, without making options and looking at arguments every time.
+        work = self.group.allreduce([gradients], self._options)
+        returned = time.monotonic_ns()
+        mean = self._promises.make(
+            gradients, work.get_future(), is_first=index == 0, is_last=bucket.is_last()
+        )
+        recorder.spent += launched - entered + time.monotonic_ns() - returned
+        if watch is not None:
+            watch(work)
+        return mean
+
+
+def why_not_watched(model: DistributedDataParallel) -> str:
+    """Why gradients of ``model`` cannot be seen: another hook reduces them; empty if they can."""
+    for hook, state in model._comm_hooks:
+        if not isinstance(state, WatchedAllReduce):
+            return (
+                f"the model has a communication hook already ({hook.__qualname__}), and DDP takes "
+                "only one; use strategy='compressed_ddp', or leave that hook out"
+            )
+    if any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()):
+        return (
+            "optimizers step in the backward pass, for which DDP takes a communication hook of its "
+            "own, and it takes only one; let the optimizer step after it"
+        )
+    return ""
+
+
+def is_watched(model: DistributedDataParallel) -> bool:
+    """Whether somebody sees its gradients now."""
+    states = [state for _, state in model._comm_hooks if isinstance(state, WatchedAllReduce)]
+    return any(not state.recorder.is_closed for state in states)
+
+
+def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> None:
+    """Let ``model`` reduce its gradients where they can be seen.
+
+    The means are DDP's own, to the bit; where gradients are views of buckets and kept from step to
+    step, only with a power of two of ranks, since DDP divides there. The hook stays, and with a
+    recorder that is off it costs what a hook costs: a call and a pass over every bucket.
+    """
+
+    def watched_allreduce_hook(state: WatchedAllReduce, bucket: GradBucket) -> Future[Tensor]:
+        return state.reduce(bucket)
+
+    for _, state in model._comm_hooks:
+        if isinstance(state, WatchedAllReduce):
+            state.recorder = watched.recorder
+            return
+    model.register_comm_hook(watched, watched_allreduce_hook)
+
+
+def _sent(gradients: Tensor, world: int) -> int:
+    """Bytes that a rank sends: around a ring, twice; sparse ones are gathered."""
+    if gradients.is_sparse:
+        return (world - 1) * (gradients._indices().nbytes + gradients._values().nbytes)
+    return 2 * (world - 1) * gradients.nbytes // world

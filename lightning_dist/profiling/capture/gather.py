@@ -1,0 +1,108 @@
+"""Records of ranks whose folder is not rank 0's, gathered into rank 0's after the training."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.profiling.links import first_sentence, receive, send
+from lightning_dist.shared_folder import has_token, leave_token, remove_token
+
+_CHUNK = 8 * 2**20
+"""Bytes that are read at once; on the wire they are about a tenth."""
+
+
+def ranks_apart(folder: str | Path, group: dist.ProcessGroup) -> list[int]:
+    """Ranks whose ``folder`` is not that of rank 0. Collective, with the same result on all ranks.
+
+    All others are, where rank 0 cannot write to its own.
+
+    Raises:
+        RuntimeError: of gloo: a rank is gone, or did not come within the timeout of the group.
+    """
+    if group.size() == 1:
+        return []
+    folder, is_first, cpu = Path(folder), group.rank() == 0, torch.device("cpu")
+    own = {"token": leave_token(folder) if is_first else ""}
+    token = str(all_facts(own, group=group, device=cpu)[0]["token"])
+    sees = {"sees": is_first or (bool(token) and has_token(folder, token))}
+    of_all = all_facts(sees, group=group, device=cpu)
+    if is_first and token:
+        remove_token(folder, token)
+    return [rank for rank, each in enumerate(of_all) if not each["sees"]]
+
+
+def gather_records(path: Path, *, ranks: Sequence[int], group: dist.ProcessGroup) -> list[str]:
+    """Copy ``rank<r>.jsonl`` of each of ``ranks`` into the folder of rank 0.
+
+    Called by rank 0 and by ``ranks``; others return at once. Nothing that goes wrong is raised.
+
+    Args:
+        path: file of this rank, complete.
+        ranks: as from :func:`ranks_apart`.
+        group: of all ranks, on gloo, used for nothing else meanwhile.
+
+    Returns:
+        What did not arrive, and why; for the user to see.
+    """
+    if group.rank() == 0:
+        return _receive_files(path.parent, ranks, group)
+    return _send_file(path, group) if group.rank() in ranks else []
+
+
+def _send_file(path: Path, group: dist.ProcessGroup) -> list[str]:
+    problems = []
+    try:
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    _send(zlib.compress(chunk, 1), group)
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+        _send(b"", group)
+    except RuntimeError as error:  # of gloo
+        problems.append(f"records do not reach rank 0: {first_sentence(error)}")
+    return problems
+
+
+def _send(content: bytes, group: dist.ProcessGroup) -> None:
+    send(torch.tensor([len(content)], device="cpu"), to=0, group=group)
+    if content:
+        send(torch.frombuffer(bytearray(content), dtype=torch.uint8), to=0, group=group)
+
+
+def _receive_files(folder: Path, ranks: Sequence[int], group: dist.ProcessGroup) -> list[str]:
+    # A chunk of each in turn: while a long file travels, no rank waits for longer than its timeout.
+    problems: list[str] = []
+    sending, unwritable = list(ranks), set[int]()
+    while sending:
+        for rank in list(sending):
+            try:
+                chunk = _receive(rank, group)
+            except RuntimeError as error:  # of gloo; it concerns this one only
+                chunk = b""
+                problems.append(f"records of rank {rank} are not whole: {first_sentence(error)}")
+            if not chunk:
+                sending.remove(rank)
+            elif rank not in unwritable:
+                try:
+                    with (folder / f"rank{rank}.jsonl").open("ab") as file:
+                        file.write(chunk)
+                except OSError as error:
+                    unwritable.add(rank)
+                    problems.append(f"records of rank {rank} are not written: {error.strerror}")
+    return problems
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    receive(length, source=rank, group=group)
+    content = bytearray(int(length))
+    if content:
+        receive(torch.frombuffer(content, dtype=torch.uint8), source=rank, group=group)
+    return zlib.decompress(content) if content else b""

@@ -1,0 +1,360 @@
+"""Rates of links when nothing else is under way: of collectives, of pairs, and of small messages.
+
+Rates are those of nccl-tests (``doc/PERFORMANCE.md``): the algorithm bandwidth is ``S / t``, and
+the bus bandwidth is that times a factor of the operation and of the number of ranks. The factor
+turns ``S`` into the bytes that pass the link of a rank in one direction, so that the bus bandwidth
+can be compared with the rate of the link, whatever the operation and the number of ranks. Gigabits
+are 10^9 bits.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
+
+DTYPE = torch.float32
+WARMUP = 2
+"""Uses before the first that counts: connections are made, and what a shaped link has saved up for
+a burst is spent."""
+
+_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
+OPS = tuple(_FACTORS)
+
+_PROBE_BYTES = 2**18
+_LEAST_BYTES, _MOST_BYTES = 2**20, 2**22
+"""Of the collective: much more than what a shaper or a switch lets through at once."""
+_MOST_BYTES_OF_GPUS = 2**26
+"""Whose links need more to be fast."""
+_SECONDS = 0.1
+"""Of a collective: what a fast link does in it."""
+_PAIRS_SECONDS = 2.0
+"""Of all pairs. If they would take longer with the fewest bytes, they are left out."""
+_MOST_HOSTS = 8
+_BURST = 16
+_BURST_BYTES = 4096
+_BURST_USES = 5
+_PLACE = re.compile(r"^\[[^]]*\] ")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One collective of one size.
+
+    Args:
+        nbytes: ``S`` of nccl-tests: what a rank reduces, has gathered, sends to all, or is sent.
+        ranks: members of the group.
+        seconds: of every use, from its call to its result, on the rank where that took longest.
+    """
+
+    op: str
+    nbytes: int
+    ranks: int
+    seconds: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.nbytes // DTYPE.itemsize
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return median(self.seconds)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that pass the link of a rank in one direction."""
+        return round(self.nbytes * _FACTORS[self.op](self.ranks))
+
+    @property
+    def algbw_gbps(self) -> float:
+        """``S / t``, in Gbit/s."""
+        return self.nbytes * 8e-9 / self.median
+
+    @property
+    def busbw_gbps(self) -> float:
+        """Comparable with the rate of the link, in Gbit/s."""
+        return self.sent * 8e-9 / self.median
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Times of every rank of a group to every other one, one pair at a time.
+
+    Args:
+        nbytes: sent in one use.
+        seconds: ``seconds[i][j]``, from rank ``i`` to rank ``j`` of the group, until ``i`` knew
+            that ``j`` had it: the median. None from a rank to itself.
+    """
+
+    nbytes: int
+    seconds: tuple[tuple[float | None, ...], ...]
+
+    @property
+    def gbps(self) -> tuple[tuple[float | None, ...], ...]:
+        """The same as rates, in Gbit/s."""
+        return tuple(
+            tuple(None if each is None else self.nbytes * 8e-9 / each for each in row)
+            for row in self.seconds
+        )
+
+
+def measure(
+    group: dist.ProcessGroup,
+    op: str,
+    nbytes: int,
+    iterations: int,
+    device: torch.device | str = "cpu",
+) -> Measurement:
+    """Use a collective of about ``nbytes`` and see how long it takes. Collective.
+
+    The size is rounded down to as many elements as all ranks can have equally many of. All ranks
+    have the same result.
+
+    Raises:
+        ValueError: the operation is unknown, or there is nothing to measure.
+    """
+    ranks = group.size()
+    if op not in _FACTORS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    _require_work(ranks, iterations)
+    count = nbytes // (DTYPE.itemsize * ranks) * ranks
+    if count == 0:
+        raise ValueError(
+            f"nbytes must be {DTYPE.itemsize * ranks} or more, one {DTYPE} for each of {ranks} "
+            f"ranks, got {nbytes}"
+        )
+    use = _use_of(op, count, group=group, device=device)
+    seconds, _ = _timed(use, group, iterations, warmup=WARMUP, device=device)
+    return Measurement(op, count * DTYPE.itemsize, ranks, _of_slowest(seconds, group, device))
+
+
+def pairs(
+    group: dist.ProcessGroup,
+    nbytes: int,
+    *,
+    iterations: int = 3,
+    device: torch.device | str = "cpu",
+) -> Pairs:
+    """Let each rank send ``nbytes`` to each other one, one pair at a time. Collective.
+
+    A ring is as fast as its slowest link, and this says which one that is. All ranks have the same
+    result.
+
+    Raises:
+        ValueError: there is nothing to measure.
+    """
+    rank, ranks = group.rank(), group.size()
+    _require_work(ranks, iterations)
+    if nbytes < 1:
+        raise ValueError(f"nbytes must be 1 or more, got {nbytes}")
+    content = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    answer = content.new_empty(1)
+    found = torch.zeros(ranks, ranks, dtype=torch.float64, device=device)
+
+    def use(source: int, target: int) -> None:
+        # Without an answer it would be done when the kernel has taken the bytes, not the target.
+        if rank == source:
+            send(content, to=target, group=group)
+            receive(answer, source=target, group=group)
+        elif rank == target:
+            receive(content, source=source, group=group)
+            send(answer, to=source, group=group)
+
+    for source, target in permutations(range(ranks), 2):
+        # In every use all ranks meet: those of the next pair wait until this one is done.
+        exchange = partial(use, source, target)
+        seconds, _ = _timed(exchange, group, iterations, warmup=1, device=device)
+        if rank == source:
+            found[source, target] = median(seconds)
+    dist.all_reduce(found, group=group)
+    return Pairs(
+        nbytes,
+        tuple(
+            tuple(None if i == j else float(each) for j, each in enumerate(row))
+            for i, row in enumerate(found.tolist())
+        ),
+    )
+
+
+def measure_burst(
+    group: dist.ProcessGroup, *, name: str, count: int, device: torch.device | str = "cpu"
+) -> BurstRecord:
+    """Gather a few bytes of every rank ``count`` times at once. Collective.
+
+    Many small collectives are slow on any link. Medians; the time is equal on all ranks.
+
+    Args:
+        group: of two ranks or more.
+        name: of the group in the record.
+    """
+    own = torch.zeros(_BURST_BYTES, dtype=torch.uint8, device=device)
+    outputs = [own.new_zeros(group.size() * _BURST_BYTES) for _ in range(count)]
+
+    def use() -> None:
+        works = [dist.all_gather_single(each, own, group=group, async_op=True) for each in outputs]
+        for work in works:
+            work.wait()
+
+    seconds, cpu = _timed(use, group, _BURST_USES, warmup=WARMUP, device=device)
+    slowest = median(_of_slowest(seconds, group, device))
+    sent = (group.size() - 1) * _BURST_BYTES
+    return BurstRecord(name, "all_gather", sent, count, slowest, median(cpu))
+
+
+def measure_links(
+    group: dist.ProcessGroup,
+    *,
+    hosts: Sequence[str],
+    name: str,
+    device: torch.device | str = "cpu",
+) -> list[LinkRecord | BurstRecord]:
+    """A collective of all ranks, small ones, and each pair of hosts in turn. Collective.
+
+    Takes about a second; on a link of 50 Mbit/s, two, and where there are pairs two more.
+
+    Args:
+        group: of all ranks, used for nothing else meanwhile.
+        hosts: of every rank.
+        name: of the group in the records.
+        device: of the tensors. On an accelerator pairs are left out: each would open connections
+            of its own.
+    """
+    if group.size() < 2:
+        return []
+    probe = measure(group, "all_reduce", _PROBE_BYTES, 1, device)
+    rate = probe.sent / probe.median
+    is_cpu = torch.device(device).type == "cpu"
+    most = _MOST_BYTES if is_cpu else _MOST_BYTES_OF_GPUS
+    nbytes = round(min(max(rate * _SECONDS, _LEAST_BYTES), most))
+    whole = measure(group, "all_reduce", nbytes, 3, device)
+    found: list[LinkRecord | BurstRecord] = [
+        LinkRecord(name, sent=whole.sent, seconds=whole.median),
+        *(measure_burst(group, name=name, count=count, device=device) for count in (1, _BURST)),
+    ]
+    leaders = sorted(hosts.index(host) for host in set(hosts))
+    if not is_cpu or not 2 <= len(leaders) <= _MOST_HOSTS:
+        return found
+    # As many as the collective where there is time: with fewer the burst of a shaper, 1.25 MB at
+    # 1 Gbit/s, was half spent by the use that warms up, and a link seemed up to 2.4 times as fast.
+    uses = 2 * len(leaders) * (len(leaders) - 1)
+    nbytes = min(nbytes, round(_PAIRS_SECONDS / uses * whole.sent / whole.median))
+    if nbytes < _LEAST_BYTES:
+        return found
+    of_leaders = dist.new_group(leaders, backend="gloo")
+    rank = dist.get_rank()
+    if rank in leaders:
+        seconds = pairs(of_leaders, nbytes, iterations=1).seconds[leaders.index(rank)]
+        for peer, taken in zip(leaders, seconds, strict=True):
+            if taken is not None:
+                found.append(LinkRecord(name, sent=nbytes, seconds=taken, peer=peer))
+        end_group(of_leaders)
+    return found
+
+
+def _require_work(ranks: int, iterations: int) -> None:
+    if ranks < 2:
+        raise ValueError(f"a bandwidth needs a group of 2 ranks or more, got {ranks}")
+    if iterations < 1:
+        raise ValueError(f"iterations must be 1 or more, got {iterations}")
+
+
+def _use_of(
+    op: str, count: int, *, group: dist.ProcessGroup, device: torch.device | str
+) -> Callable[[], object]:
+    content = torch.zeros(count, dtype=DTYPE, device=device)
+    if op == "all_reduce":
+        return lambda: dist.all_reduce(content, group=group)
+    if op == "broadcast":
+        return lambda: dist.broadcast(content, group_src=0, group=group)
+    if op == "all_gather":
+        own = content[: count // group.size()].clone()
+        return lambda: dist.all_gather_single(content, own, group=group)
+    received = torch.empty_like(content)
+    return lambda: dist.all_to_all_single(received, content, group=group)
+
+
+def _timed(
+    use: Callable[[], object],
+    group: dist.ProcessGroup,
+    iterations: int,
+    *,
+    warmup: int,
+    device: torch.device | str,
+) -> tuple[list[float], list[float]]:
+    """Seconds of every use, from its call to its result, and of all cores of this process."""
+    seconds, cpus = [], []
+    for _ in range(warmup + iterations):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # all members have come
+        _finish(device)
+        begin, cpu = time.perf_counter(), time.process_time()
+        use()
+        _finish(device)
+        seconds.append(time.perf_counter() - begin)
+        cpus.append(time.process_time() - cpu)
+    return seconds[warmup:], cpus[warmup:]
+
+
+def _of_slowest(
+    seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device | str
+) -> tuple[float, ...]:
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return tuple(slowest.tolist())
+
+
+def _finish(device: torch.device | str) -> None:
+    """Return when ``device`` has done all it was given."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(torch.device(device))
+
+
+def send(tensor: Tensor, *, to: int, group: dist.ProcessGroup) -> None:
+    """Return when it is on its way. ``to`` counts within the group; nobody else takes part.
+
+    Raises:
+        RuntimeError: of gloo: the rank is gone, or did not receive within the group's timeout.
+    """
+    group.send([tensor], to, 0).wait()
+
+
+def receive(tensor: Tensor, *, source: int, group: dist.ProcessGroup) -> None:
+    """Return when ``tensor`` holds what ``source`` has sent.
+
+    Raises:
+        RuntimeError: of gloo: the rank is gone, or did not send within the group's timeout.
+    """
+    group.recv([tensor], source, 0).wait()
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """Let go of the connections of ``group``, which nobody uses any more. Collective.
+
+    They are closed when the caller forgets the group too.
+
+    Raises:
+        RuntimeError: of gloo: a member is gone or late; the group stays.
+    """
+    dist.barrier(group)  # a member that is still on its way would be cut off
+    dist.destroy_process_group(group)
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """Message of gloo, without the place in gloo where it was raised."""
+    return _PLACE.sub("", str(error)).partition(". ")[0]
