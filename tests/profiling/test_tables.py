@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from planted import MS, Planted, replaced
+from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS
 from lightning_dist.profiling.analysis.tables import step_table
