@@ -25,7 +25,10 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 has a mistake": (Fault("raise", "after_step", 3),),
     "rank 0 told to end": (Fault("terminate", "in_pass", 7, (0,)),),
 }
-SLOW = ("rank 0 killed between steps", "rank 1 has a mistake")
+SLOW = (
+    *("rank 0 killed between steps", "rank 1 has a mistake"),
+    *("rank 1 killed after an epoch", "one rank hangs"),
+)
 """Of tests that run with the slow ones, in ``make test-slow``."""
 OTHERS = ("accelerate", "fabric")
 STATEFUL = "map-style, stateful loader"
@@ -104,7 +107,7 @@ def ids_of(job: Job) -> list[list[int]]:
     [
         *(name for name in FAULTS if name not in SLOW),
         *OTHERS,
-        *("all told", "one rank hangs"),
+        "all told",
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
