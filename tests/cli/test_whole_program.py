@@ -127,18 +127,39 @@ def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> No
         assert b"\r" not in done.stdout
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ckpt", "prune", "--help"], ["bench", "--nope"]])
-def test_boxes_are_for_terminals(words: list[str]) -> None:
+NEXT = "the next command"
+IN_TURN = f"""
+import sys
+from lightning_dist.cli import main
+for words in sys.argv[1:]:
+    sys.argv = ["lightning-dist", *words.split()]
+    try:
+        main()
+    except SystemExit:
+        print({NEXT!r}, flush=True)
+"""
+
+
+def test_boxes_are_for_terminals() -> None:
     """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
-    command = [*PROGRAM, *words]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    plain = piped.stdout + piped.stderr
-    assert "Usage: lightning-dist" in plain
-    assert "╭" in on_terminal(command).terminal
+    commands = ["--help", "ckpt prune --help", "bench --nope"]
+    program = [sys.executable, "-c", IN_TURN, *commands]
+    piped = subprocess.run(
+        program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+    )
+
+    def of_each(said: str) -> list[str]:
+        assert said.count(NEXT) == len(commands)
+        return said.split(NEXT)[:-1]
+
+    for plain in of_each(piped.stdout):
+        assert "Usage: lightning-dist" in plain
+    for boxed in of_each(on_terminal(program).terminal):
+        assert "╭" in boxed
     for others in (
-        plain,
-        on_terminal(command, NO_COLOR="1").terminal,
-        on_terminal(command, piped=True).pipe,
+        piped.stdout,
+        on_terminal(program, NO_COLOR="1").terminal,
+        on_terminal(program, piped=True).pipe,
     ):
         assert not set("╭│\x1b") & set(others), others
 
