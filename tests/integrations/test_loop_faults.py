@@ -17,6 +17,8 @@ from loop_runs import train
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
+
 EXACT: Mapping[str, Any] = {"codec": "none", "fit": {"noisy": False}}
 FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 killed in a pass": (Fault("kill", "in_pass", 5),),
