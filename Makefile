@@ -1,5 +1,6 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
-# make test      the tests            make test-slow   whole jobs, several processes each
+# make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
+# make test-all  both, as CI does
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
@@ -10,7 +11,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 SITE ?= site
 
-.PHONY: install test test-slow demo lint types docs bench tables clean
+.PHONY: install test test-slow test-all demo lint types docs bench tables clean
 
 install: .venv/installed
 
@@ -25,6 +26,8 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+
+test-all: test test-slow
 
 demo: install
 	$(BIN)/python examples/demo.py

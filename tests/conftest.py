@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -68,6 +69,9 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not left, f"reducers not closed: {left}"
     os.environ.clear()
     os.environ.update(environment)
+    # A Trainer in the environment of rank 1 makes Lightning's loggers silent in this process.
+    if lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
+        lightning.rank_zero_only.rank = 0
 
 
 @pytest.fixture

@@ -96,8 +96,10 @@ except CheckpointError as error:
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
-def test_a_process_ends_although_a_copy_is_stuck(tmp_path: Path, writer: str) -> None:
-    command = [sys.executable, "-c", STUCK, str(tmp_path / "here"), writer]
+def test_a_process_ends_although_a_copy_is_stuck(
+    tmp_path: Path, writer: str, quick_python: list[str]
+) -> None:
+    command = [*quick_python, "-c", STUCK, str(tmp_path / "here"), writer]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = run(command, limit=LIMIT, **environment)
     assert ended.returncode == 0, ended.output
@@ -123,11 +125,13 @@ print("ends", flush=True)
 """
 
 
-def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(tmp_path: Path) -> None:
+def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
     """Of a script that closes nothing."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-c", NOT_CLOSED, str(tmp_path)],
+        [*quick_python, "-c", NOT_CLOSED, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

@@ -199,10 +199,10 @@ def _answered(words: list[str], answers: list[tuple[str, str]], *, limit: float)
             asked = len(said)
             is_known = bool(left) and left[0][0] in new
             os.write(ours, f"{left.pop(0)[1] if is_known else ''}\r".encode())
-        assert job.wait(10) == 0, said
+        assert job.wait(60) == 0, said
     finally:
         job.kill()
-        job.wait(10)
+        job.wait(60)
         os.close(ours)
     return said
 

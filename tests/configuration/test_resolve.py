@@ -216,12 +216,16 @@ def test_every_signature_has_these_options_and_defaults(function: Any, others: s
     [{}, {"HF_HOME": "/a"}, {"XDG_CACHE_HOME": "/b"}, {"HF_HOME": "~/c", "XDG_CACHE_HOME": "/b"}],
     ids=str,
 )
-def test_the_folder_is_that_of_accelerate(variables: dict[str, str]) -> None:
+def test_the_folder_is_that_of_accelerate(
+    variables: dict[str, str], quick_python: list[str]
+) -> None:
     kept = {k: v for k, v in os.environ.items() if k not in ("HF_HOME", "XDG_CACHE_HOME")}
-    code = "from accelerate.commands.config.config_args import default_config_file as f; print(f)"
+    module = "accelerate.commands.config.config_args"  # which reads them when it is imported
+    code = f"import sys; sys.modules.pop({module!r}, None)\n"
+    code += f"from {module} import default_config_file as f; print(f)"
     environ: dict[str, Any] = {**kept, **variables}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+        [*quick_python, "-c", code], env=environ, capture_output=True, text=True, timeout=60
     )
     assert str(accelerate_default(environ)) == done.stdout.strip(), done.stderr
 

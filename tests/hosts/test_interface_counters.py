@@ -18,7 +18,8 @@ ROWS = {
     "2x2": (*FLAT, *BOTH_FORMS),
     "3+1": ("flat/int8", "leader/none", "leader/int8", "leader/topk"),
 }
-"""What the two hosts of a layout are asked to do."""
+"""What the hosts of a layout are asked to do."""
+SLOW = ("3x1", "3+1")
 
 SCRIPT = Path(__file__).with_name("count_bytes.py")
 HEADERS = 1.05  # 66 bytes on every 1,448, less where the kernel hands over larger segments
@@ -27,7 +28,13 @@ EXTRA = 40_000  # flags and barriers
 Printed = dict[str, dict[str, int]]
 
 
-@pytest.fixture(scope="module", params=ROWS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(layout, marks=pytest.mark.slow) if layout in SLOW else layout
+        for layout in ROWS
+    ],
+)
 def hosts(
     request: pytest.FixtureRequest, quick_python: list[str]
 ) -> tuple[str, list[list[Printed]]]:

@@ -7,13 +7,14 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -193,3 +194,16 @@ def fit(
     validation = make_loader(shuffle=False) if validate else None
     trainer.fit(module, loader(), validation, ckpt_path=ckpt_path, **(fitting or {}))
     return trainer, module
+
+
+def fit_with_faults(
+    folder: Path,
+    faults: Iterable[tuple[str, int]],
+    make_module: Callable[[], L.LightningModule] = Net,
+    **arguments: Any,
+) -> tuple[L.Trainer, L.LightningModule]:
+    """A run of several starts: each fails at the next (hook, step), and the last one ends."""
+    for hook, step in faults:
+        with pytest.raises(Fault, match=f"^{hook} at step {step}$"):
+            fit(folder, FailAt(hook, step), module=make_module(), **arguments)
+    return fit(folder, module=make_module(), **arguments)

@@ -10,6 +10,7 @@ from processes import port, run
 
 import lightning_dist
 
+pytestmark = pytest.mark.slow
 EXAMPLE = Path(lightning_dist.__file__).parents[1] / "examples" / "accelerate_engines.py"
 
 

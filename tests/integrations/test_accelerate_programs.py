@@ -10,6 +10,7 @@ import pytest
 from processes import Finished, port, run, torchrun
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

@@ -11,8 +11,6 @@ import pytest
 from elastic_runs import FailAt, Fault, fit
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from lightning_dist import CompressedDDPStrategy
-
 
 def fail_and_go_on(folder: Path, **settings: Any) -> None:
     with pytest.raises(Fault):
@@ -71,19 +69,18 @@ def test_the_same_wandb_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WANDB_SILENT", "true")
     import wandb
 
-    def settings() -> dict[str, Any]:
-        return {
-            "logger": WandbLogger(offline=True, save_dir=tmp_path),
-            "strategy": CompressedDDPStrategy("none"),
-        }
-
+    first, second = (WandbLogger(offline=True, save_dir=tmp_path) for _ in range(2))
+    settings = {"max_epochs": 1, "strategy": "compressed_ddp_none"}
+    ids = []
     with pytest.raises(Fault):
-        fit(tmp_path, FailAt("on_after_backward", 7), max_epochs=1, **settings())
+        fit(tmp_path, FailAt("on_after_backward", 7), logger=first, **settings)
+    ids.append(first.experiment.id)
     wandb.finish()
-    fit(tmp_path, max_epochs=1, **settings())
+    fit(tmp_path, logger=second, **settings)
+    ids.append(second.experiment.id)
     wandb.finish()
-    runs = sorted(
-        path.name.rsplit("-", 1)[1] for path in (tmp_path / "wandb").glob("offline-run-*")
-    )
-    first = json.loads((tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()[0])
-    assert runs == [first["run_id"]] * 2 or runs == [first["run_id"]]
+    start = json.loads((tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()[0])
+    assert ids == [start["run_id"]] * 2
+    # One folder, where the second began within the second of the first, which is in its name.
+    runs = {path.name.rsplit("-", 1)[1] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    assert runs == {start["run_id"]}

@@ -35,7 +35,7 @@ elif what == "slow":
     beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.beat
     def noted(self):
         beats.append(1)
-        if len(beats) == 8:  # a quarter of hang_timeout each
+        if len(beats) == 5:  # a quarter of hang_timeout each
             enough.set()
         beat(self)
     def slow(self, *arguments):
@@ -45,11 +45,11 @@ elif what == "slow":
         beats.clear()
         Writer.do, Watchdog.beat = slow, noted
     trainer, _ = fit(folder, FailAt("on_train_end", 12, hold), max_epochs=1,
-                     elastic={"hang_timeout": 2.0})
+                     elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
 elif what == "hang":
     fit(folder, FailAt("on_after_backward", 7, lambda: os.read(os.pipe()[0], 1)),
-        elastic={"hang_timeout": 3.0})
+        elastic={"hang_timeout": 5.0})
 else:
     fit(folder, go(what))
 """

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_runs import FailAt, Fault, Net, Numbered, fit, make_loader
+from elastic_runs import (
+    FailAt,
+    Fault,
+    Net,
+    Numbered,
+    committed,
+    fit,
+    fit_with_faults,
+    hash_of,
+    make_loader,
+)
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 
 from lightning_dist import AsyncCheckpoint, ElasticRestart
@@ -32,24 +42,21 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_
         ElasticRestart(tmp_path, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"overfit_batches": 2}, "overfit_batches could not take effect"),
-        (
-            {"accumulate_grad_batches": 2, "val_check_interval": 3, "elastic": {"seed": 1}},
-            None,
-        ),
-    ],
-)
-def test_settings_of_the_trainer(
-    settings: dict[str, Any], message: str | None, tmp_path: Path
-) -> None:
-    if message is None:
-        fit(tmp_path, max_epochs=1, **settings)
-        return
-    with pytest.raises(ValueError, match=message):
-        fit(tmp_path, **settings)
+def test_settings_of_the_trainer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="overfit_batches could not take effect"):
+        fit(tmp_path, overfit_batches=2)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_validation_may_come_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """Its checkpoints are of whole steps all the same, and a restart goes on from one."""
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 1}
+    trainer, module = fit(tmp_path / "whole", **settings)
+    assert trainer.global_step == 6
+    faults = [("on_validation_end", 1), ("on_validation_end", 4)]
+    _, resumed = fit_with_faults(tmp_path / "parts", faults, **settings)
+    assert committed(tmp_path / "parts" / "account") == committed(tmp_path / "whole" / "account")
+    assert hash_of(resumed) == hash_of(module)
 
 
 def test_a_schedule_of_accumulation(tmp_path: Path) -> None:

@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from elastic_runs import FailAt, Fault, Net, Numbered, Step, committed, fit, hash_of, make_loader
+from elastic_runs import Net, Numbered, committed, fit, fit_with_faults, hash_of, make_loader
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "validation after each epoch": {},
-    "no validation": {"validate": False},
-    "validation within epochs": {"val_check_interval": 5},
-    "accumulation": {"accumulate_grad_batches": 2},
-    "limited epochs": {"limit_train_batches": 7},
-    "half epochs, half validations": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
-    "validations of two batches": {"limit_val_batches": 2, "max_epochs": 2},
-    "checkpoints of epochs": {"elastic": {"every_n_train_steps": None}},
-    "sharded": {"elastic": {"format": "sharded", "writer": "process"}, "max_epochs": 2},
+# Settings of a run, its steps in an epoch, and the step of a validation at which it saves too.
+SETTINGS: dict[str, tuple[dict[str, Any], int, int | None]] = {
+    "validation after each epoch": ({}, 12, 12),
+    "no validation": ({"validate": False}, 12, None),
+    "validation within epochs": ({"val_check_interval": 5}, 12, 10),
+    "accumulation": ({"accumulate_grad_batches": 2}, 6, 6),
+    "limited epochs": ({"limit_train_batches": 7}, 7, 7),
+    "half epochs, half validations": (
+        {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
+        *(6, 6),
+    ),
+    "validations of two batches": ({"limit_val_batches": 2}, 12, 12),
+    "checkpoints of epochs": ({"elastic": {"every_n_train_steps": None}}, 12, 12),
+    "sharded": ({"elastic": {"format": "sharded", "writer": "process"}}, 12, 12),
 }
-HOOKS = [
-    ("on_train_batch_start", 3),
-    ("on_after_backward", 7),
-    ("on_train_batch_end", 11),
-    ("on_train_batch_end", 12),
-    ("on_validation_start", 12),
-    ("on_validation_batch_end", 10),
-    ("on_validation_end", 12),
-    ("on_train_epoch_end", 12),
-    ("on_train_epoch_start", 12),
-    ("on_train_end", 36),
-]
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], dict[int, Step], str]:
-    settings = SETTINGS[request.param]
-    folder = tmp_path_factory.mktemp("reference")
-    _, module = fit(folder, **settings)
-    return settings, committed(folder / "account"), hash_of(module)
+def faults_around_an_epoch(steps: int, validation: int | None) -> list[tuple[str, int]]:
+    """Every hook of the first epoch and of its end, in the order in which they come."""
+    names = ("on_validation_start", "on_validation_batch_end", "on_validation_end")
+    faults = [
+        ("on_train_batch_start", 3),
+        ("on_train_batch_end", steps - 1),
+        ("on_train_batch_end", steps),
+        *((name, validation) for name in names if validation is not None),
+        ("on_train_epoch_end", steps),
+        ("on_train_epoch_start", steps),
+    ]
+    return sorted(faults, key=lambda fault: fault[1])
 
 
-@pytest.mark.parametrize(("hook", "step"), HOOKS)
-def test_a_second_process_goes_on_to_the_same_end(
-    hook: str, step: int, reference: Any, tmp_path: Path
-) -> None:
-    settings, expected, weights = reference
-    with suppress(Fault):  # not every hook comes at this step
-        fit(tmp_path, FailAt(hook, step), **settings)
-    trainer, module = fit(tmp_path, **settings)
-    found = committed(tmp_path / "account")
-    assert [each.ids for each in found.values()] == [each.ids for each in expected.values()]
-    assert hash_of(module) == weights
-    assert trainer.global_step == len(expected)
-    assert trainer.fit_loop.epoch_loop._batches_that_stepped == len(expected)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_later_processes_go_on_to_the_same_end(name: str, tmp_path: Path) -> None:
+    settings, steps, validation = SETTINGS[name]
+    settings = {"max_epochs": 2, **settings}
+    _, whole = fit(tmp_path / "whole", **settings)
+    expected = committed(tmp_path / "whole" / "account")
+    assert len(expected) == 2 * steps
+    for folder, faults in {
+        tmp_path / "around": faults_around_an_epoch(steps, validation),
+        tmp_path / "within": [("on_after_backward", 7), ("on_train_end", 2 * steps)],
+    }.items():
+        trainer, module = fit_with_faults(folder, faults, **settings)
+        assert committed(folder / "account") == expected
+        assert hash_of(module) == hash_of(whole)
+        assert trainer.global_step == len(expected)
+        assert trainer.fit_loop.epoch_loop._batches_that_stepped == len(expected)
 
 
 class WaitsForAMetric(Net):
@@ -105,33 +103,32 @@ class EndsEpochsEarly(Net):
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments"),
+    ("module", "arguments", "steps"),
     [
-        (WaitsForAMetric, {}),
-        (StepsByItself, {}),
-        (KnowsItsSteps, {}),
-        (SkipsSome, {}),
-        (EndsEpochsEarly, {}),
-        (Net, {"max_steps": 31, "max_epochs": -1}),
-        (Net, {"reload_dataloaders_every_n_epochs": 1}),
-        (Net, {"check_val_every_n_epoch": None, "val_check_interval": 5}),
-        (Net, {"num_sanity_val_steps": 2}),
-        (Net, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 5}),
-        (Net, {"loader": lambda: make_loader(Numbered(50), drop_last=True)}),
-        (Net, {"loader": lambda: make_loader(Numbered(50)), "accumulate_grad_batches": 3}),
+        (WaitsForAMetric, {}, 12),
+        (StepsByItself, {}, 12),
+        (KnowsItsSteps, {}, 12),
+        (SkipsSome, {}, 12),
+        (EndsEpochsEarly, {}, 8),
+        (Net, {"max_steps": 31, "max_epochs": -1}, 12),
+        (Net, {"reload_dataloaders_every_n_epochs": 1}, 12),
+        (Net, {"check_val_every_n_epoch": None, "val_check_interval": 5}, 12),
+        (Net, {"num_sanity_val_steps": 2}, 12),
+        (Net, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 5}, 3),
+        (Net, {"loader": lambda: make_loader(Numbered(50), drop_last=True)}, 12),
+        (Net, {"loader": lambda: make_loader(Numbered(50)), "accumulate_grad_batches": 3}, 5),
     ],
 )
-def test_modules_and_trainers_of_every_kind(module: Any, arguments: Any, tmp_path: Path) -> None:
+def test_modules_and_trainers_of_every_kind(
+    module: Any, arguments: Any, steps: int, tmp_path: Path
+) -> None:
+    """A restart at the end of an epoch, one within the next, and the end of that one."""
     trainer, whole = fit(tmp_path / "whole", module=module(), **arguments)
-    expected = committed(tmp_path / "whole" / "account")
-    for hook, step in (("on_after_backward", 7), ("on_train_epoch_end", 12)):
-        with suppress(Fault):
-            fit(tmp_path / hook, FailAt(hook, step), module=module(), **arguments)
-        again, resumed = fit(tmp_path / hook, module=module(), **arguments)
-        found = committed(tmp_path / hook / "account")
-        assert [each.ids for each in found.values()] == [each.ids for each in expected.values()]
-        assert hash_of(resumed) == hash_of(whole)
-        assert (again.global_step, again.current_epoch) == (
-            trainer.global_step,
-            trainer.current_epoch,
-        )
+    faults = [("on_train_epoch_end", steps), ("on_after_backward", steps + steps // 2)]
+    again, resumed = fit_with_faults(tmp_path / "parts", faults, make_module=module, **arguments)
+    assert committed(tmp_path / "parts" / "account") == committed(tmp_path / "whole" / "account")
+    assert hash_of(resumed) == hash_of(whole)
+    assert (again.global_step, again.current_epoch) == (
+        trainer.global_step,
+        trainer.current_epoch,
+    )

@@ -6,7 +6,6 @@ The first two behaviours are those of tests of Lightning's own strategies.
 from __future__ import annotations
 
 import os
-import sys
 
 import lightning as L
 import pytest
@@ -39,12 +38,14 @@ if __name__ == "__main__":
 """
 
 
-def test_a_strategy_without_a_module_sets_up_its_environment(tmp_path: object) -> None:
+def test_a_strategy_without_a_module_sets_up_its_environment(
+    tmp_path: object, quick_python: list[str]
+) -> None:
     """Two ranks gather, with gradients, over a strategy that no Trainer has connected."""
     script = f"{tmp_path}/gather.py"
     with open(script, "w") as file:
         file.write(GATHER)
-    done = run([sys.executable, script], limit=90).require_success()
+    done = run([*quick_python, script], limit=90).require_success()
     # The gradient of a gather is the sum of what every rank wants of this one's part: 1 + 2.
     assert "SAID ([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], [3.0, 3.0, 3.0])" in done.output
 
@@ -106,7 +107,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_strategy_that_never_trains_leaves_no_thread() -> None:
+def test_a_strategy_that_never_trains_leaves_no_thread(quick_python: list[str]) -> None:
     """The module is wrapped and no step is taken; nobody calls teardown."""
-    script = run([sys.executable, "-c", NO_STEP], limit=60).require_success()
+    script = run([*quick_python, "-c", NO_STEP], limit=60).require_success()
     assert "threads ['MainThread']" in script.output

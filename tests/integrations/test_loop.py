@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_runs import fit, make_loader
+from elastic_runs import committed, fit, make_loader
 from loop_runs import net, train
 from torch import nn
 
@@ -41,27 +41,31 @@ def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
 
 
 @pytest.mark.parametrize(
-    ("place", "step"), [("in_pass", 5), ("after_step", 6), ("after_step", 12), ("after_epoch", 24)]
-)
-@pytest.mark.parametrize(
-    "settings",
+    ("settings", "steps"),
     [
-        {},
-        {"accumulate": 3},
-        {"every_n_steps": None},
-        {"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")},
+        ({}, 12),
+        ({"accumulate": 3}, 4),
+        ({"every_n_steps": None}, 12),
+        ({"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")}, 12),
     ],
     ids=str,
 )
-def test_a_second_start_goes_on_to_the_same_end(
-    place: str, step: int, settings: dict[str, Any], tmp_path: Path
+def test_later_starts_go_on_to_the_same_end(
+    settings: dict[str, Any], steps: int, tmp_path: Path
 ) -> None:
+    """Each but the last fails: within an epoch, after its last step, and at the end of another."""
     expected = train(tmp_path / "reference", "plain", elastic=settings)
-    if step <= expected[1]:
-        with pytest.raises(Fault):
-            train(tmp_path / "run", "plain", elastic=settings, strike=failing(place, step))
-    assert train(tmp_path / "run", "plain", elastic=settings) == expected
-    assert train(tmp_path / "run", "plain", elastic=settings)[1] == expected[1]
+    assert expected[1] == 3 * steps
+    quiet = committed(tmp_path / "reference" / "account")
+    within = ("in_pass", steps // 2 - 1), ("after_step", steps // 2)
+    between = ("after_step", steps), ("after_epoch", 2 * steps)
+    for name, faults in (("within", within), ("between", between)):
+        for place, step in faults:
+            with pytest.raises(Fault):
+                train(tmp_path / name, "plain", elastic=settings, strike=failing(place, step))
+        assert train(tmp_path / name, "plain", elastic=settings) == expected
+        assert committed(tmp_path / name / "account") == quiet
+    assert train(tmp_path / "within", "plain", elastic=settings)[1] == expected[1]
 
 
 def test_a_damaged_newest_is_passed_over(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from loop_runs import train
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
+
 EXACT: Mapping[str, Any] = {"codec": "none", "fit": {"noisy": False}}
 FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 killed in a pass": (Fault("kill", "in_pass", 5),),
@@ -25,7 +27,10 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 has a mistake": (Fault("raise", "after_step", 3),),
     "rank 0 told to end": (Fault("terminate", "in_pass", 7, (0,)),),
 }
-SLOW = ("rank 0 killed between steps", "rank 1 has a mistake")
+SLOW = (
+    *("rank 0 killed between steps", "rank 1 has a mistake"),
+    *("rank 1 killed after an epoch", "one rank hangs"),
+)
 """Of tests that run with the slow ones, in ``make test-slow``."""
 OTHERS = ("accelerate", "fabric")
 STATEFUL = "map-style, stateful loader"
@@ -104,7 +109,7 @@ def ids_of(job: Job) -> list[list[int]]:
     [
         *(name for name in FAULTS if name not in SLOW),
         *OTHERS,
-        *("all told", "one rank hangs"),
+        "all told",
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run
@@ -14,8 +16,8 @@ PARENT = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(120)"]
 children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
-open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children))
 print("started", flush=True)
+open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children) + " all")
 time.sleep(120)
 """
 
@@ -28,12 +30,26 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
-def test_at_the_limit_all_descendants_are_killed(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    finished = run([sys.executable, "-c", PARENT, pids], limit=2)
+def test_at_the_limit_all_descendants_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit comes when both children have started, however long that takes."""
+    noted, usual = tmp_path / "pids", subprocess.Popen.wait
+
+    def wait(process: Any, timeout: float | None = None) -> int:
+        if timeout is None:
+            return int(usual(process))
+        while not noted.exists() or not noted.read_text().endswith("all"):
+            assert process.poll() is None
+            os.sched_yield()
+        return int(usual(process, 0.01))
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    finished = run([sys.executable, "-c", PARENT, noted], limit=60)
     assert finished.returncode is None
     assert "started" in finished.output
-    assert len(pids.read_text().split()) == 2
-    assert not any(_alive(int(pid)) for pid in pids.read_text().split())
+    pids = noted.read_text().split()[:-1]
+    assert len(pids) == 2
+    assert not any(_alive(int(pid)) for pid in pids)
     with pytest.raises(AssertionError, match=r"killed at the limit(.|\n)*started"):
         finished.require_success()

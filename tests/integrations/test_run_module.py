@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +26,14 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
-def test_every_rank_gets_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_gets_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, quick_python: list[str]
+) -> None:
     monkeypatch.setenv("LIGHTNING_DIST_CODEC", "int4")
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     options += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
     words = ["accelerate.commands.launch", *options, "-m", "lightning_dist.run", SCRIPT]
-    done = run([sys.executable, "-m", *words, "--lr", "1"], limit=100).require_success()
+    done = run([*quick_python, "-m", *words, "--lr", "1"], limit=100).require_success()
     said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
     expected = {"name": "__main__", "arguments": ["--lr", "1"], "ranks": 2, "steps": 2}
     assert said == [{**expected, "codec": repr(Int4())}] * 2
@@ -40,9 +41,11 @@ def test_every_rank_gets_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.endswith("codec='int4' (LIGHTNING_DIST_CODEC)")
 
 
-def test_a_module_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_and_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, quick_python: list[str]
+) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path.cwd()}")
-    words = [sys.executable, "-m", "lightning_dist.run"]
+    words = [*quick_python, "-m", "lightning_dist.run"]
     words += ["-m", "unchanged_training", "--no-model"]
     done = run(words, limit=60).require_success()
     assert "unchanged_training has prepared no model with an Accelerator" in done.output
@@ -58,16 +61,18 @@ def test_a_module_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         ([SCRIPT], {"LIGHTNING_DIST_CODCE": "int8"}, "did you mean 'LIGHTNING_DIST_CODEC'?"),
     ],
 )
-def test_bad_input(words: list[str | Path], environ: dict[str, str], said: str) -> None:
-    done = run([sys.executable, "-m", "lightning_dist.run", *words], limit=60, **environ)
+def test_bad_input(
+    words: list[str | Path], environ: dict[str, str], said: str, quick_python: list[str]
+) -> None:
+    done = run([*quick_python, "-m", "lightning_dist.run", *words], limit=60, **environ)
     assert done.returncode == 2
     (line,) = [line for line in done.output.splitlines() if "lightning_dist.run: " in line]
     assert said in line
     assert "Traceback" not in done.output
 
 
-def test_settings_that_cannot_be_say_where_they_come_from() -> None:
-    words = [sys.executable, "-m", "lightning_dist.run", SCRIPT]
+def test_settings_that_cannot_be_say_where_they_come_from(quick_python: list[str]) -> None:
+    words = [*quick_python, "-m", "lightning_dist.run", SCRIPT]
     done = run(words, limit=60, LIGHTNING_DIST_CODEC="int9")
     assert done.returncode == 2
     (line,) = [line for line in done.output.splitlines() if "lightning_dist.run: " in line]
