@@ -17,21 +17,33 @@ NESTED: Tree = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A tree and the form in which it is used."""
+    """A tree and the form in which it is used, or so many ranks in a flat exchange."""
 
-    tree: Tree
+    tree: Tree | None
     leader: bool = False
+    flat: int = 0
 
     @property
     def size(self) -> int:
-        return len(self.ranks)
+        return self.flat or len(self.ranks)
 
     @property
     def ranks(self) -> list[int]:
         return sorted(leaves(self.tree))
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """Arguments of ``compressed``."""
+        return {"tree": self.tree, "leader": self.leader}
+
     def __str__(self) -> str:
+        if self.flat:
+            return f"flat{self.flat}"
         return f"{self.tree}{' leader' if self.leader else ''}".replace(" ", "")
+
+
+def flat(size: int) -> Layout:
+    return Layout(None, flat=size)
 
 
 FORMS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
