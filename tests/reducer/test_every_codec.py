@@ -5,9 +5,22 @@ Conservation is in ``test_conservation.py``, resumption in ``test_saved_state.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from feeding import EVERY_CODEC, SHAPES, Fed, backward, compressed, feed, step_digest
+from feeding import (
+    EVERY_CODEC,
+    FEW,
+    PER_LEVEL,
+    SHAPES,
+    Fed,
+    backward,
+    compressed,
+    feed,
+    step_digest,
+)
+from layouts import FORMS, Layout, flat
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, resolve_codec
@@ -76,14 +89,19 @@ def is_wide(codec: str) -> bool:
     return not codec.startswith("fp16")
 
 
-def test_zeros_in_are_zeros_out() -> None:
+@pytest.mark.parametrize(
+    ("layout", "codecs"),
+    [(flat(2), EVERY_CODEC), *((layout, [*FEW, *PER_LEVEL]) for layout in FORMS)],
+    ids=lambda value: str(value) * isinstance(value, Layout),
+)
+def test_zeros_in_are_zeros_out(layout: Layout, codecs: Sequence[str]) -> None:
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
     def body(rank: Rank) -> None:
-        for codec in EVERY_CODEC:
-            with compressed(rank, Fed(), codec, **SETTINGS) as (model, _):
+        for codec in codecs:
+            with compressed(rank, Fed(), codec, **layout.form, **SETTINGS) as (model, _):
                 for _ in range(3):
                     gradients = backward(model, zeros)
                     assert not any(bool(g.any()) for g in gradients.values()), codec
 
-    run_threads(body, 2)
+    run_threads(body, layout.size)

@@ -1,4 +1,7 @@
-"""Contract 4: state in a checkpoint, of all ranks (of all hosts, where they reduce first), by name."""
+"""Contract 4: state in a checkpoint, by parameter name.
+
+Of all ranks, or of all hosts where they reduce first.
+"""
 
 from __future__ import annotations
 
