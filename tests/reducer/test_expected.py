@@ -17,8 +17,8 @@ SHAPES = {
     "weight": (64, 256),
     "bias": (256,),
     "other": (96, 100),
-    "large": (256, 300),
-    "same": (256, 300),
+    "large": (160, 200),
+    "same": (160, 200),
     "scale": (3,),
 }
 # Threshold: bytes that the gradients decide are not promised. Of a schedule the last stage counts.

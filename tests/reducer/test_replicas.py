@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from feeding import compressed, digest
@@ -49,10 +51,17 @@ def train(rank: Rank, steps: int, codec: str | Int8, **settings: object) -> list
     return digests
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_replicas_are_bit_identical_after_every_step(size: int) -> None:
-    rows = [("none", False), *ROWS]
+EVERY = [("none", False), *ROWS]
 
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [(2, EVERY), (3, EVERY), (4, EVERY[::5]), pytest.param(4, EVERY, marks=pytest.mark.slow)],
+    ids=lambda value: str(value) if isinstance(value, int) else str(len(value)),
+)
+def test_replicas_are_bit_identical_after_every_step(
+    size: int, rows: Sequence[tuple[str, bool]]
+) -> None:
     def body(rank: Rank) -> list[list[str]]:
         return [train(rank, 4, c, error_feedback=f, min_compress_numel=256) for c, f in rows]
 

@@ -26,7 +26,9 @@ CASES = [
     (flat(4), ["int8"]),
     (HOSTS[0], [*KEEP, *PER_LEVEL]),
     (HOSTS[1], ["int8", *PER_LEVEL]),
-    (HOSTS[2], [*KEEP, *PER_LEVEL]),  # uneven hosts are in the leader form
+    # Uneven hosts are in the leader form.
+    (HOSTS[2], ["int8", "powersgd:rank=2", "dgc:ratio=0.1,block_size=128", *PER_LEVEL]),
+    pytest.param(HOSTS[2], [*KEEP, *PER_LEVEL], marks=pytest.mark.slow),
 ]
 
 
