@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import pytest
 
 Tree = list[Any]
 
@@ -48,15 +46,6 @@ def flat(size: int) -> Layout:
 
 FORMS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
 """Sharded, leader, uneven (which is a leader form too), three levels."""
-
-
-def every_case(layouts: Sequence[Layout], codecs_of: Sequence[Sequence[str]]) -> Any:
-    """Parametrize by ``number`` of the layout and ``codec``."""
-    return pytest.mark.parametrize(
-        ("number", "codec"),
-        [(number, codec) for number in range(len(layouts)) for codec in codecs_of[number]],
-        ids=lambda value: value if isinstance(value, str) else str(layouts[value]),
-    )
 
 
 def leaves(tree: Any) -> Iterator[int]:
