@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from feeding import Fed, Tensors, backward, compressed, digest, feed, mean, residuals
+from feeding import Fed, Tensors, backward, compressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from totals import Totals, lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import BlockCodec, Codec, NoCompression, Uncompressed, resolve_codec
@@ -155,36 +156,14 @@ SMALL = {"a": (7, 9), "b": (40, 48), "c": (3,), "d": (17,), "e": (33, 50), "f": 
 def test_small_parameters_between_six_ranks(codec: str) -> None:
     """Replicas agree, no mass is lost, and other buckets give the same bits."""
 
-    def body(rank: Rank) -> tuple[list[list[str]], Tensors, Tensors, Tensors]:
-        digests = []
-        for megabytes in (25, 0.004):
-            form = {"min_compress_numel": 0, "ddp": {"bucket_cap_mb": megabytes}}
-            zeros = {n: torch.zeros(shape, dtype=torch.float64) for n, shape in SMALL.items()}
-            into, out, seen = zeros, zeros, []
-            module = Fed(SMALL, torch.float64)
-            with compressed(rank, module, codec, **form) as (model, reducer):
-                for step in range(4):
-                    fed = feed(rank.rank, step, SMALL, torch.float64)
-                    got = backward(model, fed)
-                    seen.append(digest(got))
-                    into = {name: into[name] + fed[name] for name in SMALL}
-                    out = {name: out[name] + got[name] for name in SMALL}
-                held = residuals(reducer)
-            digests.append(seen)
-        owed = {
-            name: held[name].view(s) if name in held else zeros[name] for name, s in SMALL.items()
-        }
-        return digests, into, out, owed
+    def body(rank: Rank) -> list[Totals]:
+        form = {"shapes": SMALL, "min_compress_numel": 0}
+        return [totals(rank, codec, 4, **form, ddp={"bucket_cap_mb": mb}) for mb in (25, 0.004)]
 
-    ranks = run_threads(body, 6)
-    first = ranks[0][0]
-    assert first[0] == first[1], "buckets"
-    assert all(digests == first for digests, *_ in ranks), "replicas"
-    if "dgc" in codec:  # sums momenta, not gradients
-        return
-    into, owed = mean([r[1] for r in ranks]), mean([r[3] for r in ranks])
-    for name in SMALL:
-        assert (ranks[0][2][name] + owed[name] - into[name]).abs().max() < 1e-9
+    one_bucket, several = zip(*run_threads(body, 6), strict=True)
+    for ranks in (one_bucket, several):
+        assert all(each.digests == one_bucket[0].digests for each in ranks)
+        assert "dgc" in codec or lost(ranks) < 1e-9  # dgc sums momenta, not gradients
 
 
 def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from feeding import SHAPES, Fed, Shapes, Tensors, backward, compressed, feed, mean
+from feeding import SHAPES, Fed, Shapes, Tensors, backward, compressed, digest, feed, mean
 from layouts import Layout
 from worlds import Rank
 
@@ -24,6 +24,7 @@ class Totals:
     outputs: Tensors
     owed: Tensors  # mean over ranks (hosts, where they reduce first), in the state of rank 0
     norms: list[float] = field(default_factory=list)  # of this rank's residual after every step
+    digests: list[str] = field(default_factory=list)  # of the outputs of every step
 
 
 def totals(
@@ -46,8 +47,9 @@ def totals(
                 name: value + bias * rank.rank
                 for name, value in feed(rank.rank, step, shapes, DOUBLE).items()
             }
-            found.inputs = plus(found.inputs, given)
-            found.outputs = plus(found.outputs, backward(model, given))
+            got = backward(model, given)
+            found.inputs, found.outputs = plus(found.inputs, given), plus(found.outputs, got)
+            found.digests.append(digest([got[name] for name in shapes]))
             kept = [reducer.residuals[name] for name in reducer.residuals.names()]
             found.norms.append(float(torch.cat(kept).norm()) if kept else 0.0)
         state = reducer.state_dict()
