@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import pytest
 
 Tree = list[Any]
 
@@ -17,34 +15,37 @@ NESTED: Tree = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A tree and the form in which it is used."""
+    """A tree and the form in which it is used, or so many ranks in a flat exchange."""
 
-    tree: Tree
+    tree: Tree | None
     leader: bool = False
+    flat: int = 0
 
     @property
     def size(self) -> int:
-        return len(self.ranks)
+        return self.flat or len(self.ranks)
 
     @property
     def ranks(self) -> list[int]:
         return sorted(leaves(self.tree))
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """Arguments of ``compressed``."""
+        return {"tree": self.tree, "leader": self.leader}
+
     def __str__(self) -> str:
+        if self.flat:
+            return f"flat{self.flat}"
         return f"{self.tree}{' leader' if self.leader else ''}".replace(" ", "")
+
+
+def flat(size: int) -> Layout:
+    return Layout(None, flat=size)
 
 
 FORMS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
 """Sharded, leader, uneven (which is a leader form too), three levels."""
-
-
-def every_case(layouts: Sequence[Layout], codecs_of: Sequence[Sequence[str]]) -> Any:
-    """Parametrize by ``number`` of the layout and ``codec``."""
-    return pytest.mark.parametrize(
-        ("number", "codec"),
-        [(number, codec) for number in range(len(layouts)) for codec in codecs_of[number]],
-        ids=lambda value: value if isinstance(value, str) else str(layouts[value]),
-    )
 
 
 def leaves(tree: Any) -> Iterator[int]:

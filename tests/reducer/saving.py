@@ -8,8 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from feeding import Fed, Tensors, backward, compressed, feed, residuals, step_digest
+from feeding import (
+    SHAPES,
+    Fed,
+    Shapes,
+    Tensors,
+    backward,
+    compressed,
+    digest,
+    feed,
+    residuals,
+    step_digest,
+)
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
+
+from lightning_dist.reducer.reducer import Reducer
 
 State = Mapping[str, Any]
 
@@ -25,32 +40,84 @@ class Trained:
     state: State
 
 
-def train(
-    size: int,
+def train(size: int, steps: range, state: State | None = None, **settings: Any) -> Trained:
+    """A world of its own for :func:`train_here`."""
+    ranks = run_threads(lambda rank: train_here(rank, steps, state, **settings), size)
+    digests, held, states = zip(*ranks, strict=True)
+    assert states[1:] == (None,) * (size - 1), "rank 0 alone has the state"
+    return Trained(list(digests), list(held), through_a_file(states[0]))
+
+
+def train_here(
+    rank: Rank,
     steps: range,
     state: State | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     before: range = range(0),
     **more: Any,
-) -> Trained:
-    """Train the ``steps`` from ``state``, on reducers that have trained ``before`` already."""
+) -> tuple[list[str], Tensors, State | None]:
+    """Train the ``steps`` from ``state``, on a reducer that has trained ``before`` already."""
+    with compressed(rank, Fed(dtype=dtype), **{**SETTINGS, **more}) as (model, reducer):
+        for step in before:
+            backward(model, feed(rank.rank, step, dtype=dtype))
+        if before or state is not None:
+            reducer.load_state_dict(state)
+        digests = []
+        for step in steps:
+            gradients = backward(model, feed(rank.rank, step, dtype=dtype))
+            digests.append(step_digest(gradients, reducer))
+        return digests, residuals(reducer), reducer.state_dict()
 
-    def body(rank: Rank) -> tuple[list[str], Tensors, State | None]:
-        with compressed(rank, Fed(dtype=dtype), **{**SETTINGS, **more}) as (model, reducer):
-            for step in before:
-                backward(model, feed(rank.rank, step, dtype=dtype))
-            if before or state is not None:
-                reducer.load_state_dict(state)
-            digests = []
-            for step in steps:
-                gradients = backward(model, feed(rank.rank, step, dtype=dtype))
-                digests.append(step_digest(gradients, reducer))
-            return digests, residuals(reducer), reducer.state_dict()
 
-    digests, held, states = zip(*run_threads(body, size), strict=True)
-    assert states[1:] == (None,) * (size - 1), "rank 0 alone has the state"
-    return Trained(list(digests), list(held), through_a_file(states[0]))
+class Resumed:
+    """A run that is saved after ``stop`` steps and goes on, and one resumed from what was saved.
+
+    ``saved`` is shared by all ranks of a world.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        saved: dict[object, State],
+        *,
+        stop: int,
+        steps: int,
+        shapes: Shapes = SHAPES,
+        **settings: Any,
+    ) -> None:
+        key, settings = str(settings), {**SETTINGS, **settings}
+        left = range(stop, steps)
+        with compressed(rank, Fed(shapes), **settings) as (model, reducer):
+            for step in range(stop):
+                backward(model, feed(rank.rank, step, shapes))
+            self.state = reducer.state_dict()
+            self.whole = later(rank, model, reducer, shapes, left)
+        if self.state is not None:
+            saved[key] = through_a_file(self.state)
+        rank.barrier.wait()
+        with compressed(rank, Fed(shapes), **settings) as (model, reducer):
+            reducer.load_state_dict(saved[key])
+            self.again = reducer.state_dict()
+            self.resumed = later(rank, model, reducer, shapes, left)
+
+
+def later(
+    rank: Rank, model: DistributedDataParallel, reducer: Reducer, shapes: Shapes, steps: range
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Digests of all that the steps leave on this rank, and of the state of all ranks."""
+    digests = [step_digest(backward(model, feed(rank.rank, s, shapes)), reducer) for s in steps]
+    return digests, tensors(reducer.state_dict() or {})
+
+
+def tensors(state: State) -> dict[str, list[str]]:
+    """Digest of every tensor in a state, by kind and name."""
+
+    def digests(of: Any) -> list[str]:
+        return [digest([part]) for part in ([of] if isinstance(of, Tensor) else of)]
+
+    kinds = [kind for kind, value in state.items() if isinstance(value, Mapping)]
+    return {f"{kind} {name}": digests(of) for kind in kinds for name, of in state[kind].items()}
 
 
 def through_a_file(state: State) -> State:

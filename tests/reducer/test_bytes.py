@@ -6,15 +6,18 @@ Plans are made for one rank of a world that is not there: bytes are known before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from feeding import Fed, Tensors, backward, compressed, digest, feed, mean, residuals
+from feeding import Fed, Tensors, backward, compressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from totals import Totals, lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import BlockCodec, Codec, NoCompression, Uncompressed, resolve_codec
@@ -53,16 +56,21 @@ ITEM = 4
 NOBODY = cast(dist.ProcessGroup, object())
 
 
-def planner(
-    hosts: int, per_host: int = 1, *, rank: int = 0, intra: str = "none", leader: bool = False
-) -> Planner:
+@cache
+def network_of(hosts: int, per_host: int, rank: int, leader: bool) -> Network:
     """Of ``rank`` in a world of as many hosts; hierarchical where they have several ranks."""
     names = tuple(f"host{rank // per_host}" for rank in range(hosts * per_host))
     network = Network(Channel(NOBODY), Channel(NOBODY), Topology(names, rank), torch.device("cpu"))
     if per_host > 1:
         tree = [[host * per_host + i for i in range(per_host)] for host in range(hosts)]
         network = in_levels(network, tree_of(tree), leader=leader, new_group=lambda _: NOBODY)
-    codec = resolve_codec(intra)
+    return network
+
+
+def planner(
+    hosts: int, per_host: int = 1, *, rank: int = 0, intra: str = "none", leader: bool = False
+) -> Planner:
+    network, codec = network_of(hosts, per_host, rank, leader), resolve_codec(intra)
     assert isinstance(codec, BlockCodec)
     return Planner(network, ReducerState(), error_feedback="auto", intra=codec)
 
@@ -74,36 +82,33 @@ def lane_of(codec: Codec, numel: int, using: Planner) -> tuple[Codec, Sent]:
     return codec, using.lane(codec, [slot], bucket).sent
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", BLOCK_CODECS)
-def test_a_flat_exchange_sends_no_more_than_ddp(name: str, world: int) -> None:
-    for numel in SIZES:
+def test_a_flat_exchange_sends_no_more_than_ddp(name: str) -> None:
+    for world, numel in product(WORLDS, SIZES):
         codec, sent = lane_of(resolve_codec(name), numel, planner(world))
         # Uncompressed tensors fill whole columns of W elements once a bucket, at 8 bytes a row.
         padding = 2 * (world - 1) * 8 if isinstance(codec, Uncompressed) else 0
-        assert sent.total <= 2 * (world - 1) * numel * ITEM // world + padding, numel
+        assert sent.total <= 2 * (world - 1) * numel * ITEM // world + padding, (world, numel)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
-def test_a_few_million_elements(name: str) -> None:
-    for world in (2, 16, 1024):
+def test_a_few_million_elements() -> None:
+    for name, world in product(BLOCK_CODECS, (2, 16, 1024)):
         _, sent = lane_of(resolve_codec(name), 3_000_017, planner(world))
         assert sent.total <= 2 * (world - 1) * 3_000_017 * ITEM // world + 2 * (world - 1) * 8
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (16, 4), (128, 8)])
 @pytest.mark.parametrize("leader", [False, True])
-@pytest.mark.parametrize("name", BLOCK_CODECS)
-def test_between_hosts_too(name: str, leader: bool, hosts: int, per_host: int) -> None:
+def test_between_hosts_too(leader: bool, hosts: int, per_host: int) -> None:
     """All ranks of a host together; each of their shares may be padded where it is uncompressed."""
-    for numel in SIZES:
+    for name, numel in product(BLOCK_CODECS, SIZES):
         crossed, codec = 0, resolve_codec(name)
         for rank in range(per_host):
             used, sent = lane_of(codec, numel, planner(hosts, per_host, rank=rank, leader=leader))
             crossed += sent.inter
         shares = 1 if leader else min(per_host, -(-numel // 512))
         padding = 2 * (hosts - 1) * 8 * shares if isinstance(used, Uncompressed) else 0
-        assert crossed <= 2 * (hosts - 1) * numel * ITEM // hosts + padding, numel
+        assert crossed <= 2 * (hosts - 1) * numel * ITEM // hosts + padding, (name, numel)
 
 
 @pytest.mark.parametrize("intra", ["bf16", "int8", "int4", "sign"])
@@ -151,36 +156,14 @@ SMALL = {"a": (7, 9), "b": (40, 48), "c": (3,), "d": (17,), "e": (33, 50), "f": 
 def test_small_parameters_between_six_ranks(codec: str) -> None:
     """Replicas agree, no mass is lost, and other buckets give the same bits."""
 
-    def body(rank: Rank) -> tuple[list[list[str]], Tensors, Tensors, Tensors]:
-        digests = []
-        for megabytes in (25, 0.004):
-            form = {"min_compress_numel": 0, "ddp": {"bucket_cap_mb": megabytes}}
-            zeros = {n: torch.zeros(shape, dtype=torch.float64) for n, shape in SMALL.items()}
-            into, out, seen = zeros, zeros, []
-            module = Fed(SMALL, torch.float64)
-            with compressed(rank, module, codec, **form) as (model, reducer):
-                for step in range(4):
-                    fed = feed(rank.rank, step, SMALL, torch.float64)
-                    got = backward(model, fed)
-                    seen.append(digest(got))
-                    into = {name: into[name] + fed[name] for name in SMALL}
-                    out = {name: out[name] + got[name] for name in SMALL}
-                held = residuals(reducer)
-            digests.append(seen)
-        owed = {
-            name: held[name].view(s) if name in held else zeros[name] for name, s in SMALL.items()
-        }
-        return digests, into, out, owed
+    def body(rank: Rank) -> list[Totals]:
+        form = {"shapes": SMALL, "min_compress_numel": 0}
+        return [totals(rank, codec, 4, **form, ddp={"bucket_cap_mb": mb}) for mb in (25, 0.004)]
 
-    ranks = run_threads(body, 6)
-    first = ranks[0][0]
-    assert first[0] == first[1], "buckets"
-    assert all(digests == first for digests, *_ in ranks), "replicas"
-    if "dgc" in codec:  # sums momenta, not gradients
-        return
-    into, owed = mean([r[1] for r in ranks]), mean([r[3] for r in ranks])
-    for name in SMALL:
-        assert (ranks[0][2][name] + owed[name] - into[name]).abs().max() < 1e-9
+    one_bucket, several = zip(*run_threads(body, 6), strict=True)
+    for ranks in (one_bucket, several):
+        assert all(each.digests == one_bucket[0].digests for each in ranks)
+        assert "dgc" in codec or lost(ranks) < 1e-9  # dgc sums momenta, not gradients
 
 
 def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent() -> None:

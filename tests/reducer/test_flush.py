@@ -66,9 +66,7 @@ def run(
     """Steps that are not finite count as skipped."""
     zero = {name: torch.zeros(shape, dtype=DOUBLE) for name, shape in SHAPES.items()}
     went_in, came_out, digests = zero, zero, []
-    form: dict[str, Any] = {"min_compress_numel": 256}
-    if layout is not None:
-        form |= {"tree": layout.tree, "leader": layout.leader}
+    form = {"min_compress_numel": 256, **(layout.form if layout else {})}
     with compressed(rank, Fed(dtype=DOUBLE), codec, **form) as (model, reducer):
         if load is not None:
             reducer.load_state_dict(load)

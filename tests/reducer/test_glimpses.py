@@ -29,6 +29,7 @@ class Looking(Observer):
 
     steps: list[list[Tensor]] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
+    arrived: Tensors = field(default_factory=dict)
 
     def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
         seen = list(sights)
@@ -92,22 +93,32 @@ def observed(rank: Rank, codec: str, size: int) -> tuple[Looking, Reference]:
     return looking, known
 
 
-@pytest.mark.parametrize("codec", lossy)
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_glimpse_of_everything(codec: str, size: int) -> None:
+def test_a_glimpse_of_everything(size: int) -> None:
     """What goes in, what is pending and what is owed are those of the definition; for two ranks
     what is lost is what is owed."""
-    for looking, known in run_threads(lambda rank: observed(rank, codec, size), size):
-        assert looking.buckets == [0] * STEPS
+    ranks = run_threads(lambda rank: [observed(rank, codec, size) for codec in lossy], size)
+    for codec, (looking, known) in (pair for of in ranks for pair in zip(lossy, of, strict=True)):
+        assert looking.buckets == [0] * STEPS, codec
         for i, (gradient, pending, sent, residual) in enumerate(looking.steps):
             assert gradient.numel() == pending.numel() == sent.numel() == 40 * 48 + 33 * 50
-            assert norm(gradient) == pytest.approx(known.gradient[i], rel=1e-6)
-            assert norm(pending) == pytest.approx(known.pending[i], rel=1e-6)
-            assert norm(residual) == pytest.approx(known.owed[i], rel=1e-6)
-            assert (residual.numel() > 0) == resolve_codec(codec).keeps_residual
+            assert norm(gradient) == pytest.approx(known.gradient[i], rel=1e-6), codec
+            assert norm(pending) == pytest.approx(known.pending[i], rel=1e-6), codec
+            assert norm(residual) == pytest.approx(known.owed[i], rel=1e-6), codec
+            assert (residual.numel() > 0) == resolve_codec(codec).keeps_residual, codec
             if residual.numel() and size == 2:
                 lost = (pending - sent).double()
-                assert norm(residual.double() - lost) < 1e-6 * norm(pending)
+                assert norm(residual.double() - lost) < 1e-6 * norm(pending), codec
+
+
+def first_step(rank: Rank, codec: str, layout: Layout | None = None) -> tuple[Looking, Reducer]:
+    """Glimpses of the first step, and the reducer as it leaves it."""
+    looking = Looking()
+    form = {} if layout is None else layout.form
+    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+        reducer.observe(looking)
+        looking.arrived = backward(model, feed(rank.rank, 0))
+    return looking, reducer
 
 
 def by_hand(codec: BlockCodec, given: Tensor, size: int) -> Tensor:
@@ -128,17 +139,9 @@ def by_hand(codec: BlockCodec, given: Tensor, size: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_sent_is_what_the_codec_makes_of_it(codec: str, size: int) -> None:
     """In a step without a residual yet; elements may come in another order."""
-
-    def body(rank: Rank) -> Looking:
-        looking = Looking()
-        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
-            reducer.observe(looking)
-            backward(model, feed(rank.rank, 0))
-        return looking
-
     resolved = resolve_codec(codec)
     assert isinstance(resolved, BlockCodec)
-    for rank, looking in enumerate(run_threads(body, size)):
+    for rank, (looking, _) in enumerate(run_threads(lambda rank: first_step(rank, codec), size)):
         given = [feed(rank, 0)[name] for name in ("first", "second")]
         if resolved.block == 1:
             given = [torch.cat([each.flatten() for each in given])]
@@ -154,17 +157,9 @@ def test_what_is_sent_is_what_the_codec_makes_of_it(codec: str, size: int) -> No
 @pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
 def test_stochastic_codecs_use_the_keys_of_the_step(codec: str) -> None:
     """With error feedback off and two ranks the mean of what was sent is the mean that arrives."""
-
-    def body(rank: Rank) -> tuple[Looking, Tensors]:
-        looking = Looking()
-        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
-            reducer.observe(looking)
-            found = backward(model, feed(rank.rank, 0))
-        return looking, found
-
-    (first, arrived), (second, _) = run_threads(body, 2)
+    (first, _), (second, _) = run_threads(lambda rank: first_step(rank, codec), 2)
     mean = (first.steps[0][2] + second.steps[0][2]) / 2
-    whole = torch.cat([arrived[name].flatten() for name in ("first", "second")])
+    whole = torch.cat([first.arrived[name].flatten() for name in ("first", "second")])
     assert norm(mean) == pytest.approx(norm(whole), rel=1e-6)
     assert mean.double().sum().item() == pytest.approx(whole.double().sum().item(), abs=1e-3)
 
@@ -175,12 +170,8 @@ def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
     """All shares of the hosts together are the mean of their gradients, once each."""
 
     def body(rank: Rank) -> tuple[Looking, Tensors]:
-        looking = Looking()
-        form = {"tree": layout.tree, "leader": layout.leader}
-        with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
-            reducer.observe(looking)
-            backward(model, feed(rank.rank, 0))
-            return looking, held(reducer, "residuals")
+        looking, reducer = first_step(rank, codec, layout)
+        return looking, held(reducer, "residuals")
 
     total, elements = 0.0, 0
     for looking, owed in run_threads(body, layout.size):
@@ -202,30 +193,24 @@ def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
     assert total / of_hosts == pytest.approx(whole / layout.size, abs=1e-3)
 
 
-@pytest.mark.parametrize("codec", [*lossy, "none"])
-def test_looking_changes_no_bit(codec: str) -> None:
-    def body(rank: Rank, looks: bool) -> list[str]:
+def test_looking_changes_no_bit() -> None:
+    def train(rank: Rank, codec: str, looks: bool) -> list[str]:
         with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
             if looks:
                 reducer.observe(Looking())
-            before = torch.get_rng_state()
-            found = [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(3)]
-            assert torch.equal(before, torch.get_rng_state())
-            return found
+            return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(3)]
 
-    looked = run_threads(lambda rank: body(rank, True), 3)
-    assert looked == run_threads(lambda rank: body(rank, False), 3)
+    def body(rank: Rank) -> None:
+        for codec in (*lossy, "none"):
+            assert train(rank, codec, True) == train(rank, codec, False), codec
+
+    before = torch.get_rng_state()
+    run_threads(body, 3)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_what_is_lossless_is_not_shown() -> None:
-    def body(rank: Rank) -> Looking:
-        looking = Looking()
-        with compressed(rank, Fed(), "none") as (model, reducer):
-            reducer.observe(looking)
-            backward(model, feed(rank.rank, 0))
-        return looking
-
-    for looking in run_threads(body, 2):
+    for looking, _ in run_threads(lambda rank: first_step(rank, "none"), 2):
         assert looking.buckets == []
         assert looking.steps == [[]]
 

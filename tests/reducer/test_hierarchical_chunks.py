@@ -20,7 +20,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @layouts
 def test_chunks_that_follow_each_other_keep_apart(layout: Layout) -> None:
     """While one crosses the next is reduced inside, in memory that every other one uses."""
-    form = {"tree": layout.tree, "leader": layout.leader, "min_compress_numel": 1000}
+    form = {**layout.form, "min_compress_numel": 1000}
     mean = {n: sum(feed(r, 1, LARGE)[n] for r in range(4)) / 4 for n in LARGE}
 
     def body(rank: Rank) -> list[Tensors]:
@@ -53,7 +53,7 @@ class Ran:
 @pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2", "threshold:tau=1.5"])
 def test_a_tensor_without_a_gradient_keeps_what_it_owes(codec: str, layout: Layout) -> None:
     """Unused on all ranks nothing of it is applied, on one rank its gradient there is zero."""
-    form = {"tree": layout.tree, "leader": layout.leader, "min_compress_numel": 256}
+    form = {**layout.form, "min_compress_numel": 256}
 
     def body(rank: Rank) -> Ran:
         ddp = {"find_unused_parameters": True}

@@ -1,97 +1,47 @@
-"""Every codec between hosts, in both forms: what a step leaves is equal, repeats, and is finite."""
+"""Every codec between hosts, in both forms, in every dtype, and codecs inside of hosts.
+
+That what a step leaves is equal and repeats is in ``test_nonfinite.py``.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-from feeding import (
-    EVERY_CODEC,
-    PER_LEVEL,
-    SHAPES,
-    Fed,
-    backward,
-    compressed,
-    digest,
-    feed,
-    step_digest,
-)
+from feeding import EVERY_CODEC, FEW, SHAPES, Fed, backward, compressed, digest, feed
 from layouts import FORMS as LAYOUTS
-from layouts import Layout, every_case
+from layouts import Layout
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, BlockCodec, Int8, resolve_codec
 
 SETTINGS = {"min_compress_numel": 256}
-FEW = ["none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd:block_size=64"]
-ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], [*FEW, *PER_LEVEL]
-CODECS_OF = [ALL, SOME, ALL, SOME]  # uneven hosts are in the leader form
-every = every_case(LAYOUTS, CODECS_OF)
 INSIDE = ("none", "fp16", "bf16", "int8", "int4", "fp8", "sign")
+SHORT = (torch.float16, torch.bfloat16)
+DTYPES = [
+    *((dtype, LAYOUTS[0], EVERY_CODEC) for dtype in SHORT),
+    *((dtype, LAYOUTS[1], FEW) for dtype in SHORT),
+    *((torch.float64, layout, FEW) for layout in LAYOUTS[:2]),
+    *(
+        pytest.param(dtype, layout, EVERY_CODEC, marks=pytest.mark.slow)
+        for layout in LAYOUTS[:2]
+        for dtype in (*SHORT, torch.float64)
+        if layout.leader or dtype == torch.float64
+    ),
+]
 
 
-def steps(rank: Rank, layout: Layout, codec: Any) -> list[tuple[str, str]]:
-    """Digests of three steps: of the gradients, and of all that this rank has afterwards."""
-    form = {"tree": layout.tree, "leader": layout.leader}
-    digests = []
-    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
-        for step in range(3):
-            gradients = backward(model, feed(rank.rank, step))
-            assert all(g.isfinite().all() for g in gradients.values())
-            of_names = [gradients[name] for name in sorted(gradients)]
-            digests.append((digest(of_names), step_digest(gradients, reducer)))
-    return digests
-
-
-def zeros(rank: Rank, layout: Layout, codec: Any) -> bool:
-    """Whether anything but zeros comes out of three steps of zeros."""
-    form = {"tree": layout.tree, "leader": layout.leader}
-    nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, _):
-        found = [backward(model, nothing) for _ in range(3)]
-    return any(bool(g.any()) for gradients in found for g in gradients.values())
-
-
-Runs = tuple[list[tuple[str, str]], list[tuple[str, str]], bool]
-
-
-@cache
-def world(number: int) -> dict[str, list[Runs]]:
-    """``{codec: [rank]}``: two runs of layout ``number``, and whether zeros were not zeros."""
-    layout, codecs = LAYOUTS[number], CODECS_OF[number]
-
-    def body(rank: Rank) -> list[Runs]:
-        return [
-            (steps(rank, layout, c), steps(rank, layout, c), zeros(rank, layout, c)) for c in codecs
-        ]
-
-    of_codecs = zip(*run_threads(body, layout.size), strict=True)
-    return {codec: list(ranks) for codec, ranks in zip(codecs, of_codecs, strict=True)}
-
-
-@every
-def test_replicas_are_equal_and_runs_repeat(number: int, codec: str) -> None:
-    """After every step all ranks have the same bits; a second run has those of the first."""
-    ranks = world(number)[codec]
-    for first, second, not_zero in ranks:
-        assert first == second
-        assert not not_zero
-        assert [gradients for gradients, _ in first] == [g for g, _ in ranks[0][0]]
-        assert len({gradients for gradients, _ in first}) == 3
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_gradients_of_other_dtypes(dtype: torch.dtype, layout: Layout) -> None:
+@pytest.mark.parametrize(("dtype", "layout", "codecs"), DTYPES, ids=str)
+def test_gradients_of_other_dtypes(
+    dtype: torch.dtype, layout: Layout, codecs: Sequence[str]
+) -> None:
     """They arrive and leave in their dtype; replicas agree, the small tensor has the mean."""
-    form = {"tree": layout.tree, "leader": layout.leader}
 
     def body(rank: Rank) -> list[tuple[str, float]]:
         found = []
-        for codec in EVERY_CODEC:
-            with compressed(rank, Fed(dtype=dtype), codec, **form, **SETTINGS) as (model, _):
+        for codec in codecs:
+            with compressed(rank, Fed(dtype=dtype), codec, **layout.form, **SETTINGS) as (model, _):
                 for step in range(2):
                     gradients = backward(model, feed(rank.rank, step, dtype=dtype))
             assert {g.dtype for g in gradients.values()} == {dtype}
@@ -102,7 +52,7 @@ def test_gradients_of_other_dtypes(dtype: torch.dtype, layout: Layout) -> None:
 
     first, *others = run_threads(body, 4)
     assert others == [first] * 3
-    for (_, error), codec in zip(first, EVERY_CODEC, strict=True):
+    for (_, error), codec in zip(first, codecs, strict=True):
         assert error < 2, codec
         if resolve_codec(codec).min_numel and not codec.startswith("dgc"):  # else compressed too
             assert error < 4 * max(torch.finfo(dtype).eps, 2e-7), codec
@@ -132,8 +82,7 @@ def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
         found = []
         codec = {"intra": intra, "inter": "int8"}
         for layout in LAYOUTS[:3]:
-            form = {"tree": layout.tree, "leader": layout.leader}
-            with compressed(rank, Fed(), codec, **form, min_compress_numel=0) as (model, _):
+            with compressed(rank, Fed(), codec, **layout.form, min_compress_numel=0) as (model, _):
                 found.append(backward(model, given[rank.rank]))
         return found
 

@@ -18,7 +18,7 @@ def held(layout: Layout, shapes: dict[str, tuple[int, ...]], codec: str) -> list
     """Elements of the residual of every parameter on every rank."""
 
     def body(rank: Rank) -> dict[str, int]:
-        form = {"tree": layout.tree, "leader": layout.leader, "min_compress_numel": 256}
+        form = {**layout.form, "min_compress_numel": 256}
         with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
             backward(model, feed(rank.rank, 0, shapes))
             sizes = {name: reducer.residuals[name].numel() for name in reducer.residuals.names()}

@@ -1,14 +1,18 @@
-"""Contract 3: one value that is not finite spoils its own step on all ranks, and nothing else."""
+"""Contracts 1 and 3: replicas are equal after every step, and a value that is not finite spoils its
+own step on all ranks, and nothing else. In flat exchanges and where hosts reduce first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import pytest
 import torch
 from feeding import (
     EVERY_CODEC,
+    FEW,
+    PER_LEVEL,
     SHAPES,
     Fed,
     Tensors,
@@ -20,95 +24,124 @@ from feeding import (
     residuals,
     step_digest,
 )
+from layouts import NESTED, PAIRS, UNEVEN, Layout, flat
 from worlds import Rank, run_threads
 
-BAD_STEP, STEPS = 2, 5
+STEPS = 4
+Bad = Mapping[int, tuple[int, str, float]]  # step -> rank, parameter, value
 WITH_FEEDBACK = [c for c in EVERY_CODEC if not c.startswith(("none", "terngrad"))]
-SETTINGS = {"min_compress_numel": 256, "error_feedback": True}  # "bias" is not compressed
+ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], [*FEW, *PER_LEVEL]
+LARGE = {"min_compress_numel": 256}  # "bias" is not compressed
 
-
-def spoilt(rank: int, name: str, value: float) -> Tensors:
-    """Rank 1's gradient of ``name`` has one bad value, rank 0's has none."""
-    gradients = feed(rank, BAD_STEP)
-    if rank == 1:
-        gradients[name].view(-1)[-3] = value
-    return gradients
+OF_FLAT: Bad = {1: (1, "second", torch.inf), 2: (1, "bias", torch.nan)}
+OF_INT8: Bad = {1: (1, "first", torch.nan), 2: (1, "bias", torch.inf)}
+# Rank 1 never leads, rank 2 leads in pairs and not of three.
+OF_HOSTS: Bad = {1: (1, "second", torch.inf), 2: (2, "bias", torch.nan)}
+CASES = [
+    (flat(2), WITH_FEEDBACK, OF_FLAT),
+    (flat(3), WITH_FEEDBACK, OF_FLAT),
+    (flat(2), ["int8"], OF_INT8),
+    (flat(3), ["int8"], OF_INT8),
+    (Layout(PAIRS), ALL, OF_HOSTS),
+    (Layout(PAIRS, leader=True), SOME, OF_HOSTS),
+    (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven hosts are in the leader form
+    pytest.param(Layout(UNEVEN), ALL, OF_HOSTS, marks=pytest.mark.slow),
+    (Layout(NESTED), SOME, OF_HOSTS),
+]
 
 
 @dataclass
 class Ran:
-    """One rank's training of ``STEPS`` steps."""
+    """Training of one rank, with a bad value in some steps or without those steps."""
 
-    finite: dict[str, bool] = field(default_factory=dict)  # gradients of the bad step
-    trace: bool = False  # whether that step changed a residual
-    digests: list[str] = field(default_factory=list)  # of all other steps
+    finite: list[dict[str, bool]] = field(default_factory=list)  # gradients of the bad steps
+    trace: bool = False  # whether those steps changed any state
+    gradients: list[str] = field(default_factory=list)  # digests of all other steps
+    all: list[str] = field(default_factory=list)  # of gradients and state
 
 
-def run(rank: Rank, codec: str, bad: tuple[str, float] | None) -> Ran:
-    """Train; in the bad step rank 1 overflows in ``bad``, or that step never is."""
+def run(rank: Rank, layout: Layout, codec: str, bad: Bad, *, with_them: bool) -> Ran:
     ran = Ran()
-    with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+    feedback = {"error_feedback": True} if layout.tree is None else {}
+    with compressed(rank, Fed(), codec, **layout.form, **feedback, **LARGE) as (model, reducer):
         for step in range(STEPS):
-            if step != BAD_STEP:
-                gradients = backward(model, feed(rank.rank, step))
-                ran.digests.append(step_digest(gradients, reducer))
-            elif bad is not None:
-                before = digest(held(reducer))
-                gradients = backward(model, spoilt(rank.rank, *bad))
-                ran.finite = {n: bool(g.isfinite().all()) for n, g in gradients.items()}
-                ran.trace = digest(held(reducer)) != before
+            given = feed(rank.rank, step)
+            if step not in bad:
+                gradients = backward(model, given)
+                assert all(g.isfinite().all() for g in gradients.values())
+                ran.gradients.append(digest([gradients[name] for name in SHAPES]))
+                ran.all.append(step_digest(gradients, reducer))
+            elif with_them:
+                where, name, value = bad[step]
+                if rank.rank == where:
+                    given[name].view(-1)[-3] = value
+                before = [digest([tensor]) for tensor in held(reducer)]
+                gradients = backward(model, given)
+                ran.finite.append({n: bool(g.isfinite().all()) for n, g in gradients.items()})
+                ran.trace |= [digest([tensor]) for tensor in held(reducer)] != before
     return ran
 
 
 def counts_steps(codec: str) -> bool:
     """Whether the step number, which the bad step has raised, changes what is sent."""
-    return codec.startswith(("powersgd", "randomk", "qsgd", "dgc:ratio=0.1,block_size=128,warm"))
+    names = ("powersgd", "randomk", "qsgd", "terngrad", "dgc:ratio=0.1,block_size=128,warm")
+    return codec.startswith(names)
 
 
-@cache
-def without_the_bad_step(size: int, codec: str) -> list[list[str]]:
-    return [ran.digests for ran in run_threads(lambda rank: run(rank, codec, None), size)]
-
-
-def check(size: int, codec: str, name: str, value: float) -> None:
-    ranks = run_threads(lambda rank: run(rank, codec, (name, value)), size)
-    assert [ran.finite for ran in ranks] == [{n: n != name for n in SHAPES}] * size
-    assert not any(ran.trace for ran in ranks)
-    if not counts_steps(codec):
-        assert [ran.digests for ran in ranks] == without_the_bad_step(size, codec)
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-@pytest.mark.parametrize("name", ["first", "bias"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("layout", "codecs", "bad"), CASES, ids=lambda value: str(value) * isinstance(value, Layout)
+)
 def test_a_bad_value_spoils_its_parameter_on_all_ranks_and_leaves_no_trace(
-    size: int, name: str, value: float
+    layout: Layout, codecs: Sequence[str], bad: Bad
 ) -> None:
-    """Residuals stay bit for bit; what follows equals a run in which the step never was."""
-    check(size, "int8", name, value)
+    """State stays bit for bit; what follows equals a run in which the steps never were.
+
+    (A second run, where the number of steps counts.) The ranks have equal gradients, other ones in
+    every step.
+    """
+
+    def body(rank: Rank) -> list[tuple[Ran, Ran]]:
+        return [
+            (
+                run(rank, layout, codec, bad, with_them=True),
+                run(rank, layout, codec, bad, with_them=counts_steps(codec)),
+            )
+            for codec in codecs
+        ]
+
+    expected = [{n: n != name for n in SHAPES} for _, name, _ in bad.values()]
+    for codec, *ranks in zip(codecs, *run_threads(body, layout.size), strict=True):
+        for spoilt, other in ranks:
+            assert spoilt.finite == expected, codec
+            assert not spoilt.trace, codec
+            assert spoilt.all == other.all, codec
+            assert len(set(spoilt.gradients)) == STEPS - len(bad), codec
+            assert spoilt.gradients == ranks[0][0].gradients, codec
 
 
-@pytest.mark.parametrize("codec", [c for c in WITH_FEEDBACK if "int8" not in c])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_same_for_every_codec_with_error_feedback(codec: str, size: int) -> None:
-    check(size, codec, "second", torch.inf)
-
-
-@pytest.mark.parametrize("codec", [c for c in EVERY_CODEC if "dgc" not in c])
-@pytest.mark.parametrize("size", [2, 3])
-def test_without_error_feedback_all_ranks_see_it_too(codec: str, size: int) -> None:
+def test_without_error_feedback_all_ranks_see_it_too(size: int) -> None:
     """A GradScaler on any rank must skip the step on all of them."""
 
-    def body(rank: Rank) -> list[bool]:
-        settings = {**SETTINGS, "error_feedback": False}
-        with compressed(rank, Fed(), codec, **settings) as (model, reducer):
-            backward(model, feed(rank.rank, 0))
-            bad = backward(model, spoilt(rank.rank, "first", torch.inf))
-            good = backward(model, feed(rank.rank, 3))
-            assert not residuals(reducer)
-        return [bool(g["first"].isfinite().all()) for g in (bad, good)]
+    def spoilt(rank: int) -> Tensors:
+        gradients = feed(rank, 2)
+        if rank == 1:
+            gradients["first"].view(-1)[-3] = torch.inf
+        return gradients
 
-    assert run_threads(body, size) == [[False, True]] * size
+    def body(rank: Rank) -> None:
+        for codec in EVERY_CODEC:
+            if "dgc" in codec:  # nothing without
+                continue
+            with compressed(rank, Fed(), codec, error_feedback=False, **LARGE) as (model, reducer):
+                backward(model, feed(rank.rank, 0))
+                bad = backward(model, spoilt(rank.rank))
+                good = backward(model, feed(rank.rank, 3))
+                assert not residuals(reducer), codec
+                finite = [bool(g["first"].isfinite().all()) for g in (bad, good)]
+                assert finite == [False, True], codec
+
+    run_threads(body, size)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -116,7 +149,7 @@ def test_a_sum_that_overflows_does_not_poison_the_residual(size: int) -> None:
     """Every rank is finite, their float32 sum is not: that step may be lost, later ones not."""
 
     def body(rank: Rank) -> list[bool]:
-        with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
+        with compressed(rank, Fed(), error_feedback=True, **LARGE) as (model, reducer):
             huge = {**feed(rank.rank, 0), "first": torch.full((40, 48), 3e38)}
             backward(model, huge)
             after = backward(model, feed(rank.rank, 1))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
-from layouts import FORMS as LAYOUTS
+from layouts import FORMS, Layout, flat
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Pending
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.observer import Observer, Phase
 
-Form = Mapping[str, Any]
 SETTINGS = {"min_compress_numel": 256}
 
 
@@ -61,9 +59,9 @@ class Story(Observer):
         return end
 
 
-def observed(rank: Rank, form: Form, codec: str) -> tuple[Story, list[str], int]:
+def observed(rank: Rank, layout: Layout, codec: str) -> tuple[Story, list[str], int]:
     story, digests = Story(), []
-    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+    with compressed(rank, Fed(), codec, **layout.form, **SETTINGS) as (model, reducer):
         reducer.observe(story)
         for step in range(3):
             digests.append(step_digest(backward(model, feed(rank.rank, step)), reducer))
@@ -73,31 +71,32 @@ def observed(rank: Rank, form: Form, codec: str) -> tuple[Story, list[str], int]
     return story, digests, wire
 
 
-def unobserved(rank: Rank, form: Form, codec: str) -> list[str]:
-    with compressed(rank, Fed(), codec, **form, **SETTINGS) as (model, reducer):
+def unobserved(rank: Rank, layout: Layout, codec: str) -> list[str]:
+    with compressed(rank, Fed(), codec, **layout.form, **SETTINGS) as (model, reducer):
         return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(4)]
 
 
-LEVELS = [({"tree": each.tree, "leader": each.leader}, each.size) for each in LAYOUTS]
 CASES = [
-    *(({}, 3, codec) for codec in EVERY_CODEC),
-    *(({}, 2, codec) for codec in ("int8", "none", "threshold")),
-    *((form, size, codec) for form, size in LEVELS for codec in ("int8", "none", "threshold")),
+    (flat(3), EVERY_CODEC),
+    *((layout, ("int8", "none", "threshold")) for layout in (flat(2), *FORMS)),
 ]
 
 
-@pytest.mark.parametrize(("form", "size", "codec"), CASES, ids=str)
-def test_every_collective_and_every_byte(form: Form, size: int, codec: str) -> None:
-    ranks = run_threads(lambda rank: observed(rank, form, codec), size)
-    for story, _, wire in ranks:
-        assert sum(sent for group, _, sent in story.collectives if group != "control") == wire
-        assert +story.open == Counter()  # all that began has ended
-        assert len(story.under_way) == len(story.collectives)
-        for work in story.under_way:
-            work.wait()  # a second one who waits does no harm
-        assert story.buckets == [0, 0, 0]
-        assert story.settles == [[0]] * 3
-        assert codec.partition(":")[0] in story.codecs
-        assert len(story.threads) == 1  # not that of the backward pass
-    plain = run_threads(lambda rank: unobserved(rank, form, codec), size)
-    assert [digests for _, digests, _ in ranks] == plain
+@pytest.mark.parametrize(("layout", "codecs"), CASES, ids=str)
+def test_every_collective_and_every_byte(layout: Layout, codecs: Sequence[str]) -> None:
+    def body(rank: Rank) -> list[tuple[tuple[Story, list[str], int], list[str]]]:
+        return [(observed(rank, layout, c), unobserved(rank, layout, c)) for c in codecs]
+
+    for codec, *ranks in zip(codecs, *run_threads(body, layout.size), strict=True):
+        for (story, digests, wire), plain in ranks:
+            payload = [sent for group, _, sent in story.collectives if group != "control"]
+            assert sum(payload) == wire, codec
+            assert +story.open == Counter()  # all that began has ended
+            assert len(story.under_way) == len(story.collectives)
+            for work in story.under_way:
+                work.wait()  # a second one who waits does no harm
+            assert story.buckets == [0, 0, 0]
+            assert story.settles == [[0]] * 3
+            assert codec.partition(":")[0] in story.codecs
+            assert len(story.threads) == 1  # not that of the backward pass
+            assert digests == plain, codec

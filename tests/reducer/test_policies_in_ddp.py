@@ -10,6 +10,7 @@ import pytest
 import torch
 from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, mean, residuals
 from torch._inductor import metrics
+from totals import lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Codec, after_steps, by_name, by_size, warmup
@@ -109,28 +110,6 @@ def test_the_counters_show_which_codec_was_used_when(name: str) -> None:
     assert [used for used, _ in first] == [case.at(step) for step in range(STEPS)]
 
 
-@dataclass
-class Sums:
-    digests: list[str]  # of the gradients of every step
-    went_in: Tensors
-    came_out: Tensors
-    owed: Tensors
-
-
-def run(rank: Rank, codec: Codec, steps: int) -> Sums:
-    zero = {name: torch.zeros(shape, dtype=DOUBLE) for name, shape in SHAPES.items()}
-    went_in, came_out, digests = zero, zero, []
-    with compressed(rank, Fed(dtype=DOUBLE), codec, **ONLY_LARGE) as (model, reducer):
-        for step in range(steps):
-            given = feed(rank.rank, step, dtype=DOUBLE)
-            gradients = backward(model, given)
-            digests.append(digest(gradients))
-            went_in = {name: went_in[name] + given[name] for name in SHAPES}
-            came_out = {name: came_out[name] + gradients[name] for name in SHAPES}
-        owed = {name: value.view(SHAPES[name]) for name, value in residuals(reducer).items()}
-    return Sums(digests, went_in, came_out, owed)
-
-
 TOPK, POWERSGD = "topk:ratio=0.1,block_size=128", "powersgd:rank=2"
 CHANGES: dict[str, dict[int, str]] = {
     "int8, topk": {0: "int8", 3: TOPK},
@@ -147,15 +126,13 @@ CHANGES: dict[str, dict[int, str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_residual_of_one_stage_goes_on_in_the_next(name: str, size: int) -> None:
     """sum of outputs + mean residual == sum of mean inputs, over all stages; replicas identical."""
-    ranks = run_threads(lambda rank: run(rank, warmup(CHANGES[name]), STEPS), size)
-    assert all(sums.digests == ranks[0].digests for sums in ranks)
-    went_in, owed = mean([sums.went_in for sums in ranks]), mean([sums.owed for sums in ranks])
-    came_out = ranks[0].came_out
-    assert owed.keys() == {"first", "second"}
-    for parameter, held in owed.items():
+    policy = warmup(CHANGES[name])
+    ranks = run_threads(lambda rank: totals(rank, policy, STEPS, **ONLY_LARGE), size)
+    assert all(each.digests == ranks[0].digests for each in ranks)
+    assert ranks[0].owed.keys() == {"first", "second"}
+    for held in ranks[0].owed.values():
         assert held.norm() > 1e-3, "else nothing was lost that could be owed"
-        lost = came_out[parameter] + held - went_in[parameter]
-        assert lost.abs().max() < 1e-9 * went_in[parameter].abs().max() * size
+    assert lost(ranks) < 1e-9 * size
 
 
 def test_what_the_first_stage_owes_comes_out_of_the_second() -> None:

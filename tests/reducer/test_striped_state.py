@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from feeding import Fed, backward, compressed, digest, feed
-from layouts import PAIRS, UNEVEN, Layout, every_case
+from layouts import PAIRS, UNEVEN, Layout, flat
 from saving import SETTINGS, State, through_a_file
 from torch import Tensor
 from worlds import Rank, run_threads
@@ -16,18 +15,15 @@ from worlds import Rank, run_threads
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.store import Stripes
 
-LAYOUTS = [Layout([0, 1, 2]), Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
+LAYOUTS = [flat(3), Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
 CODECS = ["none", "int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"]
-every = every_case(LAYOUTS, [CODECS] * len(LAYOUTS))
 
 Striped = tuple[dict[str, Any], list[Stripes]]
 Seen = tuple[State | None, Striped]
 
 
-@cache
-def world(number: int) -> list[dict[str, list[Seen]]]:
+def world(layout: Layout) -> list[dict[str, list[Seen]]]:
     """By rank and codec: gathered and striped state before a step, after two, and just loaded."""
-    layout = LAYOUTS[number]
     saved: dict[str, State] = {}
 
     def states(reducer: Reducer) -> Seen:
@@ -38,9 +34,7 @@ def world(number: int) -> list[dict[str, list[Seen]]]:
         return {codec: in_turn(rank, codec) for codec in CODECS}
 
     def in_turn(rank: Rank, codec: str) -> list[Seen]:
-        tree = None if layout.tree == [0, 1, 2] else layout.tree
-        settings = {**SETTINGS, "tree": tree, "leader": layout.leader}
-        with compressed(rank, Fed(), codec, **settings) as (model, reducer):
+        with compressed(rank, Fed(), codec, **SETTINGS, **layout.form) as (model, reducer):
             found = [states(reducer)]
             for step in range(2):
                 backward(model, feed(rank.rank, step))
@@ -86,20 +80,20 @@ def flattened(value: Any) -> Any:
     return [flattened(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-@every
-@pytest.mark.parametrize("moment", [0, 1, 2], ids=["before a step", "after two", "loaded"])
-def test_stripes_of_all_ranks_are_the_gathered_state(number: int, codec: str, moment: int) -> None:
-    seen = [of_rank[codec][moment] for of_rank in world(number)]
-    gathered = seen[0][0]
-    assert flattened(joined([striped for _, striped in seen])) == flattened(gathered)
-    if moment and codec == "int8":
-        assert any(part.abs().sum() > 0 for part in gathered["residuals"].values())
-
-
-@every
-def test_every_rank_describes_the_same_tensors(number: int, codec: str) -> None:
-    described = [
-        [(each.whole.shape, each.whole.dtype) for each in of_rank[codec][1][1][1]]
-        for of_rank in world(number)
-    ]
-    assert all(of_rank == described[0] for of_rank in described)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_stripes_of_all_ranks_are_the_gathered_state(layout: Layout) -> None:
+    """Before a step, after two and just loaded; every rank describes the same tensors."""
+    ranks = world(layout)
+    for codec in CODECS:
+        described = [
+            [(each.whole.shape, each.whole.dtype) for each in of_rank[codec][1][1][1]]
+            for of_rank in ranks
+        ]
+        assert all(of_rank == described[0] for of_rank in described), codec
+        for moment in range(3):
+            seen = [of_rank[codec][moment] for of_rank in ranks]
+            gathered = seen[0][0]
+            together = joined([striped for _, striped in seen])
+            assert flattened(together) == flattened(gathered), (codec, moment)
+            if moment and codec == "int8":
+                assert any(part.abs().sum() > 0 for part in gathered["residuals"].values())
