@@ -10,7 +10,7 @@ import pytest
 from processes import port, run, run_together
 from typer.testing import CliRunner, Result
 
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli import app
 from lightning_dist.cli.bench_run import Report, members_of
 from lightning_dist.cli.bench_sizes import sizes_of

@@ -10,7 +10,7 @@ import pytest
 from doctor_findings import ELASTIC, RANK, by_name
 from processes import run
 
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.doctor_finding import Finding
 from lightning_dist.cli.doctor_interfaces import Interface
 from lightning_dist.cli.doctor_launcher import launcher

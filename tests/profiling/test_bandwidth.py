@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from worlds import Rank, run_threads
 
-from benchmarks import network
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness import network
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.bandwidth import OPS, Measurement, Pairs, measure, pairs
 
 SCRIPT = Path(__file__).with_name("measure_links.py")
@@ -21,7 +21,7 @@ PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
 NEAR = 0.2
 """A busy machine gets less, and after a break more: a shaped link saves up 10 ms.
-How exact it is without that, benchmarks/profiling.py measures."""
+How exact it is without that, benchmarks/profiler measures."""
 
 
 @pytest.fixture(scope="module")

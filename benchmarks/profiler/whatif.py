@@ -1,0 +1,268 @@
+"""How far the predictions of `lightning-dist profile whatif` are from what is then measured.
+
+    python -m benchmarks.profiler.whatif [--layout 2x1] [--link 200] [--setting int8] [--base 500]
+                                [--steps 12] [--json PATH]
+
+Needs root. Hosts on one machine (`harness/testbed.py`) train the model of
+`step_time/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under the
+profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in
+`step_time/hierarchical.py`. Then every pair of setting and rate is predicted from ONE profile,
+that of ddp at the rate `--base`, with the costs of codecs that `calibrate()` finds before the first
+step, compiled as in the run and on all ranks at once. What was lost of the rate at `--base` is
+taken to be lost of the others too. Hierarchical settings need the rate inside a host, which ddp
+does not show: `--inside-gbit`. Nor does it show the latency of a round, which counts nothing unless
+`--latency-us` gives it; many hosts multiply it.
+
+JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
+profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
+link_mbit, measured_ms, predicted_ms, relative_error, is_base), "profile" (setting, link_mbit, and
+of the errors of what it predicts: rows, median, largest) and "scaling": what the same profile says
+of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, gbps, step_ms). Of
+a step's time the median over steps counts, of the mean over ranks, as in the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.launch import Layout, RankFailed
+from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
+from benchmarks.step_time.model import summary_of
+from benchmarks.step_time.rows import QUIET, split_row
+from benchmarks.step_time.run import positive, say
+from lightning_dist.profiling.folder import read_run
+from lightning_dist.profiling.whatif.answer import LABEL
+from lightning_dist.profiling.whatif.candidates import SCALE, scaled
+from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predict import Wish, predict
+from lightning_dist.profiling.whatif.setting import DDP, FLAT
+from lightning_dist.reducer.costs import CodecCost
+
+RANK_MODULE = "benchmarks.profiler.whatif_rank"
+SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
+LINKS = (200.0, 500.0, 1000.0)
+
+JsonRow = dict[str, Any]
+Place = tuple[str, float]  # setting, link
+
+
+def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[str, CodecCost]]:
+    """Train everywhere, and read the profiles; and the costs, as measured at the base rate."""
+    layout = Layout.parse(arguments.layout)
+    found: dict[Place, Observed] = {}
+    costs: dict[str, CodecCost] = {}
+    names = {split_row(setting)[1] for setting in arguments.setting} - {DDP} | {"none"}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Testbed(layout.hosts, link_mbit=arguments.link[0]) as testbed,
+    ):
+        for link in arguments.link:
+            say(f"link: {link:g} Mbit/s")
+            testbed.set_link(link)
+            folders = {
+                name: Path(directory) / f"{link:g}" / f"setting{number}"
+                for number, name in enumerate(arguments.setting)
+            }
+            settings: JsonRow = {
+                "rows": list(folders),
+                "folders": [str(folder) for folder in folders.values()],
+                "codecs": sorted(names),
+                "costs": str(Path(directory) / f"costs{link:g}.json"),
+                "steps": arguments.steps,
+                "batch": arguments.batch,
+                "seed": arguments.seed,
+            }
+            testbed.launch(
+                [sys.executable, "-m", RANK_MODULE, json.dumps(settings)],
+                ranks_per_host=layout.counts,
+                env=QUIET,
+                timeout_s=arguments.timeout,
+                echo=True,
+            )
+            for name, folder in folders.items():
+                found[name, link] = observe(read_run(folder / "run-0"))
+            if link == arguments.base:
+                listed = json.loads(Path(settings["costs"]).read_text())
+                costs = {name: CodecCost(**cost) for name, cost in listed.items()}
+    return found, costs
+
+
+def wish_of(setting: str, link: float, base: Place, arguments: argparse.Namespace) -> Wish:
+    """The question whose answer was measured. At the profile's own rate the measured one counts."""
+    form, codec = split_row(setting)
+    was, rate = base
+    cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
+    return Wish(
+        codec=codec,
+        form=form or FLAT,
+        gbps=None if link == rate else link / 1e3,
+        was_gbps=None if link == rate else rate / 1e3,
+        inside_gbps=arguments.inside_gbit,
+        latency=None if arguments.latency_us is None else arguments.latency_us / 1e6,
+        # Hosts on one machine do not know that they share its cores.
+        one_core=cores_per_rank < 2 and codec != split_row(was)[1],
+    )
+
+
+def compare(
+    found: dict[Place, Observed],
+    costs: dict[str, CodecCost],
+    base: Place,
+    arguments: argparse.Namespace,
+) -> list[JsonRow]:
+    """What is predicted from the profile of ``base`` beside what was measured."""
+    rows = []
+    for (setting, link), observed in found.items():
+        answer = predict(found[base], [wish_of(setting, link, base, arguments)], costs=costs)
+        (prediction,) = answer.others
+        measured, predicted = observed.step * 1e3, prediction.step_ms
+        rows.append(
+            {
+                "kind": "pair",
+                "setting": setting,
+                "link_mbit": link,
+                "measured_ms": measured,
+                "predicted_ms": predicted,
+                "relative_error": None if predicted is None else predicted / measured - 1,
+                "is_base": (setting, link) == base,
+                "reason": prediction.reason,
+                "observed": asdict(observed),
+            }
+        )
+    return rows
+
+
+def told(rows: Sequence[JsonRow]) -> list[float]:
+    """The errors of what was predicted, and could be."""
+    errors = [row["relative_error"] for row in rows if not row["is_base"]]
+    return [error for error in errors if error is not None]
+
+
+def scaling(
+    base: Observed, costs: dict[str, CodecCost], arguments: argparse.Namespace
+) -> list[JsonRow]:
+    """What the profile says of many hosts."""
+    wishes = scaled(
+        [
+            wish_of(setting, arguments.base, (DDP, arguments.base), arguments)
+            for setting in arguments.setting
+        ],
+        SCALE,
+    )
+    answer = predict(base, wishes, costs=costs)
+    return [{"kind": "scaling", "label": LABEL, **asdict(each)} for each in answer.others]
+
+
+def show(rows: Sequence[JsonRow], arguments: argparse.Namespace) -> None:
+    """Both tables."""
+    pairs = [row for row in rows if row["kind"] == "pair"]
+    print_table(
+        f"Step time, predicted from the profile of ddp at {arguments.base:g} Mbit/s",
+        columns=("setting", "Mbit/s", "measured ms", "predicted ms", "error %"),
+        rows=(
+            (
+                row["setting"] + (" *" if row["is_base"] else ""),
+                f"{row['link_mbit']:g}",
+                row["measured_ms"],
+                row["predicted_ms"],
+                None if row["relative_error"] is None else f"{row['relative_error'] * 100:+.1f}",
+            )
+            for row in pairs
+        ),
+    )
+    by_place = {
+        (row["hosts"], row["form"], row["codec"]): row["step_ms"]
+        for row in rows
+        if row["kind"] == "scaling"
+    }
+    lines = list(dict.fromkeys((form, codec) for _, form, codec in by_place))
+    print_table(
+        f"{LABEL}: ms of a step at {arguments.base:g} Mbit/s by the number of hosts, from one "
+        "profile of a few",
+        columns=("hosts", *(f"{form} {codec}" for form, codec in lines)),
+        rows=((str(hosts), *(by_place[hosts, *line] for line in lines)) for hosts in SCALE),
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, predict, show, and write."""
+    arguments = parse_arguments(argv)
+    try:
+        found, costs = measure(arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (TestbedUnavailable, RankFailed) as error:
+        sys.exit(f"benchmarks/profiler/whatif.py: {error}")
+    base = (DDP, arguments.base)
+    errors = {place: told(compare(found, costs, place, arguments)) for place in found}
+    together = [error for of in errors.values() for error in of]
+    rows = compare(found, costs, base, arguments)
+    rows += [
+        {"kind": "profile", "setting": setting, "link_mbit": link, **summary_of(of)}
+        for (setting, link), of in errors.items()
+        if of
+    ]
+    rows += scaling(found[base], costs, arguments)
+    show(rows, arguments)
+    facts: JsonRow = {
+        "errors": summary_of(errors[base]) if errors[base] else None,
+        "errors_from_any": summary_of(together) if together else None,
+        "base": {"setting": DDP, "link_mbit": arguments.base},
+        "costs": {name: asdict(cost) for name, cost in costs.items()},
+        "label": LABEL,
+    }
+    for name, of in (("this profile", errors[base]), ("any of the profiles", together)):
+        if of:
+            sizes = summary_of(of)
+            print(
+                f"error, from {name}: median {sizes['median'] * 100:.1f} %, largest "
+                f"{sizes['largest'] * 100:.1f} %, over {sizes['rows']:g} predictions"
+            )
+    if arguments.json:
+        listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+        meta = collect_meta(seed=arguments.seed, arguments=listed)
+        write_json(arguments.json, meta={**meta, **facts}, rows=rows)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--layout", default="2x1", help="hosts x ranks of each (2x1)")
+    add("--link", type=float, action="append", metavar="MBIT", help="repeatable (200, 500, 1000)")
+    add(
+        "--setting",
+        action="append",
+        help=f"repeatable, ddp is always there ({', '.join(SETTINGS)})",
+    )
+    add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
+    add("--steps", type=positive, default=12, help="of each, two of which are left out (12)")
+    add("--batch", type=positive, default=64, help="of each rank (64)")
+    add("--inside-gbit", type=float, metavar="RATE", help="of a rank inside its host")
+    add(
+        "--timeout", type=float, default=900.0, metavar="S", help="for the settings of a rate (900)"
+    )
+    add("--latency-us", type=float, metavar="US", help="of a round between hosts")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="PATH", help="write everything here")
+    arguments = parser.parse_args(argv)
+    arguments.link = arguments.link or list(LINKS)
+    if arguments.base is None:
+        arguments.base = arguments.link[min(1, len(arguments.link) - 1)]
+    if arguments.base not in arguments.link:
+        parser.error(f"--base must be one of --link, got {arguments.base:g}")
+    arguments.setting = list(dict.fromkeys([DDP, *(arguments.setting or SETTINGS)]))
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
