@@ -40,12 +40,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.checkpoint.memory import memory_growth
 from benchmarks.checkpoint.ranks import measure_ranks
 from benchmarks.checkpoint.ways import ROWS, Row, SmallTraining, Training, nbytes_of
-from benchmarks.harness.results import collect_meta, print_table, quantile, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 
 _SEED = 1
 
@@ -231,7 +233,7 @@ class Figure:
         return cls(
             median=statistics.median(values),
             min=min(values),
-            spread=(quantile(values, 0.25), quantile(values, 0.75)),
+            spread=(np.quantile(values, 0.25), np.quantile(values, 0.75)),
         )
 
 

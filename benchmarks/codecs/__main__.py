@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.codecs.memory import measure_memory
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS

@@ -63,7 +63,8 @@ from typing import Any
 
 from benchmarks.convergence.ranks import WorldFailed, run_jobs
 from benchmarks.convergence.tasks import DDP_ROW, Job, Refused, Run
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")

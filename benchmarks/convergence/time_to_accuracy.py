@@ -61,7 +61,8 @@ from benchmarks.convergence.time_to_accuracy_rank import (
     smoothed,
 )
 from benchmarks.harness.launch import RankFailed
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.codecs import CODECS
 
@@ -191,7 +192,7 @@ _MEASURED = ("step_ms", "wire_bytes_per_step", *_TO_TARGET, "replicas_identical"
 
 
 def summarize(of_seed: Mapping[int, Mapping[str, Any]], *, rows: Sequence[str]) -> list[Row]:
-    """One row of the JSON for every row; the results of each seed are kept beside the means."""
+    """One row of the JSON for every row; what each seed came to is kept beside the means."""
     result = [_row(name, of_seed) for name in rows]
     for row in result:
         row["speedup_vs_fp32"] = _speedup(row, result, DDP_ROW)
@@ -247,13 +248,22 @@ def _row(name: str, of_seed: Mapping[int, Mapping[str, Any]]) -> Row:
     for number, seed in of_seed.items():
         of_row = seed["rows"][name]
         there = _to_target(of_row["curve"], seed["target"])
-        runs.append({"seed": number, "target_loss": seed["target"], **there, **of_row})
+        identical = of_row["replicas_identical"]
+        runs.append(
+            {
+                "seed": number,
+                "target_loss": seed["target"],
+                **there,
+                "replicas_identical": identical,
+            }
+        )
+    curves = [seed["rows"][name]["curve"] for seed in of_seed.values()]
     identical = all(run["replicas_identical"] for run in runs)
     return {
         "row": name,
         "reason": None,
-        "step_ms": 1e3 * median(s for run in runs for s in _step_s(run["curve"])),
-        "wire_bytes_per_step": mean(_per_step(run["curve"]) for run in runs),
+        "step_ms": 1e3 * median(s for curve in curves for s in _step_s(curve)),
+        "wire_bytes_per_step": mean(map(_per_step, curves)),
         **{key: _mean([run[key] for run in runs]) for key in _TO_TARGET},
         "replicas_identical": None if name == COMPUTE_ROW else identical,
         "runs": runs,

@@ -1,20 +1,17 @@
-"""What every benchmark shares: where and with what it ran, its statistics, its JSON, its table."""
+"""Results as JSON, and with what a benchmark ran."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _GIT_TIMEOUT_S = 10.0
@@ -41,8 +38,9 @@ def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, *, meta: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write {"meta": ..., "rows": [...]}; an interrupted run leaves no half a file."""
-    text = json.dumps({"meta": dict(meta), "rows": [dict(row) for row in rows]}, indent=2)
+    """Write {"meta": ..., "rows": [...]}, a row in a line; never half a file."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    text = f'{{"meta": {json.dumps(meta)},\n"rows": [\n{lines}\n]}}'
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text + "\n")
@@ -63,27 +61,10 @@ def renewed(kept: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """One table on stdout: the first column names the row, the others are right-aligned.
-
-    None shows as a dash and a float with one decimal; format a value yourself where that is wrong.
-    """
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
-    # A table in a file or a pipe is not cut to the width of a terminal that is not there.
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0..1) of the values, interpolated linearly between neighbours."""
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    low, high = math.floor(position), math.ceil(position)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def error_sizes(errors: Sequence[float]) -> dict[str, float]:
+    """Median and largest of relative errors without their signs, and how many there are."""
+    sizes = [abs(error) for error in errors]
+    return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
 
 
 def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -91,12 +72,6 @@ def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
     for row in rows:
         kinds.setdefault(row["kind"], []).append(row)
     return kinds
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
 
 
 def _version(distribution: str) -> str | None:

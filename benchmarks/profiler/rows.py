@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.results import print_table, quantile
+import numpy as np
+
+from benchmarks.harness.tables import of_link, print_table
 from benchmarks.profiler.link_packets import LinkPackets
 from benchmarks.profiler.rank import FIRST
-from benchmarks.step_time.summary import link_name
 from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run
@@ -173,8 +174,8 @@ def _compared(without: list[tuple[list[float], ...]], others: list[tuple[list[fl
         row[f"{name}_ms"] = statistics.median(before)
         row[f"{name}_with_ms"] = statistics.median(after)
         row[f"{name}_more_ms"] = statistics.median(more)
-        row[f"{name}_more_low_ms"] = quantile(more, 0.25)
-        row[f"{name}_more_high_ms"] = quantile(more, 0.75)
+        row[f"{name}_more_low_ms"] = np.quantile(more, 0.25)
+        row[f"{name}_more_high_ms"] = np.quantile(more, 0.75)
     return row
 
 
@@ -226,7 +227,7 @@ _KINDS: Mapping[str, tuple[str, Columns]] = {
     "wire": (
         "planted rates of links",
         {
-            "link": lambda row: link_name(row["link_mbit"]),
+            "link": lambda row: of_link(row["link_mbit"]),
             "TCP": lambda row: row["congestion_control"],
             "codec": lambda row: row["codec"],
             "planted, Gbit/s": lambda row: f"{row['payload_gbps']:.4f}",

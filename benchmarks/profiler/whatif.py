@@ -15,10 +15,9 @@ does not show: `--inside-gbit`. Nor does it show the latency of a round, which c
 
 JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
 profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
-link_mbit, measured_ms, predicted_ms, relative_error, is_base), "profile" (setting, link_mbit, and
-of the errors of what it predicts: rows, median, largest) and "scaling": what the same profile says
-of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, gbps, step_ms). Of
-a step's time the median over steps counts, of the mean over ranks, as in the profile.
+link_mbit, measured_ms, predicted_ms, relative_error, is_base) and "scaling": what the same profile
+says of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, step_ms). Of a
+step's time the median over steps counts, of the mean over ranks, as in the profile.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launch import Layout, RankFailed
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, error_sizes, write_json
+from benchmarks.harness.tables import print_table
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from benchmarks.step_time.model import summary_of
 from benchmarks.step_time.rows import QUIET, split_row
 from benchmarks.step_time.run import positive, say
 from lightning_dist.profiling.folder import read_run
@@ -135,7 +134,6 @@ def compare(
                 "relative_error": None if predicted is None else predicted / measured - 1,
                 "is_base": (setting, link) == base,
                 "reason": prediction.reason,
-                "observed": asdict(observed),
             }
         )
     return rows
@@ -159,7 +157,11 @@ def scaling(
         SCALE,
     )
     answer = predict(base, wishes, costs=costs)
-    return [{"kind": "scaling", "label": LABEL, **asdict(each)} for each in answer.others]
+    shown = ("codec", "form", "hosts", "step_ms")
+    return [
+        {"kind": "scaling", **{name: getattr(each, name) for name in shown}}
+        for each in answer.others
+    ]
 
 
 def show(rows: Sequence[JsonRow], arguments: argparse.Namespace) -> None:
@@ -206,23 +208,18 @@ def main(argv: list[str] | None = None) -> None:
     errors = {place: told(compare(found, costs, place, arguments)) for place in found}
     together = [error for of in errors.values() for error in of]
     rows = compare(found, costs, base, arguments)
-    rows += [
-        {"kind": "profile", "setting": setting, "link_mbit": link, **summary_of(of)}
-        for (setting, link), of in errors.items()
-        if of
-    ]
     rows += scaling(found[base], costs, arguments)
     show(rows, arguments)
     facts: JsonRow = {
-        "errors": summary_of(errors[base]) if errors[base] else None,
-        "errors_from_any": summary_of(together) if together else None,
+        "errors": error_sizes(errors[base]) if errors[base] else None,
+        "errors_from_any": error_sizes(together) if together else None,
         "base": {"setting": DDP, "link_mbit": arguments.base},
         "costs": {name: asdict(cost) for name, cost in costs.items()},
         "label": LABEL,
     }
     for name, of in (("this profile", errors[base]), ("any of the profiles", together)):
         if of:
-            sizes = summary_of(of)
+            sizes = error_sizes(of)
             print(
                 f"error, from {name}: median {sizes['median'] * 100:.1f} %, largest "
                 f"{sizes['largest'] * 100:.1f} %, over {sizes['rows']:g} predictions"

@@ -14,19 +14,21 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.results import collect_meta, print_table, quantile, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 from benchmarks.harness.testbed import exit_on_signals
 
 BACKENDS = ("c10d", "static", "standalone")
@@ -153,8 +155,7 @@ def summarize(trials: list[Trial]) -> list[dict[str, Any]]:
                 "strategy": strategy,
                 "trials": len(of_row),
                 **{name: sum(each.outcome == name for each in of_row) for name in OUTCOMES},
-                "median_s": quantile(seconds, 0.5) if seconds else None,
-                "each": [asdict(each) for each in of_row],
+                "median_s": statistics.median(seconds) if seconds else None,
             }
         )
     return rows

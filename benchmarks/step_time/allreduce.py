@@ -64,23 +64,34 @@ from benchmarks.harness.launch import Layout, RankFailed, RanksTimedOut
 from benchmarks.harness.testbed import Testbed
 from benchmarks.step_time.rows import (
     BASELINES,
+    NO_FEEDBACK_SUFFIX,
     ONE_BUCKET_SUFFIX,
     POWERSGD_ROW,
     QUIET,
     RANK_MODULE,
     RISKY_BASELINES,
     Settings,
+    is_torch_row,
 )
 from benchmarks.step_time.run import (
+    LINKS,
     JsonRow,
-    Samples,
+    add_shared,
+    check_hosts,
     estimate,
     measure_rows,
-    parse_arguments,
+    positive,
     run_layouts,
     say,
 )
-from benchmarks.step_time.summary import show, summarize
+
+HOSTS = (2, 4)
+QUICK_HOSTS = (2,)
+QUICK_LINKS = (None, 200.0)
+WITHOUT_FEEDBACK = ("int8", "int4")
+"""Codecs that by default are also measured without error feedback."""
+
+_QUICK_ROUNDS = 4
 
 
 def measure(layout: Layout, *, arguments: argparse.Namespace) -> list[JsonRow]:
@@ -93,12 +104,7 @@ def measure(layout: Layout, *, arguments: argparse.Namespace) -> list[JsonRow]:
                 testbed, ranks_per_host=arguments.ranks_per_host, batch=arguments.batch, say=say
             )
 
-        def show_link(samples: Samples, link_mbit: float | None) -> list[JsonRow]:
-            rows = summarize(samples, layout=layout, link_mbit=link_mbit, reasons=reasons)
-            show(rows)
-            return rows
-
-        together = partial(measure_rows, testbed, arguments, layout=layout, on_link=show_link)
+        together = partial(measure_rows, testbed, arguments, layout=layout, reasons=reasons)
         try:
             return together(rows=[*BASELINES, *risky, *arguments.codec])
         except RankFailed as error:
@@ -113,6 +119,43 @@ def measure(layout: Layout, *, arguments: argparse.Namespace) -> list[JsonRow]:
             return together(rows=[*BASELINES, *arguments.codec])
 
 
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults that depend on --quick filled in."""
+    parser = argparse.ArgumentParser(
+        description="Time of a DDP training step on a slow link, per codec."
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="2 hosts, few rounds, none of torch's risky hooks")
+    add("--hosts", type=positive, action="append", metavar="N", help="repeatable (2 and 4)")
+    add("--ranks-per-host", type=positive, default=1, metavar="N")
+    add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
+    add("--baselines-only", action="store_true", help="only torch's own rows")
+    add_shared(parser)
+    arguments = parser.parse_args(argv)
+    arguments.hosts = arguments.hosts or list(QUICK_HOSTS if arguments.quick else HOSTS)
+    arguments.link = arguments.link or list(QUICK_LINKS if arguments.quick else LINKS)
+    arguments.rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else None)
+    if arguments.baselines_only and arguments.codec:
+        parser.error("--baselines-only and --codec exclude each other")
+    for hosts in arguments.hosts:
+        check_hosts(parser, hosts, links=arguments.link)
+    codecs = [] if arguments.baselines_only else arguments.codec or default_codecs()
+    arguments.codec = list(dict.fromkeys(codecs))
+    if taken := [row for row in arguments.codec if is_torch_row(row)]:
+        parser.error(f"--codec: {', '.join(taken)} is measured anyway; name codecs of ours")
+    return arguments
+
+
+def default_codecs() -> list[str]:
+    """Every codec there is with its default options, and some without error feedback too."""
+    from lightning_dist.codecs import CODECS
+
+    rows: list[str] = []
+    for name in CODECS:
+        rows += [name, name + NO_FEEDBACK_SUFFIX] if name in WITHOUT_FEEDBACK else [name]
+    return rows
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, show, and write."""
     arguments = parse_arguments(argv)
@@ -120,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = len(BASELINES) + 1 + len(arguments.codec)  # of torch's risky hooks about one works
     say(estimate(arguments, layouts=layouts, rows=rows))
     run_layouts(
-        "benchmarks/step_time/allreduce.py",
+        "step_time.allreduce",
         arguments,
         layouts=layouts,
         measure=partial(measure, arguments=arguments),

@@ -52,7 +52,6 @@ from benchmarks.step_time.rows import FORMS, impossible, rows_of
 from benchmarks.step_time.run import (
     LINKS,
     JsonRow,
-    Samples,
     add_shared,
     check_hosts,
     estimate,
@@ -60,17 +59,11 @@ from benchmarks.step_time.run import (
     run_layouts,
     say,
 )
-from benchmarks.step_time.summary import show_forms, summarize_forms
 
 
 def measure(layout: Layout, *, arguments: argparse.Namespace) -> list[JsonRow]:
     """All links in this layout: the rows of the JSON."""
     reasons = {row: why for row in arguments.rows if (why := impossible(row, layout)) is not None}
-
-    def show_link(samples: Samples, link_mbit: float | None) -> list[JsonRow]:
-        rows = summarize_forms(samples, layout=layout, link_mbit=link_mbit, reasons=reasons)
-        show_forms(rows)
-        return rows
 
     with Testbed(layout.hosts, link_mbit=arguments.link[0]) as testbed:
         return measure_rows(
@@ -78,7 +71,7 @@ def measure(layout: Layout, *, arguments: argparse.Namespace) -> list[JsonRow]:
             arguments,
             rows=[row for row in arguments.rows if row not in reasons],
             layout=layout,
-            on_link=show_link,
+            reasons=reasons,
         )
 
 
@@ -88,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     layouts = [Layout.parse(text) for text in arguments.layout]
     say(estimate(arguments, layouts=layouts, rows=len(arguments.rows)))
     run_layouts(
-        "benchmarks/step_time/hierarchical.py",
+        "step_time.hierarchical",
         arguments,
         layouts=layouts,
         measure=partial(measure, arguments=arguments),

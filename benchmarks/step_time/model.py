@@ -1,7 +1,6 @@
 """An alpha-beta model of a step between hosts, fitted to measurements, and its word on more hosts.
 
-    python -m benchmarks.step_time.model RESULT.json ... [--curve] [--gbit 10] [--json PATH]
-                                            [--plot PNG]
+    python -m benchmarks.step_time.model RESULT.json ... [--curve] [--gbit 10]
 
 RESULT.json is written by `hierarchical.py`; results of `allreduce.py` may
 stand beside it. Seconds that communication adds to a step:
@@ -32,7 +31,7 @@ at least 1; a prediction takes that of the fastest. crowding: on the machine tha
 share cores, so a codec takes (ranks that compress at once / cores) times as long, at least once; in
 a prediction every rank has its own. Elements through a codec count the way in and out as one.
 
-The fit is non-negative least squares (numpy; Lawson and Hanson) over all rows with a limited link,
+The fit is non-negative least squares (scipy) over all rows with a limited link,
 every row divided by its measured time, so that it is the relative errors that are small and a slow
 link weighs no more than a fast one. overlap, one number for all rows, is the best of a grid from 0
 (one after the other) to 1 (at once); for each of them the fit and the choice of the longer side
@@ -50,9 +49,9 @@ the rate of the link, --intra-gbit replaces the fitted rate inside, --latency-us
 per round between hosts, which few ranks on one busy machine tell least about: it is the one
 coefficient that many hosts multiply, so a line says how much of a prediction hangs on it.
 
-JSON: in meta `coefficients`, `overlap`, `errors`, `byte_errors`, `label`; rows with `kind` "fit"
-(measured_ms, predicted_ms, relative_error, byte_error) and "prediction" (hosts, ranks_per_host,
-gbit, form, codec, predicted_ms and rounds_ms of it, speedup_vs_flat_fp32, round_us, round_given).
+JSON: in meta `coefficients`, `overlap`, `errors`, `byte_errors`, `label`; rows are predictions
+(hosts, ranks_per_host, gbit, form, codec, predicted_ms, speedup_vs_flat_fp32, round_us, and
+rounds_share, what of a prediction hangs on it).
 """
 
 from __future__ import annotations
@@ -61,16 +60,15 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, error_sizes, write_json
+from benchmarks.harness.tables import Column, pivot, show
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
     DDP_ROW,
@@ -86,224 +84,29 @@ from benchmarks.step_time.rows import (
 from benchmarks.step_time.run import positive
 from lightning_dist.profiling.whatif.formulas import collectives, inside, total
 
-
-def fit_rows(cases: list[Case], model: Model) -> list[dict[str, Any]]:
-    """What was measured beside what the model says."""
-    errors = relative_errors(cases, model)
-    return [
-        {
-            "kind": "fit",
-            "layout": layout_of(case.row).name,
-            **{name: case.row.get(name) for name in ("link_mbit", "form", "codec")},
-            "measured_ms": case.seconds * 1e3,
-            "predicted_ms": predict(model, terms_of(case)) * 1e3,
-            "relative_error": error,
-            "byte_error": byte_error(case),
-        }
-        for case, error in zip(cases, errors, strict=True)
-    ]
-
-
-def show_fit(rows: list[dict[str, Any]], model: Model) -> None:
-    """The coefficients and every row's error."""
-    print_table(
-        "Communication of a step: measured, and by the model fitted to these rows",
-        columns=("layout", "Mbit/s", "form", "codec", "measured ms", "model ms", "error %"),
-        rows=(
-            (
-                row["layout"],
-                f"{row['link_mbit']:g}",
-                row["form"],
-                row["codec"],
-                row["measured_ms"],
-                row["predicted_ms"],
-                f"{row['relative_error'] * 100:+.1f}",
-            )
-            for row in rows
-        ),
-    )
-    for name, value in {**model.coefficients, "overlap": model.overlap}.items():
-        print(f"{name:20} {value:.4g}")
-    for what, key in (("time", "relative_error"), ("bytes over a host's link", "byte_error")):
-        of = summary_of([row[key] for row in rows])
-        print(
-            f"error of the {what}: median {of['median'] * 100:.1f} %, "
-            f"largest {of['largest'] * 100:.1f} %, over {of['rows']:g} rows"
-        )
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Fit, show, predict where asked, and write."""
-    arguments = parse_arguments(argv)
-    results = [json.loads(path.read_text()) for path in arguments.result]
-    try:
-        cases = [
-            case
-            for result in results
-            for case in cases_of(result["rows"], cores=result["meta"]["machine"]["cores"])
-        ]
-        model = fit(cases)
-    except ValueError as error:
-        sys.exit(f"benchmarks/step_time/model.py: {error}")
-    rows = fit_rows(cases, model)
-    show_fit(rows, model)
-    facts: dict[str, Any] = {
-        "measured": [result["meta"] for result in results],
-        "coefficients": model.coefficients,
-        "overlap": model.overlap,
-        "errors": summary_of([row["relative_error"] for row in rows]),
-        "byte_errors": summary_of([row["byte_error"] for row in rows]),
-        "label": LABEL,
-    }
-    if arguments.curve or arguments.plot:
-        predicted = curve(
-            model,
-            ranks_per_host=arguments.ranks_per_host,
-            gbit=arguments.gbit,
-            intra_gbit=arguments.intra_gbit,
-            latency_us=arguments.latency_us,
-        )
-        show_curve(predicted)
-        rows += predicted
-        if arguments.plot:
-            plot(predicted, arguments.plot)
-    if arguments.json:
-        paths = ("result", "json", "plot")
-        listed = {name: value for name, value in vars(arguments).items() if name not in paths}
-        meta = collect_meta(seed=0, arguments=listed)
-        write_json(arguments.json, meta={**meta, **facts}, rows=rows)
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Fit a model to hierarchical.py's result.")
-    add = parser.add_argument
-    add(
-        "result",
-        type=Path,
-        nargs="+",
-        metavar="RESULT.json",
-        help="of benchmarks.step_time.hierarchical",
-    )
-    add("--curve", action="store_true", help="predict 2 to 1024 hosts")
-    add("--ranks-per-host", type=positive, default=8, metavar="N", help="of the prediction (8)")
-    add("--gbit", type=float, default=10.0, metavar="RATE", help="link of the prediction (10)")
-    add("--intra-gbit", type=float, metavar="RATE", help="of a rank in its host; default: fitted")
-    add("--latency-us", type=float, metavar="US", help="of a round between hosts; default: fitted")
-    add("--json", type=Path, metavar="PATH", help="write fit and prediction here")
-    add("--plot", type=Path, metavar="PNG", help="draw the prediction; needs matplotlib")
-    return parser.parse_args(argv)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecFacts:
-    """What the model has to know of a codec."""
-
-    name: str
-    bytes_per_element: float
-    linear: bool  # the network adds the payloads: a ring allreduce
-
-
-PLAIN = CodecFacts(name="none", bytes_per_element=4.0, linear=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One step of the busiest rank, or of the busiest host where it says so."""
-
-    inter_bytes: float  # over one host's link
-    inter_rounds: int
-    intra_bytes: float = 0.0  # into or out of one rank
-    intra_rounds: int = 0
-    elements: dict[str, float] = field(default_factory=dict)  # through each codec, in one rank
-    busy_ranks: int  # that run the codec between hosts at once, on all hosts
-
-
-def codec_facts(codec: str) -> CodecFacts | None:
-    """The facts of a codec of this package; None where its bytes are not fixed per element."""
-    if is_torch_row(codec):
-        return None
-    import torch
-
-    from lightning_dist.codecs import BlockCodec, resolve_codec
-
-    resolved = resolve_codec(codec.removesuffix(NO_FEEDBACK_SUFFIX))
-    if not isinstance(resolved, BlockCodec) or resolved.exchange == "gather":
-        return None
-    row = sum(plane.bytes_per_block for plane in resolved.planes(torch.float32))
-    return CodecFacts(
-        name=codec,
-        bytes_per_element=row / resolved.block,
-        linear=resolved.exchange == "allreduce",
-    )
-
-
-def facts_of(codec: str) -> tuple[CodecFacts, CodecFacts] | None:
-    """The codecs within and between hosts of a row's `codec`."""
-    intra, inter = levels(codec)
-    found = (PLAIN if intra is None else codec_facts(intra), codec_facts(inter))
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
-
-
-def work(
-    form: str,
-    layout: Layout,
-    *,
-    inter: CodecFacts,
-    intra: CodecFacts = PLAIN,
-    elements: float,
-) -> Work:
-    """What a form has to do for `elements` gradients, with these codecs between and within hosts.
-
-    form: as in `hierarchical_settings.FORMS`; the sharded one needs an even layout.
-    """
-    size = elements * inter.bytes_per_element
-    exchange = "allreduce" if inter.linear else "two_shot"
-    if form == FLAT:
-        whole = total(collectives(exchange, size, layout.counts))
-        return Work(
-            inter_bytes=whole.nbytes,
-            inter_rounds=whole.rounds,
-            elements=_through((inter, elements)),
-            busy_ranks=layout.world_size,
-        )
-    local = max(layout.counts)
-    leader = form == LEADER
-    if not leader and not layout.even:
-        raise ValueError(f"the sharded form needs hosts of equal size, got {layout.name}")
-    share = 1 if leader else local
-    across = total(collectives(exchange, size, (1,) * layout.hosts))
-    way = inside(elements * intra.bytes_per_element, local, leader=leader)
-    return Work(
-        # L ranks of a host exchange an L-th each, or one of them exchanges all.
-        inter_bytes=across.nbytes,
-        inter_rounds=across.rounds,
-        intra_bytes=2 * way.nbytes,
-        intra_rounds=2 * way.rounds,
-        elements=_through((inter, elements / share), (intra, elements)),
-        busy_ranks=layout.hosts if leader else layout.world_size,
-    )
-
-
-def _through(*passes: tuple[CodecFacts, float]) -> dict[str, float]:
-    """Elements by codec; what travels as it is costs nothing."""
-    elements: dict[str, float] = {}
-    for codec, count in passes:
-        if codec.name != PLAIN.name:
-            elements[codec.name] = elements.get(codec.name, 0.0) + count
-    return elements
-
+LABEL = "PREDICTION, not measured: extrapolated from 2 to 4 hosts on one machine"
+HOSTS = tuple(2**power for power in range(1, 11))
+LINES = (
+    (FLAT, "none"),
+    (FLAT, "int4"),
+    (SHARDED, "none"),
+    (SHARDED, "int8"),
+    (SHARDED, "int4"),
+    (SHARDED, "bf16+int4"),
+    (LEADER, "int4"),
+)
+"""The form and codec of every line; the first is what the others are compared with."""
 
 ELEMENTS = GRADIENT_BYTES // 4
 ROUND = "inter_round_s"
-_OVERHEAD = "link_overhead_"  # and the rate
 INTRA_BYTE = "intra_byte_s"
+_OVERHEAD = "link_overhead_"  # and the rate
 _INTRA_ROUND = "intra_round_s"
-_INSIDE = (_INTRA_ROUND, INTRA_BYTE)  # and the codecs
+_PLAIN = "none"
+_TORCH_CODECS = {DDP_ROW: _PLAIN, FP16_ROW: "fp16"}
 _PRIOR = 50.0  # a round of 1 ms counts as much as an error of 5 % in one row
 _GRID = 20  # of the overlap
 _MOST_TURNS = 50
-_TORCH_CODECS = {DDP_ROW: PLAIN.name, FP16_ROW: "fp16"}
 
 Row = Mapping[str, Any]
 Coefficients = dict[str, float]
@@ -311,12 +114,11 @@ Coefficients = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A measured row, as the model sees it."""
+    """A measured row; the seconds that communication adds to its step, and their terms."""
 
     row: Row
-    work: Work
-    seconds: float  # that communication adds to the step
-    crowding: float  # ranks that want to compress, per core, and at least 1
+    seconds: float
+    terms: Coefficients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +128,48 @@ class Model:
     coefficients: Coefficients
     overlap: float
 
+    def seconds(self, terms: Mapping[str, float]) -> float:
+        """Of a step. A codec that was not measured is a KeyError."""
+        sides = {True: 0.0, False: 0.0}
+        for name, count in terms.items():
+            sides[_of_link(name)] += self.coefficients[name] * count
+        return max(sides.values()) + (1 - self.overlap) * min(sides.values())
+
+
+def terms_of(
+    form: str, codec: str, layout: Layout, *, link_mbit: float, cores: int | None = None
+) -> Coefficients | None:
+    """By what each coefficient is multiplied; None where bytes are not fixed per element.
+
+    cores: that all ranks share; None: each has its own.
+    """
+    within, between = levels(codec)
+    within_codec, between_codec = _codec(within or _PLAIN), _codec(between)
+    if within_codec is None or between_codec is None:
+        return None
+    nbytes, linear = between_codec
+    exchange = "allreduce" if linear else "two_shot"
+    counts, local, busy = layout.counts, 1, layout.world_size
+    terms = {ROUND: 0.0, _overhead(link_mbit): 0.0, _INTRA_ROUND: 0.0, INTRA_BYTE: 0.0}
+    if form != FLAT:
+        # L ranks of a host exchange an L-th each, or one of them exchanges all.
+        counts, local, leader = (1,) * layout.hosts, max(layout.counts), form == LEADER
+        if not leader and not layout.even:
+            raise ValueError(f"the sharded form needs hosts of equal size, got {layout.name}")
+        way = inside(ELEMENTS * within_codec[0], local, leader=leader)
+        terms |= {_INTRA_ROUND: 2 * way.rounds, INTRA_BYTE: 2 * way.nbytes}
+        if leader:
+            local, busy = 1, layout.hosts
+    across = total(collectives(exchange, ELEMENTS * nbytes, counts))
+    terms |= {ROUND: across.rounds, _overhead(link_mbit): across.nbytes * 8 / (link_mbit * 1e6)}
+    crowding = 1.0 if cores is None else max(1.0, busy / cores)
+    passes = ((between, ELEMENTS / local), (within if form != FLAT else None, ELEMENTS))
+    for name, elements in passes:
+        if name not in (None, _PLAIN):  # what travels as it is costs nothing
+            key = f"{name}_element_s"
+            terms[key] = terms.get(key, 0.0) + elements * crowding
+    return terms
+
 
 def cases_of(rows: Iterable[Row], *, cores: int) -> list[Case]:
     """The rows the model can speak of: measured, on a limited link, of a fixed size per element."""
@@ -333,56 +177,17 @@ def cases_of(rows: Iterable[Row], *, cores: int) -> list[Case]:
     floor_ms: dict[str, float] = {}
     for row in rows:
         if row["codec"] == COMPUTE_ROW:  # the same on any link: the least disturbed
-            place, step_ms = layout_of(row).name, row["step_ms_median"]
-            floor_ms[place] = min(step_ms, floor_ms.get(place, step_ms))
+            place = _layout(row).name
+            floor_ms[place] = min(row["step_ms_median"], floor_ms.get(place, float("inf")))
     cases = []
     for row in rows:
-        codec: str = row["codec"]
-        facts = facts_of(_TORCH_CODECS.get(codec, codec))
-        seconds = (row["step_ms_median"] - floor_ms[layout_of(row).name]) / 1e3
-        if facts is None or seconds <= 0:
-            continue
-        intra, inter = facts
-        done = work(
-            row.get("form") or FLAT,
-            layout_of(row),
-            inter=inter,
-            intra=intra,
-            elements=ELEMENTS,
-        )
-        crowding = max(1.0, done.busy_ranks / cores)
-        cases.append(Case(row=row, work=done, seconds=seconds, crowding=crowding))
+        layout, codec = _layout(row), _TORCH_CODECS.get(row["codec"], row["codec"])
+        form, link_mbit = row.get("form") or FLAT, row["link_mbit"]
+        terms = terms_of(form, codec, layout, link_mbit=link_mbit, cores=cores)
+        seconds = (row["step_ms_median"] - floor_ms[layout.name]) / 1e3
+        if terms is not None and seconds > 0:
+            cases.append(Case(row=row, seconds=seconds, terms=terms))
     return cases
-
-
-def terms(done: Work, *, link_mbit: float, crowding: float = 1.0) -> Coefficients:
-    """By what each coefficient is multiplied."""
-    return {
-        ROUND: done.inter_rounds,
-        overhead_at(link_mbit): done.inter_bytes * 8 / (link_mbit * 1e6),
-        _INTRA_ROUND: done.intra_rounds,
-        INTRA_BYTE: done.intra_bytes,
-        **{_cost(name): count * crowding for name, count in done.elements.items()},
-    }
-
-
-def overhead_at(link_mbit: float) -> str:
-    """The coefficient of the bytes over a link of this rate."""
-    return f"{_OVERHEAD}{link_mbit:g}"
-
-
-def extended(model: Model, *, link_mbit: float) -> Model:
-    """The model for a rate that was not measured: as the fastest one that was."""
-    rates = (name.removeprefix(_OVERHEAD) for name in model.coefficients if _OVERHEAD in name)
-    fastest = model.coefficients[overhead_at(max(float(rate) for rate in rates))]
-    return replace(model, coefficients={overhead_at(link_mbit): fastest, **model.coefficients})
-
-
-def predict(model: Model, of: Mapping[str, float]) -> float:
-    """Seconds. A codec that was not measured is a KeyError."""
-    link = sum(model.coefficients[name] * of[name] for name in of if _of_link(name))
-    inside = sum(model.coefficients[name] * of[name] for name in of if not _of_link(name))
-    return max(link, inside) + (1 - model.overlap) * min(link, inside)
 
 
 def fit(cases: Sequence[Case]) -> Model:
@@ -403,36 +208,185 @@ def fit(cases: Sequence[Case]) -> Model:
 
 def relative_errors(cases: Sequence[Case], model: Model) -> list[float]:
     """(predicted - measured) / measured of every case."""
-    return [predict(model, terms_of(case)) / case.seconds - 1 for case in cases]
-
-
-def summary_of(errors: Sequence[float]) -> dict[str, float]:
-    """What the errors look like, without their signs."""
-    sizes = [abs(error) for error in errors]
-    return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
+    return [model.seconds(case.terms) / case.seconds - 1 for case in cases]
 
 
 def byte_error(case: Case) -> float:
     """(formula - interface's counter) / counter of the bytes over the busiest host's link."""
-    layout = layout_of(case.row)
+    layout, link_mbit = _layout(case.row), case.row["link_mbit"]
     counted: float = case.row["wire_bytes"] * layout.world_size / layout.hosts
-    return case.work.inter_bytes / counted - 1
+    return case.terms[_overhead(link_mbit)] * link_mbit * 1e6 / 8 / counted - 1
 
 
-def layout_of(row: Row) -> Layout:
-    """Rows of `allreduce.py` have no `layout`."""
-    return Layout.of(row["ranks_per_host"], hosts=row["hosts"])
+def curve(
+    model: Model,
+    *,
+    ranks_per_host: int,
+    gbit: float,
+    intra_gbit: float | None = None,
+    latency_us: float | None = None,
+) -> list[dict[str, Any]]:
+    """A row for every number of hosts and line whose codecs were measured; each rank has a core.
+
+    intra_gbit, latency_us: instead of the fitted rate within hosts and round between them. A rate
+    between hosts that was not measured wastes what the fastest one that was does.
+    """
+    rates = [
+        float(name.removeprefix(_OVERHEAD)) for name in model.coefficients if _OVERHEAD in name
+    ]
+    fastest = model.coefficients[_overhead(max(rates))]
+    used = {_overhead(gbit * 1e3): fastest, **model.coefficients}
+    if intra_gbit is not None:
+        used[INTRA_BYTE] = 8 / (intra_gbit * 1e9)
+    if latency_us is not None:
+        used[ROUND] = latency_us / 1e6
+    model, rows = replace(model, coefficients=used), []
+    for hosts in HOSTS:
+        layout = Layout.of(ranks_per_host, hosts=hosts)
+        plain_s = None
+        for form, codec in LINES:
+            terms = terms_of(form, codec, layout, link_mbit=gbit * 1e3)
+            if terms is None or not terms.keys() <= used.keys():
+                continue  # no row of that codec was measured
+            seconds = model.seconds(terms)
+            plain_s = plain_s or seconds
+            rows.append(
+                {
+                    "hosts": hosts,
+                    "ranks_per_host": ranks_per_host,
+                    "gbit": gbit,
+                    "form": form,
+                    "codec": codec,
+                    "predicted_ms": seconds * 1e3,
+                    "round_us": used[ROUND] * 1e6,
+                    "rounds_share": terms[ROUND] * used[ROUND] / seconds,
+                    "speedup_vs_flat_fp32": plain_s / seconds,
+                }
+            )
+    return rows
 
 
-def terms_of(case: Case) -> Coefficients:
-    """By what each coefficient is multiplied for a measured row."""
-    return terms(case.work, link_mbit=case.row["link_mbit"], crowding=case.crowding)
+def show_fit(cases: Sequence[Case], model: Model) -> None:
+    """The coefficients and every row's error."""
+    rows = [
+        {
+            **case.row,
+            "layout": _layout(case.row).name,
+            "measured_ms": case.seconds * 1e3,
+            "model_ms": model.seconds(case.terms) * 1e3,
+            "error": error,
+        }
+        for case, error in zip(cases, relative_errors(cases, model), strict=True)
+    ]
+    columns: list[Column] = [
+        ("layout", "{layout}"),
+        ("Mbit/s", "{link_mbit:g}"),
+        ("form", lambda row: row.get("form") or "-"),
+        ("codec", "{codec}"),
+        ("measured ms", "{measured_ms:,.1f}"),
+        ("model ms", "{model_ms:,.1f}"),
+        ("error %", "{error:x100+.1f}"),
+    ]
+    show("Communication of a step: measured, and by the model fitted to these rows", columns, rows)
+    for name, value in {**model.coefficients, "overlap": model.overlap}.items():
+        print(f"{name:20} {value:.4g}")
+
+
+def show_curve(rows: Sequence[Row]) -> None:
+    """One line for every number of hosts."""
+    lines = list(dict.fromkeys((row["form"], row["codec"]) for row in rows))
+    columns: list[Column] = [("hosts", "{hosts}")]
+    cell = "{predicted_ms:,.0f} ({speedup_vs_flat_fp32:.1f}x)"
+    columns += [(" ".join(line), cell, line) for line in lines]
+    title = (
+        f"{LABEL}\n{ELEMENTS * 4 / 1e6:.0f} MB of gradients, {rows[0]['ranks_per_host']} ranks per "
+        f"host, {rows[0]['gbit']:g} Gbit/s per host: ms of communication, and times flat none"
+    )
+    placed = [{**row, "line": (row["form"], row["codec"])} for row in rows]
+    show(title, columns, pivot(placed, of=["hosts"], by="line"))
+    last = rows[-1]
+    print(
+        f"a round between hosts at {last['round_us']:,.0f} us: {last['rounds_share']:.0%} of "
+        f"{last['form']} {last['codec']} on {last['hosts']} hosts"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Fit, show, predict where asked, and write."""
+    arguments = parse_arguments(argv)
+    results = [json.loads(path.read_text()) for path in arguments.result]
+    try:
+        cases = [
+            case
+            for result in results
+            for case in cases_of(result["rows"], cores=result["meta"]["machine"]["cores"])
+        ]
+        model = fit(cases)
+    except ValueError as error:
+        sys.exit(f"model: {error}")
+    show_fit(cases, model)
+    facts: dict[str, Any] = {
+        "measured": [result["meta"] for result in results],
+        "coefficients": model.coefficients,
+        "overlap": model.overlap,
+        "errors": error_sizes(relative_errors(cases, model)),
+        "byte_errors": error_sizes([byte_error(case) for case in cases]),
+        "label": LABEL,
+    }
+    for what, key in (("time", "errors"), ("bytes over a host's link", "byte_errors")):
+        of = facts[key]
+        print(
+            f"error of the {what}: median {of['median'] * 100:.1f} %, "
+            f"largest {of['largest'] * 100:.1f} %, over {of['rows']:g} rows"
+        )
+    rows = []
+    if arguments.curve:
+        names = ("ranks_per_host", "gbit", "intra_gbit", "latency_us")
+        rows = curve(model, **{name: getattr(arguments, name) for name in names})
+        show_curve(rows)
+    if arguments.json:
+        listed = {k: v for k, v in vars(arguments).items() if k not in ("result", "json")}
+        meta = collect_meta(seed=0, arguments=listed)
+        write_json(arguments.json, meta={**meta, **facts}, rows=rows)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Fit a model to the result of hierarchical.py.")
+    add = parser.add_argument
+    add("result", type=Path, nargs="+", metavar="RESULT.json", help="of step_time.hierarchical")
+    add("--curve", action="store_true", help="predict 2 to 1024 hosts")
+    add("--ranks-per-host", type=positive, default=8, metavar="N", help="of the prediction (8)")
+    add("--gbit", type=float, default=10.0, metavar="RATE", help="link of the prediction (10)")
+    add("--intra-gbit", type=float, metavar="RATE", help="of a rank in its host; default: fitted")
+    add("--latency-us", type=float, metavar="US", help="of a round between hosts; default: fitted")
+    add("--json", type=Path, metavar="PATH", help="write fit and prediction here")
+    return parser.parse_args(argv)
+
+
+def _codec(name: str) -> tuple[float, bool] | None:
+    """Bytes per element, and whether the network adds the payloads: a ring allreduce."""
+    if name == _PLAIN:
+        return 4.0, True
+    if is_torch_row(name):
+        return None
+    import torch
+
+    from lightning_dist.codecs import BlockCodec, resolve_codec
+
+    codec = resolve_codec(name.removesuffix(NO_FEEDBACK_SUFFIX))
+    if not isinstance(codec, BlockCodec) or codec.exchange == "gather":
+        return None
+    nbytes = sum(plane.bytes_per_block for plane in codec.planes(torch.float32)) / codec.block
+    return nbytes, codec.exchange == "allreduce"
 
 
 def _fit(cases: Sequence[Case], *, overlap: float) -> Model:
-    factors = [terms_of(case) for case in cases]
-    names = list(dict.fromkeys([ROUND, *_INSIDE, *(name for of in factors for name in of)]))
-    matrix = np.array([[of.get(name, 0.0) for name in names] for of in factors])
+    from scipy.optimize import nnls
+
+    first = (ROUND, _INTRA_ROUND, INTRA_BYTE)
+    names = list(dict.fromkeys([*first, *(name for case in cases for name in case.terms)]))
+    matrix = np.array([[case.terms.get(name, 0.0) for name in names] for case in cases])
     matrix /= np.array([case.seconds for case in cases])[:, None]
     of_link = np.array([_of_link(name) for name in names])
     prior = _PRIOR * np.diag([float(name in (ROUND, _INTRA_ROUND)) for name in names])
@@ -442,7 +396,10 @@ def _fit(cases: Sequence[Case], *, overlap: float) -> Model:
         shorter = link_longer[:, None] != of_link
         weighted = np.where(shorter, 1 - overlap, 1.0) * matrix
         rest = np.concatenate([1 - weighted @ least, np.zeros(len(names))])
-        found = least + nonnegative_least_squares(np.concatenate([weighted, prior]), rest)
+        stacked = np.concatenate([weighted, prior])
+        scale = np.linalg.norm(stacked, axis=0)  # seconds per byte beside seconds per round
+        scale[scale == 0] = 1.0
+        found = least + nnls(stacked / scale, rest)[0] / scale
         before = link_longer
         link_longer = matrix[:, of_link] @ found[of_link] >= matrix[:, ~of_link] @ found[~of_link]
         if (link_longer == before).all():
@@ -450,176 +407,17 @@ def _fit(cases: Sequence[Case], *, overlap: float) -> Model:
     return Model(coefficients=dict(zip(names, found.tolist(), strict=True)), overlap=overlap)
 
 
+def _layout(row: Row) -> Layout:
+    return Layout.of(row["ranks_per_host"], hosts=row["hosts"])
+
+
+def _overhead(link_mbit: float) -> str:
+    """The coefficient of the bytes over a link of this rate."""
+    return f"{_OVERHEAD}{link_mbit:g}"
+
+
 def _of_link(name: str) -> bool:
     return name == ROUND or name.startswith(_OVERHEAD)
-
-
-def _cost(codec: str) -> str:
-    return f"{codec}_element_s"
-
-
-LABEL = "PREDICTION, not measured: extrapolated from 2 to 4 hosts on one machine"
-HOSTS = tuple(2**power for power in range(1, 11))
-LINES = (
-    (FLAT, "none"),
-    (FLAT, "int4"),
-    (SHARDED, "none"),
-    (SHARDED, "int8"),
-    (SHARDED, "int4"),
-    (SHARDED, "bf16+int4"),
-    (LEADER, "int4"),
-)
-"""The form and codec of every line; the first is what the others are compared with."""
-
-
-def curve(
-    model: Model,
-    *,
-    ranks_per_host: int = 8,
-    gbit: float = 10.0,
-    intra_gbit: float | None = None,
-    latency_us: float | None = None,
-    hosts: Sequence[int] = HOSTS,
-) -> list[dict[str, Any]]:
-    """A row for every number of hosts and line whose codecs were measured; each rank has a core.
-
-    intra_gbit, latency_us: instead of the fitted rate within hosts and round between them.
-    """
-    given = {}
-    if intra_gbit is not None:
-        given[INTRA_BYTE] = 8 / (intra_gbit * 1e9)
-    if latency_us is not None:
-        given[ROUND] = latency_us / 1e6
-    used = extended(model, link_mbit=gbit * 1e3)
-    used = replace(used, coefficients={**used.coefficients, **given})
-    rows = []
-    for count in hosts:
-        layout = Layout.of(ranks_per_host, hosts=count)
-        plain_s = predict(used, _terms(FLAT, PLAIN.name, layout, gbit=gbit))
-        for form, codec in LINES:
-            of = _terms(form, codec, layout, gbit=gbit)
-            try:
-                seconds = predict(used, of)
-            except KeyError:  # no row of that codec was measured
-                continue
-            rows.append(
-                {
-                    "kind": "prediction",
-                    "label": LABEL,
-                    "hosts": count,
-                    "ranks_per_host": ranks_per_host,
-                    "gbit": gbit,
-                    "form": form,
-                    "codec": codec,
-                    "predicted_ms": seconds * 1e3,
-                    "round_us": used.coefficients[ROUND] * 1e6,
-                    "round_given": latency_us is not None,
-                    "rounds_ms": of[ROUND] * used.coefficients[ROUND] * 1e3,
-                    "speedup_vs_flat_fp32": plain_s / seconds,
-                }
-            )
-    return rows
-
-
-def show_curve(rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line for every number of hosts."""
-    lines = _lines(rows)
-    by_place = {(row["hosts"], row["form"], row["codec"]): row for row in rows}
-    first = rows[0]
-    print_table(
-        f"{LABEL}\n{ELEMENTS * 4 / 1e6:.0f} MB of gradients, {first['ranks_per_host']} ranks per "
-        f"host, {first['gbit']:g} Gbit/s per host: ms of communication, and times flat none",
-        columns=("hosts", *(f"{form} {codec}" for form, codec in lines)),
-        rows=(
-            (count, *(_cell(by_place[count, form, codec]) for form, codec in lines))
-            for count in dict.fromkeys(row["hosts"] for row in rows)
-        ),
-    )
-    last = rows[-len(lines)]
-    print(
-        f"a round between hosts at {last['round_us']:,.0f} us "
-        f"({'given' if last['round_given'] else 'fitted to few ranks on a busy machine'}): "
-        f"{last['rounds_ms'] / last['predicted_ms']:.0%} of {last['form']} {last['codec']} on "
-        f"{last['hosts']} hosts"
-    )
-
-
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Speed-up over flat fp32 by the number of hosts, as a picture; exits without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("benchmarks/step_time/model.py: --plot needs matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for form, codec in _lines(rows):
-        of = [row for row in rows if (row["form"], row["codec"]) == (form, codec)]
-        axes.plot(
-            [row["hosts"] for row in of],
-            [row["speedup_vs_flat_fp32"] for row in of],
-            marker="o",
-            label=f"{form} {codec}",
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(f"hosts, {rows[0]['ranks_per_host']} ranks each, {rows[0]['gbit']:g} Gbit/s")
-    axes.set_ylabel("communication of a step, times faster than flat fp32")
-    axes.set_title(LABEL, fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-def _terms(form: str, codec: str, layout: Layout, *, gbit: float) -> dict[str, float]:
-    facts = facts_of(codec)
-    assert facts is not None, f"{codec} has no fixed size per element"
-    intra, inter = facts
-    done = work(form, layout, inter=inter, intra=intra, elements=ELEMENTS)
-    return terms(done, link_mbit=gbit * 1e3)
-
-
-def _lines(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row["form"], row["codec"]) for row in rows))
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    return f"{row['predicted_ms']:,.0f} ({row['speedup_vs_flat_fp32']:.1f}x)"
-
-
-_TOLERANCE = 1e-12
-
-
-def nonnegative_least_squares(
-    matrix: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """argmin |matrix x - target| with x >= 0: Lawson and Hanson's active set."""
-    norms = np.linalg.norm(matrix, axis=0)
-    scale = np.where(norms > 0, norms, 1.0)
-    scaled = matrix / scale  # seconds per byte beside seconds per round
-    count = scaled.shape[1]
-    x, free = np.zeros(count), np.zeros(count, dtype=bool)
-    for _ in range(10 * count):
-        gradient = np.where(free, -np.inf, scaled.T @ (target - scaled @ x))
-        if gradient.max() <= _TOLERANCE * max(1.0, float(np.linalg.norm(target))):
-            break
-        free[gradient.argmax()] = True
-        while True:
-            solution = np.zeros(count)
-            solution[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
-            negative = free & (solution <= 0)
-            if not negative.any():
-                break
-            pairs = zip(x[negative], solution[negative], strict=True)
-            # Go towards the solution until the first coefficient is 0, and leave that out.
-            step = min(a / (a - b) if a > 0 else 0.0 for a, b in pairs)
-            x = x + step * (solution - x)
-            free &= x > _TOLERANCE
-            x[~free] = 0.0
-        x = solution
-    return x / scale
 
 
 if __name__ == "__main__":

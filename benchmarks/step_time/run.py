@@ -1,4 +1,4 @@
-"""What the step-time benchmarks share: one set of processes over all links, and the whole run."""
+"""The run of a step-time benchmark: options, one set of processes over all links, results."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness.launch import Gate, Layout, RankFailed
 from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.step_time.rows import (
     FEWEST_ROUNDS,
     GRADIENT_BYTES,
     MOST_ROUNDS,
-    NO_FEEDBACK_SUFFIX,
     QUIET,
     RANK_MODULE,
     Settings,
-    is_torch_row,
 )
-from benchmarks.step_time.summary import link_name
-
-JsonRow = dict[str, Any]
-Samples = dict[str, list[dict[str, Any]]]
+from benchmarks.step_time.summary import JsonRow, Samples, show_link, summarize
 
 
 def measure_rows(
@@ -36,11 +31,11 @@ def measure_rows(
     *,
     rows: Sequence[str],
     layout: Layout,
-    on_link: Callable[[Samples, float | None], list[JsonRow]],
+    reasons: dict[str, str],
 ) -> list[JsonRow]:
-    """One set of processes with all rows, over all links.
+    """One set of processes with all rows, over all links, each shown as soon as it is done.
 
-    on_link: called with the samples of a link as soon as it is done; makes and shows its rows.
+    reasons: the rows that cannot be measured, and why not.
     """
     links: list[float | None] = arguments.link
     measured: list[JsonRow] = []
@@ -61,19 +56,22 @@ def measure_rows(
 
         def finish_link() -> None:
             nonlocal done
-            measured.extend(on_link(json.loads(outputs[done].read_text()), links[done]))
+            samples: Samples = json.loads(outputs[done].read_text())
+            found = summarize(samples, layout=layout, link_mbit=links[done], reasons=reasons)
+            show_link(found)
+            measured.extend(found)
             done += 1
 
         def next_link() -> None:
             finish_link()
             testbed.set_link(links[done])
-            say(f"link: {link_name(links[done])}")
+            say(f"link: {of_link(links[done])}")
 
         def on_poll() -> None:
             if done < len(links) - 1 and outputs[done].exists():
                 gate.let_through(next_link)
 
-        say(f"link: {link_name(links[0])}")
+        say(f"link: {of_link(links[0])}")
         testbed.launch(
             [sys.executable, "-m", RANK_MODULE, json.dumps(asdict(settings))],
             ranks_per_host=layout.counts,
@@ -116,56 +114,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-HOSTS = (2, 4)
 LINKS = (1000.0, 200.0, 50.0)  # fast first: the warm-up is cheap there
-QUICK_HOSTS = (2,)
-QUICK_LINKS = (None, 200.0)
-WITHOUT_FEEDBACK = ("int8", "int4")
-"""Codecs that by default are also measured without error feedback."""
-
-_QUICK_ROUNDS = 4
 _SECONDS = 150.0  # for each link; what this buys at 50 Mbit/s is about three rounds
 _SETUP_S = 900.0  # imports and, with a cold cache, compiling every codec's kernels
 _USUAL_SETUP_S = 120.0
 _MB_PER_RANK, _MB_PER_ROW = 700, 170  # measured with 8 rows on 4 ranks: 1.6 GB each
 _SLOWEST_LINK_SHARE = 0.3  # a step that gets less of the link than this counts as hung
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on --quick filled in."""
-    parser = argparse.ArgumentParser(
-        description="Time of a DDP training step on a slow link, per codec."
-    )
-    add = parser.add_argument
-    add("--quick", action="store_true", help="2 hosts, few rounds, none of torch's risky hooks")
-    add("--hosts", type=positive, action="append", metavar="N", help="repeatable (2 and 4)")
-    add("--ranks-per-host", type=positive, default=1, metavar="N")
-    add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
-    add("--baselines-only", action="store_true", help="only torch's own rows")
-    add_shared(parser)
-    arguments = parser.parse_args(argv)
-    arguments.hosts = arguments.hosts or list(QUICK_HOSTS if arguments.quick else HOSTS)
-    arguments.link = arguments.link or list(QUICK_LINKS if arguments.quick else LINKS)
-    arguments.rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else None)
-    if arguments.baselines_only and arguments.codec:
-        parser.error("--baselines-only and --codec exclude each other")
-    for hosts in arguments.hosts:
-        check_hosts(parser, hosts, links=arguments.link)
-    codecs = [] if arguments.baselines_only else arguments.codec or default_codecs()
-    arguments.codec = list(dict.fromkeys(codecs))
-    if taken := [row for row in arguments.codec if is_torch_row(row)]:
-        parser.error(f"--codec: {', '.join(taken)} is measured anyway; name codecs of ours")
-    return arguments
-
-
-def default_codecs() -> list[str]:
-    """Every codec there is with its default options, and some without error feedback too."""
-    from lightning_dist.codecs import CODECS
-
-    rows: list[str] = []
-    for name in CODECS:
-        rows += [name, name + NO_FEEDBACK_SUFFIX] if name in WITHOUT_FEEDBACK else [name]
-    return rows
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from planted import MS, Planted, replaced
 
-from benchmarks import docs_profiling as tables
+from benchmarks.docs_tables import SECTIONS
 from benchmarks.harness.results import renewed
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
@@ -37,6 +37,7 @@ META = {
     "versions": {"torch": "2.13.0"},
     "machine": {"cpu": "a CPU", "cores": 2, "load_before": 0.5},
 }
+SHOWN = ("truth", "wire", "clocks", "cost", "outputs")
 
 
 def write(folder: Path, run: Run) -> None:
@@ -196,7 +197,7 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
 def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = a_result(tmp_path)
     result["meta"] = {**META, "renewed": {"wire": {**META, "git_commit": "0123456789"}}}
-    made = [tables.truth, tables.wire, tables.clocks, tables.cost, tables.outputs]
+    made = [SECTIONS[f"profile-{name}"][1] for name in SHOWN]
     texts = [make(result) for make in made]
     commits = ["unknown", "0123456", *["unknown"] * 3]
     for text, commit in zip(texts, commits, strict=True):

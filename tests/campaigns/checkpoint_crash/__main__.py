@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 from tests.campaigns.checkpoint_crash import stock, trials, writer
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict
 from tests.campaigns.checkpoint_crash.trainer import reference

@@ -39,7 +39,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.results import collect_meta, print_table, write_json
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
 from tests.campaigns.restart_faults.drawing import KINDS, Setup, Trial, draw
 from tests.campaigns.restart_faults.figures import run_figures
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
@@ -221,13 +222,6 @@ def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
         row["new_step_s"] = round(statistics.median(recoveries), 2) if recoveries else None
         row["new_step_max_s"] = round(max(recoveries), 2) if recoveries else None
         row["failures"] = [asdict(each) for each in found if each.problems]
-        row["each"] = [_told(verdict) for verdict in found]
+        row["recoveries_s"] = recoveries
         rows.append(row)
     return rows
-
-
-def _told(verdict: Verdict) -> dict[str, Any]:
-    names = ("seconds", "recovery_s", "fired", "resumed_at", "error")
-    told = {name: getattr(verdict, name) for name in names}
-    number, problems = verdict.trial.number, len(verdict.problems)
-    return {"number": number, "trial": str(verdict.trial), "problems": problems, **told}

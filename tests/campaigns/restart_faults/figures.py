@@ -100,5 +100,4 @@ def _row(found: Sequence[dict[str, Any]], way: str, action: str) -> dict[str, An
                  "samples_twice", "first_start_s", "step_s"):  # fmt: skip
         row[name] = round(statistics.median(each[name] for each in rounds), 3)
     row["ids_exact"] = all(each["ids_exact"] for each in rounds)
-    row["each"] = rounds
     return row
