@@ -1,6 +1,6 @@
 """One rank of the convergence benchmark: trains every row with every seed over gloo.
 
-`benchmarks/convergence/ranks.py` starts it and receives what rank 0 reports.
+The launcher, below, starts it and receives what rank 0 reports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DONE = "done"
 
 
 class Task(Protocol):
-    """What a task offers; see `convergence_gpt.py` and `convergence_digits.py`."""
+    """What a task offers; see `tasks.py`."""
 
     @property
     def settings(self) -> Any: ...

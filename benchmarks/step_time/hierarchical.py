@@ -38,7 +38,7 @@ What is measured besides step_ms (of the slowest rank), replicas_identical and s
 
 All ranks share the machine's cores and its memory bus, so what is inside a host is slower here than
 between devices of one machine, and the more ranks compress at once the longer each takes. What
-was measured can be put into a model with `benchmarks/step_time/model.py`.
+was measured can be put into a model with `model.py`.
 """
 
 from __future__ import annotations
