@@ -651,6 +651,14 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
 }
 """The name in a document -> the results it needs, and what makes a table of them."""
 
+
+def print_tables(meta: Mapping[str, Any], rows: Rows, *names: str) -> None:
+    """Sections of results that were just measured, as they would be in a document."""
+    for name in names:
+        if text := SECTIONS[name][1]({"meta": meta, "rows": rows}):
+            print(f"\n{text}", flush=True)
+
+
 _SECTION = re.compile(
     r"(?P<start><!-- measured:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /measured:(?P=name) -->)",
     re.DOTALL,

@@ -46,6 +46,7 @@ import torch
 from benchmarks.checkpoint.memory import memory_growth
 from benchmarks.checkpoint.ranks import measure_ranks
 from benchmarks.checkpoint.ways import ROWS, Row, SmallTraining, Training, nbytes_of
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
 from benchmarks.harness.tables import print_table
 
@@ -104,13 +105,14 @@ def main(argv: list[str] | None = None) -> None:
         samples, state_mb = measure(folder, names, mb=mb, rounds=arguments.rounds)
     rows = summarize(samples, growths)
     goals = goals_of(samples, growths, ranks, state_mb=state_mb)
-    show(rows, goals)
+    found = [asdict(goal) | {"met": goal.met} for goal in goals]
+    meta |= {"state_mb": state_mb, "goals": found}
+    print_tables(meta, rows, "checkpoint")
     if ranks:
         rows.append(summarize_ranks(ranks))
         show_ranks(rows[-1])
     if arguments.json:
-        found = [asdict(goal) | {"met": goal.met} for goal in goals]
-        write_json(arguments.json, meta=meta | {"state_mb": state_mb, "goals": found}, rows=rows)
+        write_json(arguments.json, meta=meta, rows=rows)
 
 
 _STEPS = 40
@@ -328,32 +330,13 @@ def goals_of(
     return goals
 
 
-def show(rows: list[JsonRow], goals: list[Goal]) -> None:
-    """Tables on stdout: medians, with the least in brackets."""
-    names = [name for name, value in rows[0].items() if name.endswith(("_ms", "_pct"))]
-    cells = [[row["row"], *(_cell(row[name]) for name in names), row["memory_mb"]] for row in rows]
-    print_table("saves: median (least)", columns=["row", *names, "memory_mb"], rows=cells)
-    print_table(
-        "goals",
-        columns=["goal", "measured", "at most", "unit", ""],
-        rows=[
-            [g.name, f"{g.measured:.2f}", f"{g.goal:.2f}", g.unit, "met" if g.met else "missed"]
-            for g in goals
-        ],
-    )
-
-
 def show_ranks(row: JsonRow) -> None:
     """The row of two ranks, one figure a line."""
     figures = {name: value for name, value in row.items() if isinstance(value, dict)}
-    cells = [[name, _cell(figure, digits=2)] for name, figure in figures.items()]
+    cells = [
+        [name, f"{figure['median']:.2f} ({figure['min']:.2f})"] for name, figure in figures.items()
+    ]
     print_table(row["row"], columns=["", "median (least)"], rows=cells)
-
-
-def _cell(figure: dict[str, Any] | None, *, digits: int = 1) -> str | None:
-    if figure is None:
-        return None
-    return f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f})"
 
 
 if __name__ == "__main__":

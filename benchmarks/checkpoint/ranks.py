@@ -60,8 +60,11 @@ def _rounds(folder: Path, mb: float, rounds: int, seed: int) -> Iterator[dict[st
     together = Checkpointer(settings, group=dist.group.WORLD)
     for name, checkpointer in (("alone", alone), ("together", together)):
         checkpointer.watch([training.optimizer])
-        if rank == 0 or checkpointer is together:
+        if rank == 0:
             checkpointer.open(str(folder / name))
+    dist.barrier()  # rank 0 opens a folder before the others
+    if rank > 0:
+        together.open(str(folder / "together"))
 
     def save_alone() -> None:
         alone.save(training.state(), str(folder / "alone/saved.ckpt"), step=index)

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.codecs.memory import measure_memory
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
@@ -127,31 +127,12 @@ def main() -> None:
     cases = make_cases(arguments.codec or list(CODECS), device)
     rows = measure_speed(cases, rounds=5 if arguments.quick else 15, device=device)
     dist.destroy_process_group()
-    columns = ["codec", "error_feedback", "mode", "copy_gb_s", "encode_gb_s", "settle_gb_s"]
-    columns += ["encode_limit_pct", "settle_limit_pct", "limit_pct"]
-    cells = [[_cell(row[column]) for column in columns] for row in rows]
-    print_table(
-        f"kernels, GB/s of float32 gradient, {device}, one thread", columns=columns, rows=cells
-    )
-    if arguments.codec or device.type != "cpu":
-        memory = []
-    else:
-        memory = _measure_memory(quick=arguments.quick)
+    if not arguments.codec and device.type == "cpu":
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure_memory(Path(folder), steps=600 if arguments.quick else 1300)
+    print_tables(meta, rows, "kernels", "memory")
     if arguments.json:
-        write_json(arguments.json, meta=meta, rows=[*rows, *memory])
-
-
-def _measure_memory(*, quick: bool) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        memory = measure_memory(Path(folder), steps=600 if quick else 1300)
-    columns = list(memory[0])
-    cells = [[_cell(row[column]) for column in columns] for row in memory]
-    print_table("memory of one rank", columns=columns, rows=cells)
-    return memory
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+        write_json(arguments.json, meta=meta, rows=rows)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,8 @@ from typing import Any
 
 from benchmarks.convergence.ranks import WorldFailed, run_jobs
 from benchmarks.convergence.tasks import DDP_ROW, Job, Refused, Run
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")
@@ -96,10 +96,8 @@ def jobs_of(task: str, codecs: list[str], *, ranks: int, steps: int | None) -> l
     return jobs
 
 
-def measure(arguments: argparse.Namespace) -> list[Cell]:
+def measure(arguments: argparse.Namespace, meta: dict[str, Any]) -> list[Cell]:
     """All worlds one after the other; the JSON grows with every finished row."""
-    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
-    meta = collect_meta(seed=0, arguments=listed)
     cells: list[Cell] = []
     seeds = range(arguments.seeds)
     for ranks in arguments.ranks:
@@ -156,16 +154,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Measure, show, and write."""
     arguments = parse_arguments(argv)
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = collect_meta(seed=0, arguments=listed)
     try:
-        cells = measure(arguments)
+        cells = measure(arguments, meta)
     except KeyboardInterrupt:
         sys.exit(130)
     except WorldFailed as error:
-        sys.exit(f"benchmarks/convergence: the ranks did not start: {error}")
+        sys.exit(f"convergence: the ranks did not start: {error}")
     rows = summarize(cells)
-    show(rows)
+    print_tables(meta, rows, *(f"convergence-{task}" for task in arguments.task))
     if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
-        sys.exit(f"benchmarks/convergence: replicas differ with {', '.join(differing)}")
+        sys.exit(f"convergence: replicas differ with {', '.join(differing)}")
 
 
 Row = dict[str, Any]
@@ -191,22 +191,6 @@ def summarize(cells: Sequence[Cell]) -> list[Row]:
     """One row of the JSON for every cell, compared with DDP's runs with the same seeds."""
     reference = {(c.job.task, c.ranks): c.runs for c in cells if c.job.codec is None}
     return [_row(cell, reference.get((cell.job.task, cell.ranks), [])) for cell in cells]
-
-
-def show(rows: Sequence[Row]) -> None:
-    """One table per task."""
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        names = list(next((row["metrics"] for row in of_task if row["metrics"]), {}))
-        heads = [head for name in names for head in (name, "diff % of ddp", "in spread")]
-        print_table(
-            f"{task}: mean ± std over seeds; diff: paired by seed",
-            columns=("row", "ranks", "EF", "x fewer bytes", *heads, "identical", "s a run"),
-            rows=[_cells(row, names) for row in of_task],
-        )
-        for row in of_task:
-            if row["reason"]:
-                print(f"  {row['row']}, {row['ranks']} ranks: {row['reason']}")
 
 
 def _row(cell: Cell, reference: Sequence[Run]) -> Row:
@@ -254,33 +238,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _std(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
-
-
-def _cells(row: Row, names: Sequence[str]) -> list[Any]:
-    cells = [row["row"], row["ranks"], _yes(row["error_feedback"]), _number(row["bytes_ratio"], 1)]
-    for name in names:
-        metric: Mapping[str, Any] = row["metrics"].get(name, {})
-        cells.append(_with_spread(metric.get("mean"), metric.get("std"), 3))
-        if row["codec"] == DDP_ROW:
-            cells += [None, None]
-            continue
-        cells.append(_with_spread(metric.get("diff_pct_of_ddp"), metric.get("diff_pct_std"), 2))
-        cells.append(_yes(metric.get("within_ddp_spread")))
-    return [*cells, _yes(row["replicas_identical"]), row["seconds_per_run"]]
-
-
-def _with_spread(value: float | None, spread: float | None, digits: int) -> str | None:
-    if value is None or spread is None:
-        return _number(value, digits)
-    return f"{value:.{digits}f} ± {spread:.{digits}f}"
-
-
-def _number(value: float | None, digits: int) -> str | None:
-    return None if value is None else f"{value:.{digits}f}"
-
-
-def _yes(value: bool | None) -> str | None:
-    return None if value is None else "yes" if value else "NO"
 
 
 if __name__ == "__main__":

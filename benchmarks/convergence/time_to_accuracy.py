@@ -60,9 +60,9 @@ from benchmarks.convergence.time_to_accuracy_rank import (
     Settings,
     smoothed,
 )
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import RankFailed
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.codecs import CODECS
 
@@ -165,23 +165,12 @@ def main(argv: list[str] | None = None) -> None:
     except (TestbedUnavailable, RankFailed) as error:
         sys.exit(f"time_to_accuracy: {error}")
     share = communication_share(rows)
-    show(
-        rows,
-        title=f"{HOSTS} hosts, {arguments.link:g} Mbit/s, {parameters / 1e6:.1f} M parameters, "
-        f"{arguments.seeds} seeds: to the loss of ddp after {arguments.steps} steps\n"
-        f"ddp spends {share:.0f} % of its step communicating",
-    )
+    meta |= {"parameters": parameters, "communication_share_pct": share}
+    print_tables(meta, rows, "time-to-accuracy")
     if share < WANTED_SHARE_PCT:
         print(f"less than {WANTED_SHARE_PCT:g} % communication: choose a slower --link")
-    if fastest := best(rows):
-        over16 = fastest["speedup_vs_fp16"]
-        print(
-            f"best: {fastest['row']}, {fastest['speedup_vs_fp32']:.2f}x over fp32, "
-            f"{'-' if over16 is None else format(over16, '.2f')}x over the fp16 hook"
-        )
     if arguments.json:
-        facts = {"parameters": parameters, "communication_share_pct": share}
-        write_json(arguments.json, meta={**meta, **facts}, rows=rows)
+        write_json(arguments.json, meta=meta, rows=rows)
     if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
         sys.exit(f"time_to_accuracy: replicas differ with {', '.join(differing)}")
 
@@ -204,40 +193,6 @@ def communication_share(rows: Sequence[Row]) -> float:
     """Percent of fp32 DDP's median step that is not there without communication."""
     step_ms = {row["row"]: row["step_ms"] for row in rows}
     return 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
-
-
-def best(rows: Sequence[Row]) -> Row | None:
-    """Ours with the largest speed-up; None if none reached the target with all seeds."""
-    ours = [row for row in rows if row["row"] not in BASELINES and row["speedup_vs_fp32"]]
-    return max(ours, key=lambda row: row["speedup_vs_fp32"], default=None)
-
-
-def show(rows: Sequence[Row], *, title: str) -> None:
-    """The table; a dash in the columns of the target: not reached with every seed."""
-    print_table(
-        title,
-        columns=(
-            "row", "step ms", "MB a step", "steps to target", "s to target", "MB to target",
-            "x fp32", "x fp16", "identical",
-        ),
-        rows=[
-            (
-                row["row"],
-                row["step_ms"],
-                _megabytes(row["wire_bytes_per_step"]),
-                row["steps_to_target"],
-                row["seconds_to_target"],
-                _megabytes(row["wire_bytes_to_target"]),
-                _times(row["speedup_vs_fp32"]),
-                _times(row["speedup_vs_fp16"]),
-                {True: "yes", False: "NO", None: None}[row["replicas_identical"]],
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
-    for row in rows:
-        if row["reason"]:
-            print(f"  {row['row']}: {row['reason']}")
 
 
 def _row(name: str, of_seed: Mapping[int, Mapping[str, Any]]) -> Row:
@@ -308,14 +263,6 @@ def _speedup(row: Row, rows: Sequence[Row], reference: str) -> float | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return mean(known) if known and len(known) == len(values) else None
-
-
-def _megabytes(count: float | None) -> str | None:
-    return None if count is None else f"{count / 1e6:.2f}"
-
-
-def _times(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

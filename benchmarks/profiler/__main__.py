@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness import network
 from benchmarks.harness.launch import RankFailed
 from benchmarks.harness.results import collect_meta, renewed, write_json
@@ -30,7 +31,6 @@ from benchmarks.profiler.rows import (
     clock_row,
     codec_row,
     cost_row,
-    show,
     skew_rows,
     wire_row,
     wire_rows,
@@ -43,6 +43,7 @@ _SIZES = ((2, 100), (2, 5000), (8, 100), (8, 5000))
 _LINKS = ((50.0, None), (50.0, "cubic"), (200.0, None), (1000.0, None))
 """Mbit/s and TCP's congestion control, None: the machine's own. At 50 Mbit/s steps are long, and
 bbr does not fill the link all the time; cubic does."""
+_SECTIONS = [f"profile-{name}" for name in ("truth", "wire", "clocks", "cost", "outputs")]
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     rows: list[Row] = []
     try:
         for found in _measured(kinds, rounds=given.rounds, runs=given.runs):
-            show(found)
+            print_tables(meta, found, *_SECTIONS)
             rows += found
             if given.json:  # after each, so that a failure of a later one loses nothing
                 result = {"meta": meta, "rows": rows}
@@ -70,7 +71,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (TestbedUnavailable, RankFailed) as error:
-        sys.exit(f"benchmarks/profiler: {error}")
+        sys.exit(f"profiler: {error}")
 
 
 def _measured(kinds: list[str], *, rounds: int, runs: int) -> Iterator[list[Row]]:

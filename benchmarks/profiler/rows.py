@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.tables import of_link, print_table
 from benchmarks.profiler.link_packets import LinkPackets
 from benchmarks.profiler.rank import FIRST
 from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
@@ -199,101 +198,3 @@ def _buckets(run: Run) -> int:
 
 
 Row = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Row], Any]]
-
-_DEVIATIONS: Columns = {
-    "times": lambda row: row["count"],
-    "median miss, ms": lambda row: f"{row['median_ms']:.2f}",
-    "bias, ms": lambda row: f"{row['bias_ms']:+.2f}",
-    "worst, ms": lambda row: f"{row['worst_ms']:+.2f}",
-}
-_KINDS: Mapping[str, tuple[str, Columns]] = {
-    "skew": (
-        "planted skew, and what waiting says",
-        {
-            "codec": lambda row: row["codec"],
-            "planted, ms": lambda row: row["planted_ms"],
-            **_DEVIATIONS,
-        },
-    ),
-    "codec": (
-        "planted time of a codec",
-        {
-            "planted, ms": lambda row: row["planted_ms"],
-            "a step, ms": lambda row: row["known_ms"],
-            **_DEVIATIONS,
-        },
-    ),
-    "wire": (
-        "planted rates of links",
-        {
-            "link": lambda row: of_link(row["link_mbit"]),
-            "TCP": lambda row: row["congestion_control"],
-            "codec": lambda row: row["codec"],
-            "planted, Gbit/s": lambda row: f"{row['payload_gbps']:.4f}",
-            "interface": lambda row: _range(row, "link_gbps", ".4f"),
-            "of planted": lambda row: _range(row, "link_of_payload", ".1%"),
-            "profile": lambda row: _range(row, "wire_gbps", ".4f"),
-            "of interface": lambda row: _range(row, "of_link", ".1%"),
-            "peak": lambda row: _range(row, "peak_gbps", ".4f"),
-        },
-    ),
-    "clocks": (
-        "offset of clocks that are one",
-        {
-            "load": lambda row: row["load"],
-            "readings": lambda row: row["count"],
-            "median, us": lambda row: row["median_us"],
-            "worst, us": lambda row: row["worst_us"],
-            "uncertainty, us": lambda row: row["uncertainty_us"],
-            "within it": lambda row: f"{row['within']:.0%}",
-        },
-    ),
-    "cost": (
-        "a step with and without",
-        {
-            "codec": lambda row: row["codec"],
-            "buckets": lambda row: row["buckets"],
-            "step, ms": lambda row: row["step_ms"],
-            "more, ms": lambda row: _spread(row, "step"),
-            "CPU, ms": lambda row: row["cpu_ms"],
-            "more CPU, ms": lambda row: _spread(row, "cpu"),
-            "self-accounted": lambda row: f"{row['overhead']:.2%}",
-            "in detail": lambda row: f"{row['detailed']:.0%}",
-        },
-    ),
-    "outputs": (
-        "files of a profile",
-        {
-            "ranks": lambda row: row["ranks"],
-            "steps": lambda row: row["steps"],
-            "lines, MB": lambda row: row["lines_mb"],
-            "read, s": lambda row: f"{row['read_s']:.2f}",
-            "summarize, s": lambda row: f"{row['summarize_s']:.2f}",
-            "html, s": lambda row: f"{row['html_s']:.2f}",
-            "html, MB": lambda row: row["html_mb"],
-            "trace, s": lambda row: f"{row['trace_s']:.2f}",
-            "trace, MB": lambda row: f"{row['trace_mb']:.2f}",
-            "csv, s": lambda row: f"{row['csv_s']:.2f}",
-        },
-    ),
-}
-
-
-def show(rows: Sequence[Row]) -> None:
-    """One table for each kind."""
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        title, columns = _KINDS[kind]
-        of_kind = [row for row in rows if row["kind"] == kind]
-        cells = [[cell(row) for cell in columns.values()] for row in of_kind]
-        print_table(title, columns=list(columns), rows=cells)
-
-
-def _range(row: Row, name: str, form: str) -> str:
-    median, low, high = (format(row[f"{name}{part}"], form) for part in ("", "_low", "_high"))
-    return f"{median} ({low}-{high})"
-
-
-def _spread(row: Row, name: str) -> str:
-    more, low, high = (row[f"{name}_more{part}_ms"] for part in ("", "_low", "_high"))
-    return f"{more:+.2f} ({low:+.2f} to {high:+.2f})"

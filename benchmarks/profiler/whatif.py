@@ -32,9 +32,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import Layout, RankFailed
 from benchmarks.harness.results import collect_meta, error_sizes, write_json
-from benchmarks.harness.tables import print_table
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.step_time.rows import QUIET, split_row
 from benchmarks.step_time.run import positive, say
@@ -164,37 +164,6 @@ def scaling(
     ]
 
 
-def show(rows: Sequence[JsonRow], arguments: argparse.Namespace) -> None:
-    """Both tables."""
-    pairs = [row for row in rows if row["kind"] == "pair"]
-    print_table(
-        f"Step time, predicted from the profile of ddp at {arguments.base:g} Mbit/s",
-        columns=("setting", "Mbit/s", "measured ms", "predicted ms", "error %"),
-        rows=(
-            (
-                row["setting"] + (" *" if row["is_base"] else ""),
-                f"{row['link_mbit']:g}",
-                row["measured_ms"],
-                row["predicted_ms"],
-                None if row["relative_error"] is None else f"{row['relative_error'] * 100:+.1f}",
-            )
-            for row in pairs
-        ),
-    )
-    by_place = {
-        (row["hosts"], row["form"], row["codec"]): row["step_ms"]
-        for row in rows
-        if row["kind"] == "scaling"
-    }
-    lines = list(dict.fromkeys((form, codec) for _, form, codec in by_place))
-    print_table(
-        f"{LABEL}: ms of a step at {arguments.base:g} Mbit/s by the number of hosts, from one "
-        "profile of a few",
-        columns=("hosts", *(f"{form} {codec}" for form, codec in lines)),
-        rows=((str(hosts), *(by_place[hosts, *line] for line in lines)) for hosts in SCALE),
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     """Measure, predict, show, and write."""
     arguments = parse_arguments(argv)
@@ -209,25 +178,19 @@ def main(argv: list[str] | None = None) -> None:
     together = [error for of in errors.values() for error in of]
     rows = compare(found, costs, base, arguments)
     rows += scaling(found[base], costs, arguments)
-    show(rows, arguments)
     facts: JsonRow = {
-        "errors": error_sizes(errors[base]) if errors[base] else None,
+        "errors": error_sizes(errors[base] or [0.0]),
         "errors_from_any": error_sizes(together) if together else None,
         "base": {"setting": DDP, "link_mbit": arguments.base},
         "costs": {name: asdict(cost) for name, cost in costs.items()},
         "label": LABEL,
     }
-    for name, of in (("this profile", errors[base]), ("any of the profiles", together)):
-        if of:
-            sizes = error_sizes(of)
-            print(
-                f"error, from {name}: median {sizes['median'] * 100:.1f} %, largest "
-                f"{sizes['largest'] * 100:.1f} %, over {sizes['rows']:g} predictions"
-            )
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = {**collect_meta(seed=arguments.seed, arguments=listed), **facts}
+    if together:
+        print_tables(meta, rows, "whatif-errors", "whatif-scaling")
     if arguments.json:
-        listed = {name: value for name, value in vars(arguments).items() if name != "json"}
-        meta = collect_meta(seed=arguments.seed, arguments=listed)
-        write_json(arguments.json, meta={**meta, **facts}, rows=rows)
+        write_json(arguments.json, meta=meta, rows=rows)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
 
 _WARM_UP = 10
 
@@ -45,11 +45,7 @@ def main() -> None:
         rows = json.loads((Path(folder) / "rows.json").read_text())
     if arguments.json:
         write_json(arguments.json, meta=meta, rows=rows)
-    columns = ["fit", "step, ms", "least", "most"]
-    cells = [
-        [r["fit"], f"{r['step_ms']:.2f}", f"{r['least']:.2f}", f"{r['most']:.2f}"] for r in rows
-    ]
-    print_table("A step without faults", columns=columns, rows=cells)
+    print_tables(meta, rows, "elastic-overhead")
 
 
 def _rank(arguments: argparse.Namespace) -> None:

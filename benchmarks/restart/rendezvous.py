@@ -26,9 +26,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
 from benchmarks.harness.testbed import exit_on_signals
 
 BACKENDS = ("c10d", "static", "standalone")
@@ -188,9 +188,7 @@ def main() -> None:
             print(number, "of", len(jobs), done[-1], flush=True)
             if given.json:  # what is known so far, should the rest be interrupted
                 write_json(given.json, meta=meta, rows=summarize(done))
-    columns = ["backend", "strategy", "trials", *OUTCOMES, "median_s"]
-    cells = [[row[column] for column in columns] for row in summarize(done)]
-    print_table("jobs after the death of a rank", columns=columns, rows=cells)
+    print_tables(meta, summarize(done), "restart-rendezvous")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from planted import MS, Planted, replaced
 
-from benchmarks.docs_tables import SECTIONS
+from benchmarks.docs_tables import SECTIONS, print_tables
 from benchmarks.harness.results import renewed
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
@@ -22,7 +22,6 @@ from benchmarks.profiler.rows import (
     clock_row,
     codec_row,
     cost_row,
-    show,
     skew_rows,
     wire_row,
     wire_rows,
@@ -207,5 +206,5 @@ def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
     assert "| 0.4 % | 50 % |" in str(texts[3])
     assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5
-    show(result["rows"])
-    assert capsys.readouterr().out.count("┏") == 6
+    print_tables(META, result["rows"], *(f"profile-{name}" for name in SHOWN))
+    assert capsys.readouterr().out.count("<sub>") == 5
