@@ -107,7 +107,7 @@ def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
     }[trial.backend]
     launcher = [sys.executable, "-m", "torch.distributed.run", *backend]
     options = [f"--nproc-per-node={_RANKS}", f"--max-restarts={restarts}"]
-    training = ["-m", "benchmarks.restart.rendezvous_rank", trial.strategy, folder]
+    training = ["-m", "benchmarks.restart.rendezvous", trial.strategy, folder]
     with (Path(folder) / "output").open("wb") as output:
         return subprocess.Popen(
             [*launcher, *options, *training, str(trial.victim), str(trial.step)],
@@ -161,7 +161,50 @@ def summarize(trials: list[Trial]) -> list[dict[str, Any]]:
     return rows
 
 
+def train(strategy: str, folder: str, victim: str, step: str) -> None:
+    """64 samples through one layer on this rank; the victim dies at its step of the first start."""
+    import lightning as L
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    import lightning_dist  # noqa: F401  (registers the strategy)
+
+    mark = Path(folder) / "died"
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 2)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if (self.global_rank, index) == (int(victim), int(step)) and not mark.exists():
+                mark.touch()
+                os._exit(3)
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        train_dataloader = BoringModel.train_dataloader
+
+    torch.set_num_threads(1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module())
+
+
 def main() -> None:
+    if "RANK" in os.environ:
+        train(*sys.argv[1:])
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=20, help="of every backend and strategy")
     parser.add_argument("--stock", type=int, help="trials of ddp, if not as many")

@@ -110,6 +110,23 @@ class Trial:
             on_message(message)
             self.oracle.check_never_empty(ledger)
 
+    def watch(
+        self,
+        child: Child,
+        moment: Moment | None = None,
+        *,
+        strike: Callable[[Child], None] = lambda child: child.send(signal.SIGKILL),
+        on_message: Callable[[Message], None] = lambda message: None,
+    ) -> None:
+        """Follow the first trainer, strike at the moment, if any; then look for the newest."""
+        try:
+            if self.follow(child, self.ledger, moment, on_message=on_message):
+                strike(child)
+                self.drain(child, self.ledger)
+            self.check_reader()
+        finally:
+            child.close()
+
     def drain(self, child: Child, ledger: Ledger) -> None:
         """What a killed child had said."""
         self.follow(child, ledger)
@@ -163,12 +180,17 @@ def start(trial: Trial) -> Child:
 
 def kill_trainer(trial: Trial, chance: random.Random) -> None:
     """SIGKILL of the trainer; its writer finishes."""
-    kill_at(trial, chance, lambda child: child.send(signal.SIGKILL))
+    moment = any_moment(chance)
+    trial.verdict.details["moment"] = asdict(moment)
+    trial.watch(start(trial), moment)
+    trial.resume()
 
 
 def kill_both(trial: Trial, chance: random.Random) -> None:
     """SIGKILL of trainer and writer, as when a cgroup or a machine ends."""
     trainer_first = chance.random() < 0.5
+    moment = any_moment(chance)
+    trial.verdict.details["moment"] = asdict(moment)
 
     def strike(child: Child) -> None:
         writer = child.children()
@@ -177,20 +199,7 @@ def kill_both(trial: Trial, chance: random.Random) -> None:
         kill(writer)
         child.send(signal.SIGKILL)
 
-    kill_at(trial, chance, strike)
-
-
-def kill_at(trial: Trial, chance: random.Random, strike: Callable[[Child], None]) -> None:
-    moment = any_moment(chance)
-    trial.verdict.details["moment"] = asdict(moment)
-    child = start(trial)
-    try:
-        if trial.follow(child, trial.ledger, moment):
-            strike(child)
-            trial.drain(child, trial.ledger)
-        trial.check_reader()
-    finally:
-        child.close()
+    trial.watch(start(trial), moment, strike=strike)
     trial.resume()
 
 
@@ -223,30 +232,21 @@ def kill_writer(trial: Trial, chance: random.Random) -> None:
 def slow_disk(trial: Trial, chance: random.Random) -> None:
     """Every write takes until the next save is asked for; half of the trials kill the trainer."""
     trial.change(writer="thread")
-    moment = any_moment(chance) if chance.random() < 0.5 else None
-    trial.verdict.details["moment"] = None if moment is None else asdict(moment)
+    moment = _half_of_the_time(trial, chance)
 
     def train(report: Report) -> None:
         storage = SlowStorage()
         writers.Writer = functools.partial(Writer, find_storage=storage.find)
         Trainer(trial.kept, report, gate=storage.gate).run(STEPS)
 
-    child = Child(train)
-    try:
-        if trial.follow(child, trial.ledger, moment):
-            child.send(signal.SIGKILL)
-            trial.drain(child, trial.ledger)
-        trial.check_reader()
-    finally:
-        child.close()
+    trial.watch(Child(train), moment)
     trial.check_first_run()
     trial.resume()
 
 
 def stopped_writer(trial: Trial, chance: random.Random) -> None:
     """The writer process is stopped from one save to the next request; half are killed then."""
-    moment = any_moment(chance) if chance.random() < 0.5 else None
-    trial.verdict.details["moment"] = None if moment is None else asdict(moment)
+    moment = _half_of_the_time(trial, chance)
     child = start(trial)
     writer: list[int] = []
 
@@ -257,24 +257,20 @@ def stopped_writer(trial: Trial, chance: random.Random) -> None:
         elif message["event"] in ("requested", "waiting"):
             kill(writer, signal.SIGCONT)
 
+    def wake(report: Report) -> None:
+        time.sleep(seconds)  # the disk answers again while the next trainer waits for the folder
+        kill(writer, signal.SIGCONT)
+
     try:
-        if trial.follow(child, trial.ledger, moment, on_message=hold):
-            child.send(signal.SIGKILL)
-            trial.drain(child, trial.ledger)
-        trial.check_reader()
+        trial.watch(child, moment, on_message=hold)
     finally:
-        child.close()
-        resumed = Child(lambda report: _continue(report, list(writer), chance.uniform(0, 0.3)))
+        seconds = chance.uniform(0, 0.3)
+        waking = Child(wake)
     trial.check_first_run()
     try:
         trial.resume()
     finally:
-        resumed.close()
-
-
-def _continue(report: Report, writer: list[int], seconds: float) -> None:
-    time.sleep(seconds)  # the disk answers again while the next trainer waits for the folder
-    kill(writer, signal.SIGCONT)
+        waking.close()
 
 
 def dropped_snapshot(trial: Trial, chance: random.Random) -> None:
@@ -282,14 +278,9 @@ def dropped_snapshot(trial: Trial, chance: random.Random) -> None:
     touched = EVERY * chance.randrange(2, STEPS // EVERY)
     trial.change(snapshot="overlap", touched=touched)
     if chance.random() < 0.5:
-        kill_at(trial, chance, lambda child: child.send(signal.SIGKILL))
+        kill_trainer(trial, chance)
         return
-    child = start(trial)
-    try:
-        trial.follow(child, trial.ledger)
-        trial.check_reader()
-    finally:
-        child.close()
+    trial.watch(start(trial))
     trial.verdict.details["dropped"] = [m["step"] for m in trial.ledger.of("failed")]
     trial.check_first_run()
     trial.resume()
@@ -311,17 +302,18 @@ def full_disk(trial: Trial, chance: random.Random) -> None:
         if seen == end:
             filler.unlink()
 
-    child = start(trial)
-    try:
-        trial.follow(child, trial.ledger, on_message=use)
-        trial.check_reader()
-    finally:
-        child.close()
+    trial.watch(start(trial), on_message=use)
     filler.unlink(missing_ok=True)
     trial.verdict.require(trial.ledger.ended, "hang", "the trainer did not get to its end")
     trial.verdict.details["failed"] = len(trial.ledger.of("failed"))
     trial.check_first_run()
     trial.resume()
+
+
+def _half_of_the_time(trial: Trial, chance: random.Random) -> Moment | None:
+    moment = any_moment(chance) if chance.random() < 0.5 else None
+    trial.verdict.details["moment"] = None if moment is None else asdict(moment)
+    return moment
 
 
 KINDS: dict[str, Callable[[Trial, random.Random], None]] = {
