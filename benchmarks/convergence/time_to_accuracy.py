@@ -52,18 +52,12 @@ from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from benchmarks.convergence.time_to_accuracy_rank import (
-    BASELINES,
-    COMPUTE_ROW,
-    DDP_ROW,
-    FP16_ROW,
-    Settings,
-    smoothed,
-)
+from benchmarks.convergence.time_to_accuracy_rank import Settings, smoothed
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import RankFailed
 from benchmarks.harness.results import collect_meta, write_json
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
+from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2

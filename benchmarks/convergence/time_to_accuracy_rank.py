@@ -22,13 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.ranks import same_on_all_ranks
 from benchmarks.convergence.tasks import GptSettings, GptTask
+from benchmarks.step_time.rank import tx_bytes_of
+from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.networks import Groups, new_groups
 
-COMPUTE_ROW = "no-comm"
-DDP_ROW = "ddp"
-FP16_ROW = "torch-fp16-hook"
-BASELINES = (COMPUTE_ROW, DDP_ROW, FP16_ROW)
 _SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
 
 
@@ -96,12 +94,12 @@ class Runner:
     def run(self, steps: int) -> None:
         """Train on, timed between two barriers, then evaluate, which is not timed."""
         dist.barrier()
-        tx_before, began = _tx_bytes(), time.perf_counter()
+        tx_before, began = tx_bytes_of(os.environ["GLOO_SOCKET_IFNAME"]), time.perf_counter()
         for _ in range(steps):
             self._step()
         elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.barrier()  # now every rank has received what this one sent
-        tx = _tx_bytes() - tx_before
+        tx = tx_bytes_of(os.environ["GLOO_SOCKET_IFNAME"]) - tx_before
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         last = self.curve[-1] if self.curve else Point(step=0, seconds=0, tx_bytes=0, val_loss=None)
         self.curve.append(
@@ -213,11 +211,6 @@ def gpt_settings(setup: Settings) -> GptSettings:
         final_lr=1.0,
         val_windows=setup.val_windows,
     )
-
-
-def _tx_bytes() -> int:
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":

@@ -65,12 +65,12 @@ def measure(row: Row, batch: Batch) -> Sample:
     """Time one step between two barriers, which are outside the time, not outside the bytes."""
     link, host = os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["GROUP_RANK"])
     dist.barrier()
-    tx_before, lo_before = _tx_bytes(link), _tx_bytes("lo")
+    tx_before, lo_before = tx_bytes_of(link), tx_bytes_of("lo")
     start_ns = time.perf_counter_ns()
     row.step(*batch)
     elapsed_ns = time.perf_counter_ns() - start_ns
     dist.barrier()  # now every rank has received what this one sent
-    tx, lo = _tx_bytes(link) - tx_before, _tx_bytes("lo") - lo_before
+    tx, lo = tx_bytes_of(link) - tx_before, tx_bytes_of("lo") - lo_before
     row.forget()
 
     counted = [row.counted("inter_bytes"), row.counted("intra_bytes")]
@@ -164,7 +164,8 @@ def _resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _tx_bytes(interface: str) -> int:
+def tx_bytes_of(interface: str) -> int:
+    """Bytes that an interface of this host has sent, from its own counter."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
