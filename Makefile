@@ -44,27 +44,32 @@ docs: install # not --quiet: --strict would not see warnings
 
 bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
-	$(BIN)/python -m benchmarks.allreduce --json benchmarks/results/allreduce.json
-	$(BIN)/python -m benchmarks.hierarchical --json benchmarks/results/hierarchical.json
-	$(BIN)/python -m benchmarks.hierarchical_model benchmarks/results/hierarchical.json --curve \
+	$(BIN)/python -m benchmarks.step_time.allreduce --json benchmarks/results/allreduce.json
+	$(BIN)/python -m benchmarks.step_time.hierarchical --json benchmarks/results/hierarchical.json
+	$(BIN)/python -m benchmarks.step_time.model benchmarks/results/hierarchical.json --curve \
 	  --gbit 1 --json benchmarks/results/hierarchical_model.json
-	$(BIN)/python -m benchmarks.whatif --json benchmarks/results/whatif.json
+	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json
-	$(BIN)/python -m benchmarks.time_to_accuracy --json benchmarks/results/time_to_accuracy.json
+	$(BIN)/python -m benchmarks.convergence.time_to_accuracy \
+	  --json benchmarks/results/time_to_accuracy.json
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
-	$(BIN)/python -m benchmarks.crash_campaign --trials 1000 --json benchmarks/results/crash_campaign.json
-	$(BIN)/python -m benchmarks.faults --campaign restart --trials 300 --json benchmarks/results/faults_restart.json
-	$(BIN)/python -m benchmarks.faults --campaign restart --trainer loop --trials 150 --seed 8 --json benchmarks/results/faults_restart_loop.json
-	$(BIN)/python -m benchmarks.faults --figures --rounds 5 --json benchmarks/results/faults_figures.json
-	$(BIN)/python -m benchmarks.restart_rendezvous --trials 17 --stock 6 --json benchmarks/results/restart_rendezvous.json
-	$(BIN)/python -m benchmarks.elastic_overhead --json benchmarks/results/elastic_overhead.json
-	$(BIN)/python -m benchmarks.profiling --json benchmarks/results/profiling.json
-	$(BIN)/python -m benchmarks.profiling_hooks --json benchmarks/results/profiling_hooks.json
+	$(BIN)/python -m tests.campaigns.checkpoint_crash --trials 1000 \
+	  --json benchmarks/results/crash_campaign.json
+	$(BIN)/python -m tests.campaigns.restart_faults --trials 300 \
+	  --json benchmarks/results/faults_restart.json
+	$(BIN)/python -m tests.campaigns.restart_faults --trainer loop --trials 150 --seed 8 \
+	  --json benchmarks/results/faults_restart_loop.json
+	$(BIN)/python -m tests.campaigns.restart_faults --figures --rounds 5 \
+	  --json benchmarks/results/faults_figures.json
+	$(BIN)/python -m benchmarks.restart.rendezvous --trials 17 --stock 6 \
+	  --json benchmarks/results/restart_rendezvous.json
+	$(BIN)/python -m benchmarks.restart.overhead --json benchmarks/results/elastic_overhead.json
+	$(BIN)/python -m benchmarks.profiler --json benchmarks/results/profiling.json
 
 tables: install
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.docs_tables
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis site ./*_out

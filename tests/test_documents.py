@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 
 import lightning_dist
-from benchmarks import readme
+from benchmarks import docs_tables
 from lightning_dist import CODECS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_measured_tables_are_made_from_the_kept_results() -> None:
-    for document in readme.DOCUMENTS:
+    for document in docs_tables.DOCUMENTS:
         text = (ROOT / document).read_text()
-        fresh, missing = readme.render(text, readme.load_results(ROOT / "benchmarks/results"))
+        fresh, missing = docs_tables.render(
+            text, docs_tables.load_results(ROOT / "benchmarks/results")
+        )
         assert fresh == text, f"{document} is not up to date: make tables"
         assert not missing
 

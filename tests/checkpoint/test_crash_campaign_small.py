@@ -10,8 +10,8 @@ import pytest
 from processes import run
 from snapshots import origin, small_state, write_file
 
-from benchmarks.crash_oracle import PROBLEMS
 from lightning_dist.checkpoint.disk import scan
+from tests.campaigns.checkpoint_crash.oracle import PROBLEMS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path) -> None:
     for kind in KINDS:
         options += ["--kind", kind]
     run(
-        [sys.executable, "-m", "benchmarks.crash_campaign", *options, "--json", result],
+        [sys.executable, "-m", "tests.campaigns.checkpoint_crash", *options, "--json", result],
         limit=100,
         PYTHONPATH=str(REPOSITORY),
     ).require_success()

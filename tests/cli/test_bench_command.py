@@ -11,7 +11,7 @@ from calls import program
 from click.testing import Result
 from processes import port, run, run_together
 
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
 from lightning_dist.cli.bench_run import Report, members_of
 from lightning_dist.profiling.links import Measurement

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from processes import run
 
 import lightning_dist
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.doctor import Finding
 from lightning_dist.cli.doctor.command import show, two_ranks
 from lightning_dist.cli.doctor.host import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layouts import Layout
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.launch import Layout
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 
 FLAT = ("flat/none", "flat/bf16", "flat/int8")
 BOTH_FORMS = ("sharded/none", "sharded/int8", "leader/none", "leader/int8")

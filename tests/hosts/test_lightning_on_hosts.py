@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from processes import torchrun
 
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("train_demo.py")

@@ -14,7 +14,7 @@ from planted_clocks import PlantedClock
 from processes import run
 from worlds import Rank, run_threads
 
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling import clocks
 from lightning_dist.profiling.capture.events import ClockRecord
 from lightning_dist.profiling.clocks import read_offset

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from worlds import Rank, run_threads
 
-from benchmarks import network
-from benchmarks.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness import network
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.capture.events import BurstRecord
 from lightning_dist.profiling.links import OPS, Measurement, Pairs, measure, measure_burst, pairs
 
@@ -25,7 +25,7 @@ PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
 NEAR = 0.2
 """A busy machine gets less, and after a break more: a shaped link saves up 10 ms.
-How exact it is without that, benchmarks/profiling.py measures."""
+How exact it is without that, benchmarks/profiler measures."""
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 from planted import MS, Planted, replace, replaced
 
-from benchmarks import readme_profiling as tables
-from benchmarks.link_packets import LinkPackets, noted, packets_of
-from benchmarks.profiling_outputs import outputs, write_run
-from benchmarks.profiling_rank_planted import FIRST
-from benchmarks.profiling_rows import (
+from benchmarks.docs_tables import SECTIONS, print_tables
+from benchmarks.harness.results import renewed
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
+from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
+from benchmarks.profiler.outputs import outputs, write_run
+from benchmarks.profiler.rank import FIRST
+from benchmarks.profiler.rows import (
     clock_row,
     codec_row,
     cost_row,
-    hook_rows,
     skew_rows,
     wire_row,
     wire_rows,
 )
-from benchmarks.profiling_tables import show
-from benchmarks.report import renewed
-from benchmarks.testbed import Testbed, TestbedUnavailable
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.run import RankFile, Run, read_run
@@ -37,6 +35,7 @@ META = {
     "versions": {"torch": "2.13.0"},
     "machine": {"cpu": "a CPU", "cores": 2, "load_before": 0.5},
 }
+SHOWN = ("truth", "wire", "clocks", "cost", "outputs")
 
 
 def write(folder: Path, run: Run) -> None:
@@ -157,15 +156,6 @@ def test_cost_is_the_difference_of_neighbours(tmp_path: Path) -> None:
     assert 0 < row["overhead"] < 0.01
 
 
-def test_hooks_are_compared_with_their_neighbours() -> None:
-    of_rank = {"none": [(10, 5), (90, 7)], "torch": [(12, 5), (92, 9)], "on": [(10, 4), (90, 6)]}
-    truth = [{"blocks": of_rank, "buckets": 8, "bucket_mb": 0.3}] * 2
-    torchs, ours = hook_rows(truth, link_mbit=None)
-    assert (torchs["hook"], torchs["step_more_ms"], torchs["cpu_more_ms"]) == ("torch", 2, 1)
-    assert (ours["hook"], ours["step_more_ms"], ours["cpu_more_ms"]) == ("on", 0, -1)
-    assert (ours["step_ms"], ours["buckets"], ours["rounds"]) == (50, 8, 2)
-
-
 def test_a_run_that_never_was_is_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=3, steps=5, seed=0)
     run = read_run(tmp_path)
@@ -197,17 +187,6 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
             "detailed": 0.5,
             **more,
         },
-        {
-            "kind": "hooks",
-            "hook": "off",
-            "link_mbit": None,
-            "buckets": 40,
-            "bucket_mb": 0.066,
-            "rounds": 60,
-            "step_ms": 30.0,
-            "cpu_ms": 20.0,
-            **more,
-        },
         outputs(tmp_path / "run", ranks=2, steps=10, seed=0),
     ]
     return {"meta": META, "rows": rows}
@@ -216,16 +195,15 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
 def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = a_result(tmp_path)
     result["meta"] = {**META, "renewed": {"wire": {**META, "git_commit": "0123456789"}}}
-    made = [tables.truth, tables.wire, tables.clocks, tables.cost, tables.hooks, tables.outputs]
+    made = [SECTIONS[f"profile-{name}"][1] for name in SHOWN]
     texts = [make(result) for make in made]
-    commits = ["unknown", "0123456", *["unknown"] * 4]
+    commits = ["unknown", "0123456", *["unknown"] * 3]
     for text, commit in zip(texts, commits, strict=True):
         assert f"2026-11-22, commit {commit}, " in str(text)
     assert "0.25 ms" in str(texts[0])
     assert "| 433.3 | 45 % (45 to 45) | 533.3 | 123.1 % (123.1 to 123.1) | 800.0 |" in str(texts[1])
     assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
     assert "| 0.4 % | 50 % |" in str(texts[3])
-    assert "| ours, not in detail | unshaped | 40 of 0.066 MB | 30.0 ms |" in str(texts[4])
-    assert [make({"meta": META, "rows": []}) for make in made] == [None] * 6
-    show(result["rows"])
-    assert capsys.readouterr().out.count("┏") == 7
+    assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5
+    print_tables(META, result["rows"], *(f"profile-{name}" for name in SHOWN))
+    assert capsys.readouterr().out.count("<sub>") == 5

@@ -10,8 +10,7 @@ import torch
 from feeding import Fed, backward, compressed, feed
 from worlds import Rank, run_threads
 
-from benchmarks.convergence_digits import DigitsTask
-from benchmarks.convergence_settings import DigitsSettings
+from benchmarks.convergence.tasks import DigitsSettings, DigitsTask
 from lightning_dist.codecs import CODECS
 
 SETTINGS = DigitsSettings(steps=120)

@@ -20,7 +20,7 @@ from lightning_dist.reducer.observer import Observer, Phase, Sight
 _CALIBRATION = 500
 _UNSEEN = 3.0
 """What recording adds to a step, over what can be counted of it: threads change places, caches are
-cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiling.py)."""
+cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiler)."""
 _LONGEST_PERIOD = 1024
 _WEIGHT = 0.1
 _GOLDEN = 0x9E3779B97F4A7C15

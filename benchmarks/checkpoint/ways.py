@@ -1,0 +1,355 @@
+"""What the checkpoint benchmark trains and saves."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Failed
+from lightning_dist.checkpoint.settings import CheckpointSettings
+
+PARAMETERS = 32
+TENSORS = 3 * PARAMETERS
+"""Parameters, and two moments of Adam for each; all of one size."""
+
+_BATCH = 64
+_SMALL_WIDTH = 512
+_SMALL_LAYERS = 4
+
+
+class Training:
+    """A perceptron and AdamW whose state takes ``mb`` megabytes; it has taken one step."""
+
+    def __init__(self, mb: float, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.width = round((mb * 1e6 / 4 / TENSORS) ** 0.5)
+        self.model = nn.Sequential(
+            *(nn.Linear(self.width, self.width, bias=False) for _ in range(PARAMETERS))
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.inputs = torch.randn(_BATCH, self.width)
+        self.passes()
+        self.step()
+
+    def state(self) -> dict[str, Any]:
+        """The live state, as a trainer hands it to what saves it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def passes(self) -> None:
+        """Forward and backward."""
+        self.model(self.inputs).square().mean().backward()
+
+    def step(self) -> None:
+        """The optimizer's part of a training step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in a state."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_of(inner)
+
+
+def nbytes_of(state: Any) -> int:
+    """Bytes of all tensors in a state."""
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+class SmallTraining:
+    """Steps of some milliseconds, to see what a save in flight costs each of them."""
+
+    def __init__(self, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = []
+        for _ in range(_SMALL_LAYERS):
+            layers += [nn.Linear(_SMALL_WIDTH, _SMALL_WIDTH), nn.ReLU()]
+        self._model = nn.Sequential(*layers)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._inputs = torch.randn(_BATCH, _SMALL_WIDTH)
+
+    def steps(self, goes_on: Callable[[int], bool]) -> list[float]:
+        """Seconds of each step; ``goes_on`` is asked before each, with the number of those done."""
+        seconds: list[float] = []
+        while goes_on(len(seconds)):
+            began = time.perf_counter()
+            self._optimizer.zero_grad(set_to_none=True)
+            self._model(self._inputs).square().mean().backward()
+            self._optimizer.step()
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+
+class Row(ABC):
+    """One way to save the state of ``training``; by default one that is done when it returns."""
+
+    fenced = False
+    """Whether the optimizer step must wait for the rest of a copy."""
+    write_s: float | None = None
+    """Seconds that the last write took by its own account, without the copy."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def open(self, folder: Path) -> None:  # noqa: B027  (most rows need nothing)
+        """Prepare to save in ``folder``."""
+
+    @abstractmethod
+    def save(self, target: Path) -> None:
+        """Save as ``target`` or something that begins with its name; what training is held by."""
+
+    def is_done(self) -> bool:
+        """Whether the last save is complete, without waiting."""
+        return True
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait until it is."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """What the user must call before an optimizer step."""
+
+    def held_back_s(self) -> float:
+        """Seconds that optimizer steps were held back, in total."""
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027
+        """End what it has started."""
+
+
+_SLICE = 8 << 20
+
+
+class CopyRow(Row):
+    """Copies all tensors into memory that has been written before; saves nothing."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._copies = [torch.zeros_like(tensor) for tensor in tensors_of(training.state())]
+
+    def save(self, target: Path) -> None:
+        for copy, tensor in zip(self._copies, tensors_of(self.training.state()), strict=True):
+            copy.copy_(tensor.detach())
+
+
+class WriteRow(Row):
+    """write(2) and fsync of memory of the state's size, in one run.
+
+    Args:
+        early: have the kernel begin to write after every slice, not at the fsync.
+    """
+
+    def __init__(self, training: Training, *, early: bool) -> None:
+        super().__init__(training)
+        self._early = early
+        nbytes = sum(tensor.nbytes for tensor in tensors_of(training.state()))
+        self._bytes = memoryview(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy())
+
+    def save(self, target: Path) -> None:
+        file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            written = 0
+            while written < self._bytes.nbytes:
+                count = os.write(file, self._bytes[written : written + _SLICE])
+                if self._early:
+                    os.posix_fadvise(file, written, count, os.POSIX_FADV_DONTNEED)
+                written += count
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+Method = Literal["save", "async", "reused", "staging", "process"]
+
+
+class DcpRow(Row):
+    """``save``, or ``async_save`` with its default or a kept stager, to a thread or a process.
+
+    ``"staging"`` copies in the background; nothing but the caller then keeps the optimizer from
+    changing what is being copied. ``"process"`` keeps a stager in shared memory.
+    """
+
+    def __init__(self, training: Training, *, method: Method) -> None:
+        super().__init__(training)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.fenced = method == "staging"
+        self._method = method
+        self._options: dict[str, Any] = {}
+        if method in ("reused", "staging", "process"):
+            self._options["async_stager"] = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=False,
+                    use_shared_memory=method == "process",
+                    use_async_staging=method == "staging",
+                    use_non_blocking_copy=False,
+                )
+            )
+        if method == "process":
+            self._options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        self._staged: Future[Any] | None = None
+        self._written: Future[Any] | None = None
+        self._held = 0.0
+
+    def save(self, target: Path) -> None:
+        if self._method == "save":
+            dcp.save(self.training.state(), checkpoint_id=str(target))
+            return
+        response = dcp.async_save(self.training.state(), checkpoint_id=str(target), **self._options)
+        if isinstance(response, AsyncSaveResponse):
+            self._staged, self._written = response.staging_completion, response.upload_completion
+        else:
+            self._written = response
+
+    def is_done(self) -> bool:
+        return self._written is None or self._written.done()
+
+    def wait(self) -> None:
+        if self._written is not None:
+            self._written.result()
+
+    def before_step(self) -> None:
+        if self._staged is not None:
+            began = time.perf_counter()
+            self._staged.result()
+            self._held += time.perf_counter() - began
+
+    def held_back_s(self) -> float:
+        return self._held
+
+    def close(self) -> None:
+        if "async_stager" in self._options:
+            self._options["async_stager"].close()
+
+
+class OurRow(Row):
+    """A :class:`Checkpointer` of its own, in its own folder."""
+
+    def __init__(
+        self,
+        training: Training,
+        *,
+        snapshot: Literal["overlap", "blocking", "sync"],
+        writer: Literal["process", "thread"] = "process",
+    ) -> None:
+        super().__init__(training)
+        self.fenced = snapshot == "overlap"
+        self._checkpointer = Checkpointer(CheckpointSettings(snapshot=snapshot, writer=writer))
+        self._checkpointer.watch([training.optimizer])
+        self._saves = 0
+
+    def save(self, target: Path) -> None:
+        self._saves += 1
+        self._checkpointer.save(self.training.state(), f"{target}.ckpt", step=self._saves)
+
+    def open(self, folder: Path) -> None:
+        self._checkpointer.open(str(folder))
+
+    def is_done(self) -> bool:
+        return not self._checkpointer.busy
+
+    def wait(self) -> None:
+        self._checkpointer.wait()
+        self.write_s = self._checkpointer.metrics.write_s
+        for event in self._checkpointer.poll():
+            if isinstance(event, Failed):
+                raise RuntimeError(event.reason)
+
+    def held_back_s(self) -> float:
+        self._checkpointer.poll()
+        return self._checkpointer.metrics.fence_s
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class TorchSaveRow(Row):
+    """``torch.save``, to the page cache or to the disk."""
+
+    def __init__(self, training: Training, *, fsync: bool) -> None:
+        super().__init__(training)
+        self._fsync = fsync
+
+    def save(self, target: Path) -> None:
+        with open(target, "wb") as file:
+            torch.save(self.training.state(), file)
+            if self._fsync:
+                file.flush()
+                os.fsync(file.fileno())
+
+
+class LightningRow(Row):
+    """``TorchCheckpointIO``, which ModelCheckpoint saves with; nothing of it waits for the disk."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+        self._io = TorchCheckpointIO()
+
+    def save(self, target: Path) -> None:
+        self._io.save_checkpoint(self.training.state(), target)
+
+
+class LightningAsyncRow(Row):
+    """``AsyncCheckpointIO`` around the same."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+        class Noticed(TorchCheckpointIO):
+            """AsyncCheckpointIO has no other way to ask whether it has written."""
+
+            def save_checkpoint(inner, *args: Any, **kwargs: Any) -> None:
+                super().save_checkpoint(*args, **kwargs)
+                self._done = True
+
+        self._io = AsyncCheckpointIO(Noticed())
+        self._done = True
+
+    def save(self, target: Path) -> None:
+        self._done = False
+        self._io.save_checkpoint(self.training.state(), target)
+
+    def is_done(self) -> bool:
+        return self._done
+
+    def wait(self) -> None:
+        self._io.teardown()
+
+
+ROWS: dict[str, Callable[[Training], Row]] = {
+    "ours overlap": partial(OurRow, snapshot="overlap"),
+    "ours blocking": partial(OurRow, snapshot="blocking"),
+    "ours sync": partial(OurRow, snapshot="sync"),
+    "ours blocking, thread": partial(OurRow, snapshot="blocking", writer="thread"),
+    "torch.save": partial(TorchSaveRow, fsync=False),
+    "torch.save + fsync": partial(TorchSaveRow, fsync=True),
+    "Lightning": LightningRow,
+    "Lightning async": LightningAsyncRow,
+    "dcp.save": partial(DcpRow, method="save"),
+    "dcp.async_save": partial(DcpRow, method="async"),
+    "dcp.async_save, reused": partial(DcpRow, method="reused"),
+    "dcp.async_save, async staging": partial(DcpRow, method="staging"),
+    "dcp.async_save, process": partial(DcpRow, method="process"),
+    "limit: memcpy": CopyRow,
+    "limit: write + fsync": partial(WriteRow, early=False),
+    "limit: early write + fsync": partial(WriteRow, early=True),
+}

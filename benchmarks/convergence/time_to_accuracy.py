@@ -1,0 +1,263 @@
+"""How long training takes on a slow link until the validation loss is as low as fp32 DDP's.
+
+    python -m benchmarks.convergence.time_to_accuracy [--quick] [--link MBIT] [--codec NAME ...]
+
+Two hosts on one machine (`harness/testbed.py`; needs root) train the demo's byte-level GPT, with
+1.4 M parameters (5.6 MB of fp32 gradients), each on other packages of Python's standard library.
+AdamW with warm-up and clipping, then a constant learning rate, the same for all rows. Rows:
+
+    no-comm          the same steps under `no_sync`: compute only; it has no target
+    ddp              DistributedDataParallel as it is, fp32
+    torch-fp16-hook  with torch's own `fp16_compress_hook`
+    NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, all other settings default
+
+Every seed trains all rows from the same weights over the same batches. One run holds all rows: they
+take turns in blocks of `--every` steps, a different one first in each round, so that what else the
+machine does meets all alike. After each block the row is evaluated on 64 fixed windows of files
+that nobody trains on; its loss is the mean of the last three evaluations, because a single one goes
+up and down. The target of a seed is the loss of ddp after `--steps` steps plus 0.2 %, without which
+rows that follow ddp to the fifth digit would need one block more by chance; ddp itself counts from
+where it first meets it. Rows that are not there by then train on until they have done four times as
+many steps.
+
+What is measured:
+
+    seconds_to_target    the training steps up to the first evaluation with a loss <= target, of the
+                         slowest rank. Not counted: evaluations, set-up, compiling of kernels
+    steps_to_target      the same in steps. Both know only multiples of `--every`
+    wire_bytes_to_target
+                         bytes that host 0 sent meanwhile, from its interface's own counter
+    step_ms              median over blocks
+    speedup_vs_fp32, speedup_vs_fp16
+                         ddp's, and the hook's, seconds_to_target divided by this row's: geometric
+                         mean over seeds; null where a seed did not reach its target
+    communication_share_pct (in meta)
+                         (ddp - no-comm) / ddp of step_ms. The link is chosen so that it is above
+                         80: these are figures for training that waits for its network
+
+Hosts share the machine's cores, one each on two: compute, codecs and the kernel's network code
+compete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import geometric_mean, mean, median
+from typing import Any
+
+from benchmarks.convergence.time_to_accuracy_rank import Settings, smoothed
+from benchmarks.docs_tables import print_tables
+from benchmarks.harness.launch import RankFailed
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
+from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
+from lightning_dist.codecs import CODECS
+
+HOSTS = 2
+# Of the sparse and low-rank ones less drastic settings than their defaults: at 1 % a gradient waits
+# a hundred steps, and that is longer than this training.
+WANTED_CODECS = ("int8", "int4", "qsgd", "terngrad", "powersgd:rank=16", "topk:ratio=0.05")
+QUICK_CODECS = ("int8", "int4")
+WANTED_SHARE_PCT = 80.0
+_SETUP_S = 600.0  # imports and, with a cold cache, compiling every codec's kernels
+_STEP_S = 3.0  # of the slowest row; only a hang gets there
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """The rows of the JSON, and the number of parameters."""
+    seeds = list(range(arguments.seeds))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Testbed(HOSTS, link_mbit=arguments.link) as testbed,
+    ):
+        outputs = [Path(directory) / f"seed{seed}.json" for seed in seeds]
+        settings = Settings(
+            rows=[*BASELINES, *arguments.codec],
+            seeds=seeds,
+            outputs=[str(path) for path in outputs],
+            steps=arguments.steps,
+            evaluate_every=arguments.every,
+            patience=4.0,
+            batch=8,
+            context=64,
+            d_model=192,
+            n_layers=3,
+            n_heads=4,
+            lr=1e-3,  # of 1, 1.5 and 2e-3 the one with which fp32 DDP is fastest and smoothest
+            val_windows=64,
+            compile_kernels=arguments.compile_kernels,
+        )
+        steps = len(seeds) * len(settings.rows) * settings.patience * settings.steps
+        testbed.launch(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.convergence.time_to_accuracy_rank",
+                json.dumps(asdict(settings)),
+            ],
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR"},  # it warns that 10.77.0.1 has no name
+            timeout_s=_SETUP_S + _STEP_S * steps,
+            echo=True,
+        )
+        of_seed = {s: json.loads(path.read_text()) for s, path in zip(seeds, outputs, strict=True)}
+    return summarize(of_seed, rows=settings.rows), of_seed[seeds[0]]["parameters"]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults that depend on --quick filled in."""
+    parser = argparse.ArgumentParser(
+        description="Seconds of training to a given loss on a slow link, per codec."
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two minutes: one seed, fewer steps, int8 and int4")
+    add("--json", type=Path, metavar="PATH", help="write the rows here")
+    add("--link", type=float, default=100.0, metavar="MBIT", help="Mbit/s (100)")
+    add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
+    add("--seeds", type=int, metavar="N", help="3, quick: 1; seeds are 0 to N - 1")
+    add("--steps", type=int, metavar="N", help="of ddp to the target (80, quick: 40)")
+    add("--every", type=int, default=5, metavar="N", help="steps between evaluations (5)")
+    add(
+        "--compile-kernels",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fuse the codecs' kernels before the start, 20 s each the first time",
+    )
+    arguments = parser.parse_args(argv)
+    quick = arguments.quick
+    wanted = QUICK_CODECS if quick else WANTED_CODECS
+    there = [name for name in wanted if name.partition(":")[0] in CODECS]
+    arguments.codec = list(dict.fromkeys(arguments.codec or there))
+    arguments.seeds = arguments.seeds or (1 if quick else 3)
+    arguments.steps = arguments.steps or (40 if quick else 80)
+    if arguments.seeds < 1 or arguments.every < 1 or arguments.steps % arguments.every:
+        parser.error("--seeds and --every must be at least 1, and --steps a multiple of --every")
+    if taken := set(arguments.codec) & set(BASELINES):
+        parser.error(f"--codec: {', '.join(taken)} is always measured; name codecs of ours")
+    try:
+        Testbed(HOSTS, link_mbit=arguments.link)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, show, and write."""
+    arguments = parse_arguments(argv)
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = collect_meta(seed=0, arguments=listed)
+    try:
+        rows, parameters = measure(arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (TestbedUnavailable, RankFailed) as error:
+        sys.exit(f"time_to_accuracy: {error}")
+    share = communication_share(rows)
+    meta |= {"parameters": parameters, "communication_share_pct": share}
+    print_tables(meta, rows, "time-to-accuracy")
+    if share < WANTED_SHARE_PCT:
+        print(f"less than {WANTED_SHARE_PCT:g} % communication: choose a slower --link")
+    if arguments.json:
+        write_json(arguments.json, meta=meta, rows=rows)
+    if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
+        sys.exit(f"time_to_accuracy: replicas differ with {', '.join(differing)}")
+
+
+Row = dict[str, Any]
+_TO_TARGET = ("steps_to_target", "seconds_to_target", "wire_bytes_to_target")
+_MEASURED = ("step_ms", "wire_bytes_per_step", *_TO_TARGET, "replicas_identical")
+
+
+def summarize(of_seed: Mapping[int, Mapping[str, Any]], *, rows: Sequence[str]) -> list[Row]:
+    """One row of the JSON for every row; what each seed came to is kept beside the means."""
+    result = [_row(name, of_seed) for name in rows]
+    for row in result:
+        row["speedup_vs_fp32"] = _speedup(row, result, DDP_ROW)
+        row["speedup_vs_fp16"] = _speedup(row, result, FP16_ROW)
+    return result
+
+
+def communication_share(rows: Sequence[Row]) -> float:
+    """Percent of fp32 DDP's median step that is not there without communication."""
+    step_ms = {row["row"]: row["step_ms"] for row in rows}
+    return 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
+
+
+def _row(name: str, of_seed: Mapping[int, Mapping[str, Any]]) -> Row:
+    refused = [seed["refused"][name] for seed in of_seed.values() if name in seed["refused"]]
+    if refused:
+        return {"row": name, "reason": refused[0], **dict.fromkeys(_MEASURED), "runs": []}
+    runs = []
+    for number, seed in of_seed.items():
+        of_row = seed["rows"][name]
+        there = _to_target(of_row["curve"], seed["target"])
+        identical = of_row["replicas_identical"]
+        runs.append(
+            {
+                "seed": number,
+                "target_loss": seed["target"],
+                **there,
+                "replicas_identical": identical,
+            }
+        )
+    curves = [seed["rows"][name]["curve"] for seed in of_seed.values()]
+    identical = all(run["replicas_identical"] for run in runs)
+    return {
+        "row": name,
+        "reason": None,
+        "step_ms": 1e3 * median(s for curve in curves for s in _step_s(curve)),
+        "wire_bytes_per_step": mean(map(_per_step, curves)),
+        **{key: _mean([run[key] for run in runs]) for key in _TO_TARGET},
+        "replicas_identical": None if name == COMPUTE_ROW else identical,
+        "runs": runs,
+    }
+
+
+def _to_target(curve: Sequence[Mapping[str, Any]], target: float) -> Row:
+    """The first evaluation at which the loss was as low as the target."""
+    losses = [] if curve[-1]["val_loss"] is None else smoothed([p["val_loss"] for p in curve])
+    pairs = zip(curve, losses, strict=False)
+    there = next((point for point, loss in pairs if loss <= target), None) or {}
+    return {
+        "steps_to_target": there.get("step"),
+        "seconds_to_target": there.get("seconds"),
+        "wire_bytes_to_target": there.get("tx_bytes"),
+    }
+
+
+def _step_s(curve: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of a step, from every block but the first, in which buffers are made."""
+    pairs = itertools.pairwise(curve)
+    return [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairs]
+
+
+def _per_step(curve: Sequence[Mapping[str, Any]]) -> float:
+    last = curve[-1]
+    return float(last["tx_bytes"] / last["step"])
+
+
+def _speedup(row: Row, rows: Sequence[Row], reference: str) -> float | None:
+    """The geometric mean over seeds of the reference's seconds by this row's."""
+    theirs = next(r for r in rows if r["row"] == reference)["runs"]
+    pairs = [
+        (other["seconds_to_target"], mine["seconds_to_target"])
+        for other, mine in zip(theirs, row["runs"], strict=False)
+    ]
+    if not pairs or None in [value for pair in pairs for value in pair]:
+        return None
+    return geometric_mean([other / mine for other, mine in pairs])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if known and len(known) == len(values) else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Results as JSON, and with what a benchmark ran."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_GIT_TIMEOUT_S = 10.0
+
+
+def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What somebody needs to repeat a run or to doubt it; names no path of this machine."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            "lightning_dist": _version("lightning-dist") or _checkout_version(),
+        },
+        "git_commit": _git_commit(),
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load_before": round(os.getloadavg()[0], 2),
+        },
+        "seed": seed,
+        "arguments": dict(arguments),
+    }
+
+
+def write_json(path: Path, *, meta: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write {"meta": ..., "rows": [...]}, a row in a line; never half a file."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    text = f'{{"meta": {json.dumps(meta)},\n"rows": [\n{lines}\n]}}'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def renewed(kept: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """``kept`` with the rows of ``result`` in the place of those that are of the same kinds.
+
+    The ``meta`` of these is under ``renewed`` in ``meta``, by kind.
+    """
+    fresh = _by_kind(result["rows"])
+    metas = {**kept["meta"].get("renewed", {}), **dict.fromkeys(fresh, result["meta"])}
+    kinds = {**_by_kind(kept["rows"]), **fresh}
+    return {
+        "meta": {**kept["meta"], "renewed": metas},
+        "rows": [row for rows in kinds.values() for row in rows],
+    }
+
+
+def error_sizes(errors: Sequence[float]) -> dict[str, float]:
+    """Median and largest of relative errors without their signs, and how many there are."""
+    sizes = [abs(error) for error in errors]
+    return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
+
+
+def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], []).append(row)
+    return kinds
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _checkout_version() -> str | None:
+    try:
+        from lightning_dist import __version__
+    except ImportError:
+        return None
+    return __version__
+
+
+def _git_commit() -> str | None:
+    """The commit of this checkout, with `-dirty` where files differ from it."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return f"{commit}-dirty" if _git("status", "--porcelain") else commit
+
+
+def _git(*arguments: str) -> str | None:
+    # Read only: without --no-optional-locks `git status` would rewrite the index.
+    command = ["git", "--no-optional-locks", "-C", str(_REPOSITORY), *arguments]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

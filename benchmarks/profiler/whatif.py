@@ -1,0 +1,247 @@
+"""How far the predictions of `lightning-dist profile whatif` are from what is then measured.
+
+    python -m benchmarks.profiler.whatif [--layout 2x1] [--link 200] [--setting int8] [--base 500]
+                                [--steps 12] [--json PATH]
+
+Needs root. Hosts on one machine (`harness/testbed.py`) train the model of
+`step_time/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under the
+profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in
+`step_time/hierarchical.py`. Then every pair of setting and rate is predicted from ONE profile,
+that of ddp at the rate `--base`, with the costs of codecs that `calibrate()` finds before the first
+step, compiled as in the run and on all ranks at once. What was lost of the rate at `--base` is
+taken to be lost of the others too. Hierarchical settings need the rate inside a host, which ddp
+does not show: `--inside-gbit`. Nor does it show the latency of a round, which counts nothing unless
+`--latency-us` gives it; many hosts multiply it.
+
+JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
+profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
+link_mbit, measured_ms, predicted_ms, relative_error, is_base) and "scaling": what the same profile
+says of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, step_ms). Of a
+step's time the median over steps counts, of the mean over ranks, as in the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.docs_tables import print_tables
+from benchmarks.harness.launch import Layout, RankFailed
+from benchmarks.harness.results import collect_meta, error_sizes, write_json
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
+from benchmarks.step_time.rows import QUIET, split_row
+from benchmarks.step_time.run import positive, say
+from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.whatif.answer import LABEL
+from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.simulator import DDP, FLAT, Scenario
+from lightning_dist.reducer.costs import CodecCost
+
+RANK_MODULE = "benchmarks.profiler.whatif_rank"
+SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
+LINKS = (200.0, 500.0, 1000.0)
+SCALE = tuple(2**power for power in range(1, 11))
+
+JsonRow = dict[str, Any]
+Place = tuple[str, float]  # setting, link
+
+
+def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[str, CodecCost]]:
+    """Train everywhere, and read the profiles; and the costs, as measured at the base rate."""
+    layout = Layout.parse(arguments.layout)
+    found: dict[Place, Observed] = {}
+    costs: dict[str, CodecCost] = {}
+    names = {split_row(setting)[1] for setting in arguments.setting} - {DDP} | {"none"}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Testbed(layout.hosts, link_mbit=arguments.link[0]) as testbed,
+    ):
+        for link in arguments.link:
+            say(f"link: {link:g} Mbit/s")
+            testbed.set_link(link)
+            folders = {
+                name: Path(directory) / f"{link:g}" / f"setting{number}"
+                for number, name in enumerate(arguments.setting)
+            }
+            settings: JsonRow = {
+                "rows": list(folders),
+                "folders": [str(folder) for folder in folders.values()],
+                "codecs": sorted(names),
+                "costs": str(Path(directory) / f"costs{link:g}.json"),
+                "steps": arguments.steps,
+                "batch": arguments.batch,
+                "seed": arguments.seed,
+            }
+            testbed.launch(
+                [sys.executable, "-m", RANK_MODULE, json.dumps(settings)],
+                ranks_per_host=layout.counts,
+                env=QUIET,
+                timeout_s=arguments.timeout,
+                echo=True,
+            )
+            for name, folder in folders.items():
+                found[name, link] = observe(read_run(folder / "run-0"))
+            if link == arguments.base:
+                listed = json.loads(Path(settings["costs"]).read_text())
+                costs = {name: CodecCost(**cost) for name, cost in listed.items()}
+    return found, costs
+
+
+def scenario_of(
+    observed: Observed,
+    setting: str,
+    link: float,
+    rate: float,
+    arguments: argparse.Namespace,
+    hosts: int | None = None,
+) -> Scenario:
+    """The scenario that was measured. At the profile's own rate the measured one counts.
+
+    At another, what was lost of the profile's is lost too.
+    """
+    form, codec = split_row(setting)
+    run = observed.scenario
+    there = elsewhere(
+        run,
+        hosts=hosts,
+        link_gbps=None if link == rate else run.link.gbps * link / rate,
+        inside_gbps=arguments.inside_gbit,
+        latency_us=arguments.latency_us,
+    )
+    return replace(there, codec=codec, form=form or FLAT)
+
+
+def on_this_machine(observed: Observed, arguments: argparse.Namespace) -> Observed:
+    """The same where hosts on one machine share its cores, which they do not know."""
+    cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
+    return replace(observed, one_core=cores_per_rank < 2)
+
+
+def compare(
+    found: dict[Place, Observed],
+    costs: dict[str, CodecCost],
+    base: Place,
+    arguments: argparse.Namespace,
+) -> list[JsonRow]:
+    """What is predicted from the profile of ``base`` beside what was measured."""
+    rows = []
+    profile = on_this_machine(found[base], arguments)
+    for (setting, link), observed in found.items():
+        scenario = scenario_of(profile, setting, link, base[1], arguments)
+        answer = predict(profile, [scenario], costs=costs)
+        (prediction,) = answer.others
+        measured, predicted = observed.step * 1e3, prediction.step_ms
+        rows.append(
+            {
+                "kind": "pair",
+                "setting": setting,
+                "link_mbit": link,
+                "measured_ms": measured,
+                "predicted_ms": predicted,
+                "relative_error": None if predicted is None else predicted / measured - 1,
+                "is_base": (setting, link) == base,
+                "reason": prediction.reason,
+            }
+        )
+    return rows
+
+
+def told(rows: Sequence[JsonRow]) -> list[float]:
+    """The errors of what was predicted, and could be."""
+    errors = [row["relative_error"] for row in rows if not row["is_base"]]
+    return [error for error in errors if error is not None]
+
+
+def scaling(
+    base: Observed, costs: dict[str, CodecCost], arguments: argparse.Namespace
+) -> list[JsonRow]:
+    """What the profile says of many hosts."""
+    profile = on_this_machine(base, arguments)
+    predictions = [
+        prediction
+        for hosts in SCALE
+        for prediction in predict(
+            profile,
+            [
+                scenario_of(profile, setting, arguments.base, arguments.base, arguments, hosts)
+                for setting in arguments.setting
+            ],
+            costs=costs,
+        ).others
+    ]
+    shown = ("codec", "form", "hosts", "step_ms")
+    return [
+        {"kind": "scaling", **{name: getattr(each, name) for name in shown}} for each in predictions
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, predict, show, and write."""
+    arguments = parse_arguments(argv)
+    try:
+        found, costs = measure(arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (TestbedUnavailable, RankFailed) as error:
+        sys.exit(f"benchmarks/profiler/whatif.py: {error}")
+    base = (DDP, arguments.base)
+    errors = {place: told(compare(found, costs, place, arguments)) for place in found}
+    together = [error for of in errors.values() for error in of]
+    rows = compare(found, costs, base, arguments)
+    rows += scaling(found[base], costs, arguments)
+    facts: JsonRow = {
+        "errors": error_sizes(errors[base] or [0.0]),
+        "errors_from_any": error_sizes(together) if together else None,
+        "base": {"setting": DDP, "link_mbit": arguments.base},
+        "costs": {name: asdict(cost) for name, cost in costs.items()},
+        "label": LABEL,
+    }
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = {**collect_meta(seed=arguments.seed, arguments=listed), **facts}
+    if together:
+        print_tables(meta, rows, "whatif-errors", "whatif-scaling")
+    if arguments.json:
+        write_json(arguments.json, meta=meta, rows=rows)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--layout", default="2x1", help="hosts x ranks of each (2x1)")
+    add("--link", type=float, action="append", metavar="MBIT", help="repeatable (200, 500, 1000)")
+    add(
+        "--setting",
+        action="append",
+        help=f"repeatable, ddp is always there ({', '.join(SETTINGS)})",
+    )
+    add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
+    add("--steps", type=positive, default=12, help="of each, two of which are left out (12)")
+    add("--batch", type=positive, default=64, help="of each rank (64)")
+    add("--inside-gbit", type=float, metavar="RATE", help="of a rank inside its host")
+    add(
+        "--timeout", type=float, default=900.0, metavar="S", help="for the settings of a rate (900)"
+    )
+    add("--latency-us", type=float, metavar="US", help="of a round between hosts")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="PATH", help="write everything here")
+    arguments = parser.parse_args(argv)
+    arguments.link = arguments.link or list(LINKS)
+    if arguments.base is None:
+        arguments.base = arguments.link[min(1, len(arguments.link) - 1)]
+    if arguments.base not in arguments.link:
+        parser.error(f"--base must be one of --link, got {arguments.base:g}")
+    arguments.setting = list(dict.fromkeys([DDP, *(arguments.setting or SETTINGS)]))
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Does a job under plain torchrun come back after one of its ranks died?
+
+torchrun starts a small training on two ranks, one of them ends without a word in the middle, and
+torchrun starts all of them again. Counted per rendezvous backend and strategy: jobs that came to
+their end, that failed, and that were still running after --bound seconds.
+
+    python -m benchmarks.restart.rendezvous --trials N --seed S --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.docs_tables import print_tables
+from benchmarks.harness.launch import REPOSITORY
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.testbed import exit_on_signals
+
+BACKENDS = ("c10d", "static", "standalone")
+STRATEGIES = ("compressed_ddp", "ddp")
+OUTCOMES = ("finished", "failed", "hung")
+_RANKS = 2
+_STEPS = 8
+_LINES = 40
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One job, and what became of it."""
+
+    backend: str
+    strategy: str
+    victim: int
+    step: int
+    outcome: str = ""
+    seconds: float = 0.0
+    said: tuple[str, ...] = ()
+    """The last lines of a job that did not finish."""
+
+
+def planned(
+    trials: int, *, stock: int, seed: int, backends: list[str], strategies: list[str]
+) -> list[Trial]:
+    """All jobs; strategies and backends take turns, so that load of the machine meets all.
+
+    The first ``stock`` rounds have ``ddp`` too, whose hangs take their bound each.
+    """
+    draw = random.Random(seed)
+    jobs = []
+    for number in range(trials):
+        wanted = [each for each in strategies if each != "ddp" or number < stock]
+        victim, step = draw.randrange(_RANKS), draw.randrange(1, _STEPS)
+        turn = [(backend, strategy) for backend in backends for strategy in wanted]
+        draw.shuffle(turn)
+        jobs += [Trial(backend, strategy, victim, step) for backend, strategy in turn]
+    return jobs
+
+
+def run(trial: Trial, *, restarts: int, bound: float) -> Trial:
+    """The trial with its outcome; nothing of the job is left."""
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="restart") as folder,
+        _job(trial, restarts, folder) as job,
+    ):
+        try:
+            outcome = "failed" if job.wait(bound) else "finished"
+        except subprocess.TimeoutExpired:
+            outcome = "hung"
+        finally:
+            _kill(job)
+        if not (Path(folder) / "died").exists():
+            raise RuntimeError(f"no rank died in {trial}: {(Path(folder) / 'output').read_text()}")
+        output = (Path(folder) / "output").read_text(errors="replace")
+    said = () if outcome == "finished" else _without_paths(output).splitlines()[-_LINES:]
+    seconds = round(time.monotonic() - began, 2)
+    return replace(trial, outcome=outcome, seconds=seconds, said=tuple(said))
+
+
+def _without_paths(text: str) -> str:
+    for path in (str(REPOSITORY), sys.prefix, tempfile.gettempdir()):
+        text = text.replace(path, "...")
+    return text
+
+
+def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
+    address = f"127.0.0.1:{_free_port()}"
+    backend = {
+        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job"],
+        "static": [f"--master-port={address.partition(':')[2]}"],
+        "standalone": ["--standalone"],
+    }[trial.backend]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *backend]
+    options = [f"--nproc-per-node={_RANKS}", f"--max-restarts={restarts}"]
+    training = ["-m", "benchmarks.restart.rendezvous", trial.strategy, folder]
+    with (Path(folder) / "output").open("wb") as output:
+        return subprocess.Popen(
+            [*launcher, *options, *training, str(trial.victim), str(trial.step)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _kill(job: subprocess.Popen[bytes]) -> None:
+    """The launcher first, so that it starts nothing anew; its ranks have sessions of their own."""
+    if job.poll() is None:
+        ranks = list(_descendants(job.pid))
+        job.kill()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+
+
+def _descendants(process: int) -> Iterator[int]:
+    with suppress(OSError):
+        for children in list(Path(f"/proc/{process}/task").glob("*/children")):
+            for child in map(int, children.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def summarize(trials: list[Trial]) -> list[dict[str, Any]]:
+    """Counts of every backend and strategy, and the seconds of the jobs that finished."""
+    rows = []
+    for backend, strategy in sorted({(each.backend, each.strategy) for each in trials}):
+        of_row = [each for each in trials if (each.backend, each.strategy) == (backend, strategy)]
+        seconds = [each.seconds for each in of_row if each.outcome == "finished"]
+        rows.append(
+            {
+                "backend": backend,
+                "strategy": strategy,
+                "trials": len(of_row),
+                **{name: sum(each.outcome == name for each in of_row) for name in OUTCOMES},
+                "median_s": statistics.median(seconds) if seconds else None,
+            }
+        )
+    return rows
+
+
+def train(strategy: str, folder: str, victim: str, step: str) -> None:
+    """64 samples through one layer on this rank; the victim dies at its step of the first start."""
+    import lightning as L
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    import lightning_dist  # noqa: F401  (registers the strategy)
+
+    mark = Path(folder) / "died"
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 2)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if (self.global_rank, index) == (int(victim), int(step)) and not mark.exists():
+                mark.touch()
+                os._exit(3)
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        train_dataloader = BoringModel.train_dataloader
+
+    torch.set_num_threads(1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module())
+
+
+def main() -> None:
+    if "RANK" in os.environ:
+        train(*sys.argv[1:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trials", type=int, default=20, help="of every backend and strategy")
+    parser.add_argument("--stock", type=int, help="trials of ddp, if not as many")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bound", type=float, default=90.0, help="seconds; more is a hang")
+    parser.add_argument("--max-restarts", type=int, default=1)
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeatable")
+    parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="repeatable")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    meta = collect_meta(
+        seed=given.seed, arguments={k: v for k, v in vars(given).items() if k != "json"}
+    )
+    meta["versions"]["lightning"] = version("lightning")
+    backends, strategies = given.backend or [*BACKENDS], given.strategy or [*STRATEGIES]
+    stock = given.trials if given.stock is None else given.stock
+    jobs = planned(
+        given.trials, stock=stock, seed=given.seed, backends=backends, strategies=strategies
+    )
+    done = []
+    with exit_on_signals():
+        for number, job in enumerate(jobs, start=1):
+            done.append(run(job, restarts=given.max_restarts, bound=given.bound))
+            print(number, "of", len(jobs), done[-1], flush=True)
+            if given.json:  # what is known so far, should the rest be interrupted
+                write_json(given.json, meta=meta, rows=summarize(done))
+    print_tables(meta, summarize(done), "restart-rendezvous")
+
+
+if __name__ == "__main__":
+    main()

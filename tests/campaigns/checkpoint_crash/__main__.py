@@ -1,0 +1,236 @@
+"""What is lost when training, its writer or the disk dies at any moment.
+
+A small real training saves checkpoints every few steps and keeps one, while faults strike at random
+moments that the seed decides; without torch, a writer is killed, or meets a disk that fails, at
+every single system call of a few saves. After each trial an oracle looks at the folder, and a new
+trainer goes on to the end, where its weights must be those of an uninterrupted run, to the bit.
+
+Counted, and wanted to be 0 (oracle.py says what each means): lost, undetected,
+inexact, hang, torn, leak, touched, report.
+
+    python -m tests.campaigns.checkpoint_crash --trials N --seed S --json FILE [--every K]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
+from tests.campaigns.checkpoint_crash import stock, trials, writer
+from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict
+from tests.campaigns.checkpoint_crash.trainer import reference
+from tests.campaigns.checkpoint_crash.writer import ERRORS, KILLS, SCENARIOS
+
+_SHARES = {
+    "kill the trainer": 26,
+    "kill the writer": 14,
+    "kill trainer and writer": 18,
+    "slow disk (thread)": 6,
+    "stopped writer process": 6,
+    "dropped snapshot": 6,
+    "full disk": 5,
+    "full disk, writer alone": 5,
+    "damaged on disk": 15,
+    "stock: kill the trainer": 3,
+    "stock: slow disk": 2,
+}
+"""Of the random trials, by weight."""
+
+_BOUNDARY = {name: f"{name} every system call" for name in KILLS} | {
+    name: f"{name} at every system call" for name in ERRORS
+}
+_EVERY_BIT = "every bit flipped"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """One trial; ``arguments`` are of those that are enumerated."""
+
+    number: int
+    kind: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What all trials share."""
+
+    seed: int
+    root: str
+    memory: str
+    """A folder in memory, for enumerated trials: they kill processes, and simulate power cuts."""
+    reference: str
+    foreign: bytes = field(repr=False)
+
+    def run(self, task: Task) -> Verdict:
+        """Run one trial; its chance is that of the seed and its number."""
+        logging.disable(logging.WARNING)  # damaged checkpoints are what this is about
+        verdict = Verdict(task.kind, task.number)
+        chance = random.Random(f"{self.seed}/{task.number}")
+        place = Path(self.memory if task.arguments else self.root) / str(task.number)
+        began = time.monotonic()
+        try:
+            self._run(verdict, task, chance, place)
+        except Exception:
+            verdict.require(False, "report", traceback.format_exc()[-2000:])
+        verdict.seconds = time.monotonic() - began
+        shutil.rmtree(place, ignore_errors=True)
+        return verdict
+
+    def _run(self, verdict: Verdict, task: Task, chance: random.Random, place: Path) -> None:
+        shared: dict[str, Any] = {"foreign": self.foreign}
+        if task.kind in trials.KINDS:
+            trials.run_trial(verdict, chance, place, reference=self.reference, **shared)
+        elif task.kind in stock.KINDS:
+            stock.run_trial(verdict, chance, place, reference=self.reference, **shared)
+        elif task.kind == "damaged on disk":
+            writer.run_damage(verdict, chance, place, **shared)
+        elif task.kind == "full disk, writer alone":
+            writer.run_full_disk(verdict, chance, place, **shared)
+        elif task.kind == _EVERY_BIT:
+            writer.run_every_bit(verdict, *task.arguments, place)
+        else:
+            writer.run_trial(verdict, *task.arguments, place, **shared)
+
+
+def random_tasks(trials: int, *, seed: int, kinds: Iterable[str]) -> Iterator[Task]:
+    """One trial of every kind, and then kinds drawn by weight."""
+    chance = random.Random(seed)
+    drawn = [kind for kind in _SHARES if kind in set(kinds)]
+    weights = [_SHARES[kind] for kind in drawn]
+    for number in range(trials if drawn else 0):
+        kind = chance.choices(drawn, weights)[0]
+        yield Task(number, drawn[number] if number < len(drawn) else kind)
+
+
+def enumerated_tasks(
+    first: int, place: Path, *, every: int, kinds: Iterable[str]
+) -> Iterator[Task]:
+    """Every fault at every boundary of every scenario, or of each fault every ``every``-th."""
+    faults = [fault for fault, kind in _BOUNDARY.items() if kind in set(kinds)]
+    points = [
+        (scenario, rank, at)
+        for index, scenario in enumerate(SCENARIOS if faults else ())
+        for rank, at in writer.boundaries(scenario, place / f"count{index}")
+    ]
+    number = first
+    for shift, fault in enumerate(faults):  # so that few trials are not all of the same points
+        for scenario, rank, at in points[shift % every :: every]:
+            yield Task(number, _BOUNDARY[fault], (scenario, fault, rank, at))
+            number += 1
+    for layout in ("single", "folder") if _EVERY_BIT in kinds else ():
+        yield Task(number, _EVERY_BIT, (layout,))
+        number += 1
+
+
+def run_all(campaign: Campaign, tasks: list[Task], *, workers: int) -> list[Verdict]:
+    """Run trials side by side, in forks of this process, which has torch loaded."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return list(pool.map(campaign.run, tasks))
+
+
+def summarize(verdicts: list[Verdict]) -> list[dict[str, Any]]:
+    """One row per kind; a trial counts once under each problem that it has."""
+    rows = []
+    for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
+        found = [verdict for verdict in verdicts if verdict.kind == kind]
+        counts = Counter(
+            problem for verdict in found for problem in {name for name, _ in verdict.problems}
+        )
+        row: dict[str, Any] = {"kind": kind, "trials": sum(verdict.trials for verdict in found)}
+        row |= {problem: counts[problem] for problem in PROBLEMS}
+        row["mean_s"] = sum(verdict.seconds for verdict in found) / len(found)
+        failed = [verdict for verdict in found if verdict.problems]
+        for verdict in failed:  # of a traceback its last line
+            verdict.problems = [
+                (name, what.strip().split("\n")[-1]) for name, what in verdict.problems
+            ]
+        row["failures"] = [asdict(verdict) for verdict in sorted(failed, key=_rarity(counts))]
+        del row["failures"][_SHOWN:]
+        rows.append(row)
+    return rows
+
+
+def _rarity(counts: Counter[str]) -> Callable[[Verdict], int]:
+    return lambda verdict: min(counts[name] for name, _ in verdict.problems)
+
+
+def foreign_checkpoint() -> bytes:
+    """A file of torch.save that somebody has put into the folder."""
+    file = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, file)
+    return file.getvalue()
+
+
+def main() -> None:
+    kinds = [*_SHARES, *_BOUNDARY.values(), _EVERY_BIT]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trials", type=int, default=1000, help="random ones")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kind", action="append", choices=kinds, help="repeatable; default all")
+    parser.add_argument("--every", type=int, default=1, help="of the boundaries, each n-th")
+    parser.add_argument("--number", type=int, help="only the trial of this number")
+    parser.add_argument("--folder", help="where to write; default the system's temporary folder")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hidden = ("json", "folder")
+    meta = collect_meta(
+        seed=arguments.seed, arguments={k: v for k, v in vars(arguments).items() if k not in hidden}
+    )
+    chosen = set(arguments.kind or kinds)
+    if os.geteuid() != 0:
+        chosen -= {kind for kind in chosen if kind.startswith("full disk")}  # cannot mount
+    began = time.monotonic()
+    with ExitStack() as stack:
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else arguments.folder
+        root, memory = (
+            stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="crash"))
+            for folder in (arguments.folder, memory)
+        )
+        campaign = Campaign(arguments.seed, root, memory, reference(), foreign_checkpoint())
+        tasks = list(random_tasks(arguments.trials, seed=arguments.seed, kinds=chosen))
+        tasks += enumerated_tasks(len(tasks), Path(memory), every=arguments.every, kinds=chosen)
+        if arguments.number is not None:
+            tasks = [task for task in tasks if task.number == arguments.number]
+        verdicts = run_all(campaign, tasks, workers=arguments.workers)
+    rows = summarize(verdicts)
+    meta["seconds"] = round(time.monotonic() - began, 1)
+    columns = ["kind", "trials", *PROBLEMS, "mean_s"]
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
+    print_table(f"crashes; {meta['seconds']} s", columns=columns, rows=cells)
+    for row in rows:
+        for failure in row["failures"][:1]:
+            print(f"{row['kind']}: trial {failure['number']}: {failure['problems'][:3]}")
+    if arguments.json:
+        write_json(arguments.json, meta=meta, rows=rows)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

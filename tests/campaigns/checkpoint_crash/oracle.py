@@ -1,0 +1,139 @@
+"""What must hold after a crash, and the count of what did not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import LOCK
+from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints, newest_valid
+from lightning_dist.checkpoint.disk.verify import Description, verify
+from tests.campaigns.checkpoint_crash.trainer import Message
+
+PROBLEMS = ("lost", "undetected", "inexact", "hang", "torn", "leak", "touched", "report")
+"""lost: a reported checkpoint that is not found, or a moment without any; undetected: wrong bytes
+that pass; inexact: another result after the resume; hang: anything beyond its bound; torn: half a
+checkpoint under the name of a whole one; leak: something left behind at the end; touched: somebody
+else's files; report: an error that is told never, or twice."""
+
+
+@dataclass
+class Verdict:
+    """One trial: how to repeat it, what happened, and what should not have."""
+
+    kind: str
+    number: int
+    details: dict[str, Any] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    trials: int = 1
+    """that this one stands for."""
+
+    def require(self, holds: bool, problem: str, what: str) -> None:
+        if not holds and (problem, what) not in self.problems:
+            self.problems.append((problem, what))
+
+
+@dataclass
+class Ledger:
+    """What processes have said about their saves."""
+
+    committed: set[int] = field(default_factory=set)
+    events: list[Message] = field(default_factory=list)
+    digest: str = ""
+    ended: bool = False
+
+    @property
+    def newest(self) -> int:
+        return max(self.committed, default=0)
+
+    def note(self, message: Message) -> None:
+        if message["event"] == "committed":
+            self.committed.add(message["step"])
+        if message["event"] == "end":
+            self.ended, self.digest = True, message.get("digest", "")
+        if message["event"] != "step":
+            self.events.append(message)
+
+    def of(self, event: str) -> list[Message]:
+        return [message for message in self.events if message["event"] == event]
+
+
+class Foreign:
+    """Files of somebody else in a checkpoint folder, and whether they are as they were."""
+
+    def __init__(self, folder: Path, *, checkpoint: bytes) -> None:
+        self._files = {
+            folder / "notes.txt": b"keep me",
+            folder / "pretrained.ckpt": checkpoint,
+            folder / ".step=3.ckpt.tmp-mine": b"not one of ours",
+            folder / ".trash-0123456789abcdef": b"nor this",
+            folder / "logs" / "manifest.txt": b"{}",
+            folder / ".cache.tmp" / "manifest.json": b"{}",
+        }
+        for path, content in self._files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        self.names = {path.relative_to(folder).parts[0] for path in self._files} | {LOCK}
+
+    def check(self, verdict: Verdict) -> None:
+        for path, content in self._files.items():
+            same = path.is_file() and path.read_bytes() == content
+            verdict.require(same, "touched", path.name)
+
+
+class Oracle:
+    """Looks at a checkpoint folder from outside."""
+
+    def __init__(self, folder: Path, verdict: Verdict, foreign: Foreign) -> None:
+        self._folder, self._verdict, self._foreign = folder, verdict, foreign
+
+    def check_never_empty(self, ledger: Ledger) -> None:
+        """At any moment after the first commit."""
+        if ledger.committed:
+            names = set(os.listdir(self._folder)) - self._foreign.names
+            there = any(name.endswith(SUFFIX) and not name.startswith(".") for name in names)
+            self._verdict.require(there, "lost", f"no checkpoint on disk: {sorted(names)}")
+
+    def check_newest(
+        self, ledger: Ledger, *, moment: str, is_content: Callable[[str, int], bool] | None = None
+    ) -> Description | None:
+        """The newest is whole and at least as new as the newest that was reported."""
+        verdict = self._verdict
+        found = newest_valid(str(self._folder))
+        step = 0 if found is None or found.origin is None else found.origin.step
+        verdict.require(
+            step >= ledger.newest, "lost", f"{moment}: reported {ledger.newest}, found {step}"
+        )
+        if found is not None and is_content is not None:
+            verdict.require(is_content(found.path, step), "undetected", f"{moment}: wrong bytes")
+        return found
+
+    def check_all_whole(self, *, moment: str) -> None:
+        """Nothing in the folder looks like a checkpoint and is none; no writer is at work."""
+        for there in checkpoints(str(self._folder)):
+            problem = there.problem
+            if not problem:
+                try:
+                    verify(there.path)
+                except CheckpointError as error:
+                    problem = str(error)
+            self._verdict.require(not problem, "torn", f"{moment}: {problem}")
+
+    def check_end(self, expected: set[str], *, moment: str, leftovers: str = "") -> None:
+        """Exactly the checkpoints that should be kept are left, and what is not ours.
+
+        leftovers: what nobody sees and the next trainer will remove: ``"all"``, or ``"trash"``,
+            removed checkpoints whose files could not all be removed.
+        """
+        names = set(os.listdir(self._folder)) - self._foreign.names
+        hidden = {"": "\n", "all": ".", "trash": ".trash-"}[leftovers]
+        names = {name for name in names if not (name.startswith(".") and hidden in name)}
+        what = f"{moment}: {sorted(names)} instead of {sorted(expected)}"
+        self._verdict.require(expected <= names, "lost", what)
+        self._verdict.require(names <= expected, "leak", what)
+        self._foreign.check(self._verdict)

@@ -1,0 +1,479 @@
+"""Saves without torch: what a writer is given, step by step, with known bytes."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import own
+from lightning_dist.checkpoint.disk.jobs import (
+    Committed,
+    Event,
+    Failed,
+    Link,
+    Piece,
+    Remove,
+    Save,
+    SaveFile,
+    SaveFolder,
+)
+from lightning_dist.checkpoint.disk.manifest import NAME, Manifest, Origin
+from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+from lightning_dist.checkpoint.disk.verify import Description, verify
+from lightning_dist.checkpoint.disk.writer import Writer
+from tests.campaigns.checkpoint_crash.disk import (
+    Boundaries,
+    Fail,
+    Fault,
+    Kill,
+    PowerCut,
+    Short,
+    UncountedStorage,
+    fill,
+    no_fault,
+    small_disk,
+)
+from tests.campaigns.checkpoint_crash.oracle import Foreign, Ledger, Oracle, Verdict
+from tests.campaigns.checkpoint_crash.trainer import BOUND_S, LAST, Child, Hang, Report, torn
+
+RECORDS = ("data.pkl", "byteorder", "data/0", "data/1")
+_PEER_TIMEOUT_S = 0.5
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is written and how.
+
+    ``layout``: one file, a folder of one rank, or one of two ranks. ``same_name``: a save replaces
+    the one before. ``link``: also shown as ``last.ckpt``. ``exchange``: of the file system.
+    """
+
+    layout: str = "single"
+    same_name: bool = False
+    link: str = ""
+    exchange: bool = True
+    nbytes: int = 1500
+
+    @property
+    def ranks(self) -> int:
+        return 2 if self.layout == "ranks" else 1
+
+    def target(self, folder: str, step: int) -> str:
+        return f"{folder}/{'model' if self.same_name else f'step={step}'}.ckpt"
+
+    def names(self, step: int) -> set[str]:
+        """What is in the folder when ``step`` was the last to be saved."""
+        return {os.path.basename(self.target("", step))} | ({LAST} if self.link else set())
+
+
+_SHOWN = ((False, ""), (True, ""), (False, "hard"), (False, "symbolic"))  # same_name, link
+SCENARIOS = (
+    *(Scenario(layout, *shown) for layout in ("single", "folder", "ranks") for shown in _SHOWN),
+    Scenario("folder", same_name=True, exchange=False),
+    Scenario("folder", link="hard", exchange=False),
+)
+
+
+def contents(step: int, nbytes: int) -> dict[str, bytes]:
+    """The records of a save."""
+    chance = random.Random(step)
+    sizes = (200, 6, nbytes, nbytes // 3)
+    return {name: chance.randbytes(size) for name, size in zip(RECORDS, sizes, strict=True)}
+
+
+def saves_of(scenario: Scenario, folder: str, step: int, rank: int) -> tuple[Save, memoryview]:
+    """The job of one rank, and the snapshot for it. Every rank has a part of every record."""
+    origin = Origin(f"{step:016x}", step, 10**18 + step, scenario.ranks)
+    pieces, snapshot = [], b""
+    for record, content in contents(step, scenario.nbytes).items():
+        low, high = (len(content) * r // scenario.ranks for r in (rank, rank + 1))
+        pieces.append(Piece(record, high - low, len(snapshot), low))
+        snapshot += content[low:high]
+        snapshot += bytes(-len(snapshot) % _ALIGNMENT)
+    target = scenario.target(folder, step)
+    if scenario.layout == "single":
+        return SaveFile(origin, target, tuple(pieces)), memoryview(snapshot)
+    save = SaveFolder(
+        origin, target, tuple(pieces), rank, RECORDS, peer_timeout=_PEER_TIMEOUT_S
+    )  # fmt: skip
+    return save, memoryview(snapshot)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one rank's writer does in a process of its own: steps, one after the other.
+
+    ``fault`` acts on this rank in step ``armed``. With ``resume`` it first becomes the owner of the
+    folder. ``superseded`` is removed after the first save.
+    """
+
+    scenario: Scenario
+    folder: str
+    steps: Sequence[int]
+    rank: int = 0
+    armed: int = 0
+    fault: Fault = no_fault
+    resume: bool = False
+    superseded: Sequence[str] = ()
+    before_step: Callable[[int], None] = lambda step: None
+    find_storage: Callable[[str], tuple[Storage, str]] = storage_of
+
+    def run(self, report: Report) -> None:
+        step = 0
+
+        def tell(event: Event) -> None:
+            if isinstance(event, Committed):
+                report("committed", step=event.origin.step, target=event.target, rank=self.rank)
+            elif isinstance(event, Failed):
+                failed = None if event.origin is None else event.origin.step
+                report("failed", step=failed, target=event.target, reason=event.reason,
+                       rank=self.rank, phase=step)  # fmt: skip
+
+        if self.resume and self.rank == 0:
+            lock = own(self.folder)
+            found = newest_valid(self.folder)
+            report("opened", step=_step(found), seconds=0.0, torn=torn(self.folder))
+        boundaries = Boundaries(self.fault, exchange=self.scenario.exchange)
+        writer = Writer(report=tell, find_storage=self.find_storage)
+        superseded = list(self.superseded)
+        for step in self.steps:
+            self.before_step(step)
+            boundaries.armed = step == self.armed
+            writer.do(*saves_of(self.scenario, self.folder, step, self.rank))
+            if self.rank == 0:
+                superseded = self._after_save(writer, step, superseded)
+            boundaries.armed = False
+            newest = _step(newest_valid(self.folder)) if self.rank == 0 else None
+            report("done", step=step, newest=newest, operations=len(boundaries.names))
+        if self.resume and self.rank == 0 and lock is not None:
+            lock.release()
+        report("end")
+
+    def _after_save(self, writer: Writer, step: int, superseded: list[str]) -> list[str]:
+        """As a callback that keeps one checkpoint asks for it."""
+        scenario, nothing = self.scenario, memoryview(b"")
+        target = scenario.target(self.folder, step)
+        if scenario.link:
+            symbolic = scenario.link == "symbolic"
+            writer.do(Link(target, f"{self.folder}/{LAST}", symbolic), nothing)
+        for path in superseded:
+            if path != target:
+                writer.do(Remove(path), nothing)
+        return [target]
+
+
+def is_content(path: str, step: int, nbytes: int) -> bool:
+    """Whether the checkpoint at ``path`` holds, to the byte, what was saved at ``step``."""
+    return _records(path) == contents(step, nbytes)
+
+
+def _records(path: str) -> dict[str, bytes]:
+    if not os.path.isdir(path):
+        with zipfile.ZipFile(path) as archive:
+            return {name: archive.read(f"archive/{name}") for name in RECORDS}
+    with open(f"{path}/{NAME}", "rb") as file:
+        manifest = Manifest.from_json(file.read(), path=path)
+    found = {}
+    for record, parts in manifest.records.items():
+        found[record] = b""
+        for part in parts:
+            with open(f"{path}/{part.file}", "rb") as shard:
+                shard.seek(part.offset)
+                found[record] += shard.read(part.nbytes)
+    return found
+
+
+def _step(found: Description | None) -> int:
+    return 0 if found is None or found.origin is None else found.origin.step
+
+
+_OLD, _STRUCK, _NEXT = 3, 6, 9
+"""Steps: written before the fault, during it, after it."""
+
+KILLS = ("kill before", "kill after", "power cut, names lost", "power cut, names kept")
+ERRORS = ("EIO", "ENOSPC", "EIO for good", "ENOSPC for good", "short writes")
+
+
+def fault_of(name: str, at: int, attic: str) -> Fault:
+    """The fault of this name, at the operation ``at``."""
+    if name.startswith("kill"):
+        return Kill(at, after=name.endswith("after"))
+    if name.startswith("power"):
+        return PowerCut(at, forget=name.endswith("lost"), attic=attic)
+    if name == "short writes":
+        return Short(at)
+    return Fail(at, getattr(errno, name.split()[0]), for_good=name.endswith("for good"))
+
+
+def count_operations(scenario: Scenario, place: Path) -> list[int]:
+    """System calls of every rank in the step that is struck."""
+    place.mkdir()
+    script = Script(scenario, str(place), (_OLD, _STRUCK), armed=_STRUCK)
+    found = _run([replace(script, rank=rank) for rank in range(scenario.ranks)], Ledger())
+    return [of_rank.of("done")[-1]["operations"] for of_rank in found]
+
+
+def boundaries(scenario: Scenario, place: Path) -> Iterator[tuple[int, int]]:
+    """Every rank and operation of a scenario that a fault can strike."""
+    for rank, count in enumerate(count_operations(scenario, place)):
+        yield from ((rank, at) for at in range(1, count + 1))
+
+
+def run_trial(
+    verdict: Verdict, scenario: Scenario, fault: str, rank: int, at: int, place: Path,
+    *, foreign: bytes,
+) -> None:  # fmt: skip
+    """Save, save with a fault at one operation of one rank, look, recover, save."""
+    verdict.details |= {"scenario": asdict(scenario), "fault": fault, "rank": rank, "at": at}
+    folder, attic = place / "checkpoints", place / "attic"
+    folder.mkdir(parents=True)
+    attic.mkdir()
+    acting = fault_of(fault, at, str(attic))
+    goes_on = fault in ERRORS
+    steps = (_OLD, _STRUCK, _NEXT) if goes_on else (_OLD, _STRUCK)
+    together = multiprocessing.get_context("fork").Barrier(scenario.ranks, timeout=BOUND_S)
+
+    def before_step(step: int) -> None:  # as all ranks of a training save at the same step
+        if step == _NEXT:
+            together.wait()
+
+    script = Script(scenario, str(folder), steps, armed=_STRUCK, before_step=before_step)
+    scripts = [
+        replace(script, rank=r, fault=acting if r == rank else no_fault)
+        for r in range(scenario.ranks)
+    ]
+    check(verdict, scripts, folder, foreign=foreign, goes_on=goes_on,
+          for_good=fault.endswith("for good"), power="power" in fault)  # fmt: skip
+
+
+def check(
+    verdict: Verdict, scripts: Sequence[Script], folder: Path,
+    *, foreign: bytes, goes_on: bool, for_good: bool = False, power: bool = False,
+) -> None:  # fmt: skip
+    """Run the scripts and see whether all holds that must."""
+    scenario, ledger = scripts[0].scenario, Ledger()
+    others = Foreign(folder, checkpoint=foreign)
+    oracle = Oracle(folder, verdict, others)
+    same = partial(is_content, nbytes=scenario.nbytes)
+    try:
+        found = _run(scripts, ledger)
+    except Hang as hang:
+        verdict.require(False, "hang", str(hang))
+        return
+    for error in ledger.of("error"):
+        verdict.require(False, "report", error["reason"])
+    oracle.check_newest(ledger, moment="after the fault", is_content=same)
+    oracle.check_all_whole(moment="after the fault")
+    if goes_on:
+        for of_rank in found:
+            _check_reports(verdict, of_rank)
+        for done in found[0].of("done"):
+            least = max(step for step in ledger.committed if step <= done["step"])
+            what = f"after step {done['step']}: found {done['newest']}, committed {least}"
+            verdict.require(done["newest"] >= least, "lost", what)
+        verdict.require(_NEXT in ledger.committed, "lost", "the next save failed")
+        if not for_good:
+            oracle.check_end(scenario.names(_NEXT), moment="after the next save", leftovers="trash")
+        return
+    superseded = [scenario.target(str(folder), step) for step in (_OLD, _STRUCK)]
+    resumed = Ledger()
+    again = [
+        replace(script, steps=(_NEXT,), armed=0, fault=no_fault, resume=True, superseded=superseded)
+        for script in scripts
+    ]
+    try:
+        _run(again, resumed)
+    except Hang as hang:
+        verdict.require(False, "hang", str(hang))
+        return
+    for error in resumed.of("error"):
+        verdict.require(False, "report", error["reason"])
+    for opened in resumed.of("opened"):
+        step = opened["step"]
+        verdict.require(not opened["torn"], "torn", f"recovered: {opened['torn']}")
+        verdict.require(step >= ledger.newest, "lost", f"resumed from {step} of {ledger.newest}")
+    verdict.require(_NEXT in resumed.committed, "lost", "the save after the resume failed")
+    oracle.check_newest(resumed, moment="at the end", is_content=same)
+    oracle.check_all_whole(moment="at the end")
+    oracle.check_end(scenario.names(_NEXT), moment="at the end")
+
+
+def _check_reports(verdict: Verdict, ledger: Ledger) -> None:
+    """Every save is told to be committed or to have failed, once; every error once."""
+    for step in (_OLD, _STRUCK, _NEXT):
+        told = [m["event"] for m in ledger.events if m.get("step") == step and m["event"] in
+                ("committed", "failed")]  # fmt: skip
+        verdict.require(len(told) == 1, "report", f"step {step}: {told}")
+    failed = [m for m in ledger.of("failed") if m["phase"] == _STRUCK]
+    reasons = [(m["target"], m["reason"]) for m in failed]
+    verdict.require(len(set(reasons)) == len(reasons), "report", f"told twice: {reasons}")
+    late = [m["reason"] for m in ledger.of("failed") if m["phase"] != _STRUCK]
+    verdict.require(not late, "report", f"told late: {late}")
+
+
+def run_full_disk(verdict: Verdict, chance: random.Random, place: Path, *, foreign: bytes) -> None:
+    """Space for a part of the checkpoint only; then somebody makes room."""
+    layout = chance.choice(("single", "folder"))
+    scenario = Scenario(layout, chance.random() < 0.5, "", nbytes=60_000)
+    leave = chance.randrange(90_000)
+    uncounted = chance.random() < 0.7
+    verdict.details |= {"scenario": asdict(scenario), "leave": leave, "uncounted": uncounted}
+    place.mkdir()
+    with ExitStack() as stack:
+        disk = stack.enter_context(small_disk(place / "disk", nbytes=1 << 20))
+        folder, filler = disk / "checkpoints", disk / "filler"
+        folder.mkdir()
+
+        def before_step(step: int) -> None:
+            if step == _STRUCK:
+                fill(filler, leave=leave)
+            elif step == _NEXT:
+                filler.unlink()
+
+        script = Script(
+            scenario, str(folder), (_OLD, _STRUCK, _NEXT), armed=_STRUCK, before_step=before_step
+        )
+        if uncounted:
+            script = replace(script, find_storage=UncountedStorage().find)
+        check(verdict, [script], folder, foreign=foreign, goes_on=True)
+
+
+def _run(scripts: Sequence[Script], ledger: Ledger) -> list[Ledger]:
+    """Run all ranks side by side; what each has said, and all of it in ``ledger``."""
+    found = [Ledger() for _ in scripts]
+    children: list[Child] = []
+    try:
+        for script in scripts:
+            children.append(Child(script.run))
+        for child, of_rank in zip(children, found, strict=True):
+            while not child.ended:
+                message = child.receive(BOUND_S)
+                if message is not None:
+                    of_rank.note(message)
+                    ledger.note(message)
+                elif not child.ended:
+                    raise Hang(f"a writer said nothing for {BOUND_S:.0f} s: {of_rank.events[-1:]}")
+    finally:
+        for child in children:
+            child.close()
+    return found
+
+
+_STEPS = (3, 6, 9, 12)
+
+
+def write_all(scenario: Scenario, folder: Path, steps: tuple[int, ...] = _STEPS) -> list[Path]:
+    """Checkpoints of these steps, all kept."""
+    events: list[Event] = []
+    writer = Writer(report=events.append)
+    for step in steps:
+        writer.do(*saves_of(scenario, str(folder), step, 0))
+    return [Path(scenario.target(str(folder), step)) for step in steps]
+
+
+def flip(path: Path, bit: int) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def damage(path: Path, chance: random.Random) -> str:
+    """Damage a checkpoint in one way; says how."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    file = chance.choice(files)
+    nbytes = file.stat().st_size
+    choices = ["a bit", "a bit", "truncated", "zeros", "longer"]
+    if path.is_dir():
+        choices += ["missing file", "empty folder"]
+    how = chance.choice(choices)
+    if how == "a bit":
+        flip(file, chance.randrange(8 * nbytes))
+    elif how == "truncated":
+        os.truncate(file, chance.randrange(nbytes))
+    elif how == "zeros":
+        start = chance.randrange(nbytes - 1)
+        with file.open("r+b") as opened:
+            opened.seek(start)
+            count = min(512, nbytes - start)
+            before = opened.read(count)
+            opened.seek(start)
+            opened.write(bytes(count) if any(before) else b"\1" * count)
+    elif how == "longer":
+        with file.open("ab") as opened:
+            opened.write(b"x" + chance.randbytes(chance.randrange(100)))
+    elif how == "missing file":
+        file.unlink()
+    else:
+        shutil.rmtree(path)
+        path.mkdir()
+    return f"{how}: {file.name}"
+
+
+def run_damage(verdict: Verdict, chance: random.Random, place: Path, *, foreign: bytes) -> None:
+    """Damage the newest, the two newest, or others; exactly the newest whole one is found."""
+    folder = place / "checkpoints"
+    folder.mkdir(parents=True)
+    scenario = Scenario(chance.choice(("single", "folder")))
+    paths = write_all(scenario, folder)
+    others = Foreign(folder, checkpoint=foreign)
+    count = chance.choice((1, 1, 2, 2, 3, 4))
+    damaged = paths[-count:] if chance.random() < 0.8 else chance.sample(paths, count)
+    verdict.details["damage"] = {path.name: damage(path, chance) for path in damaged}
+    verdict.details["layout"] = scenario.layout
+    for path in damaged:
+        _require_detected(verdict, path, str(verdict.details["damage"]))
+    whole = [step for step, path in zip(_STEPS, paths, strict=True) if path not in damaged]
+    try:
+        found = newest_valid(str(folder))
+    except CheckpointError as error:  # rather than to start afresh
+        verdict.require(not whole, "lost", f"newest_valid: {error!r}")
+        found = None
+    except Exception as error:  # whatever comes out of it, a resume would have ended here
+        verdict.require(False, "lost", f"newest_valid: {error!r}")
+        return
+    step = 0 if found is None or found.origin is None else found.origin.step
+    newest = max(whole, default=0)
+    verdict.require(step == newest, "lost", f"found {step}, the newest whole one is {newest}")
+    if found is not None:
+        verdict.require(is_content(found.path, step, scenario.nbytes), "undetected", "wrong bytes")
+    others.check(verdict)
+
+
+def run_every_bit(verdict: Verdict, layout: str, place: Path) -> None:
+    """Every single bit of a small checkpoint, one after the other."""
+    folder = place / "checkpoints"
+    folder.mkdir(parents=True)
+    (path,) = write_all(Scenario(layout, nbytes=100), folder, (3,))
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    verdict.trials = 0
+    for file in files:
+        for bit in range(8 * file.stat().st_size):
+            flip(file, bit)
+            _require_detected(verdict, path, f"bit {bit} of {file.name}")
+            flip(file, bit)
+            verdict.trials += 1
+    verify(str(path))
+
+
+def _require_detected(verdict: Verdict, path: Path, what: str) -> None:
+    try:
+        verify(str(path))
+    except CorruptCheckpointError:
+        return
+    except Exception as error:
+        verdict.require(False, "report", f"{what}: {error!r} instead of CorruptCheckpointError")
+    else:
+        verdict.require(False, "undetected", what)

@@ -1,0 +1,227 @@
+"""Faults of every kind, and an account of every sample: whether a training goes on as if unhurt.
+
+``restart``: small trainings under ElasticRestart (``--trainer loop``: in an ElasticLoop around DDP)
+and torch's elastic agent, with real processes and signals. Every trial is drawn from the seed and
+its number, and judged: the job ends within a bound and leaves no process, every epoch's samples are
+committed once, ranks agree after every step, and the weights are those of the run without a fault:
+to the bit with the same number of ranks, else to 1e-4 of the largest (codec none, no dropout).
+tests/campaigns/restart_faults/oracle.py says what is counted.
+struck: trials whose fault was met; within: those that went on within an epoch; new_step_s: from the
+last fault to a step that had not been done before, by another process.
+
+    python -m tests.campaigns.restart_faults --trials N --seed S --json FILE
+    python -m tests.campaigns.restart_faults --figures --rounds N --json FILE
+
+The second form measures what a killed or stopped rank costs, beside what others do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.tables import print_table
+from tests.campaigns.restart_faults.drawing import KINDS, Setup, Trial, draw
+from tests.campaigns.restart_faults.figures import run_figures
+from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
+from tests.campaigns.restart_faults.rank import run_job
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--campaign", choices=["restart"], default="restart")
+    parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
+    parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--number", type=int, help="only the trial of this number")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after that")
+    parser.add_argument("--folder", help="where to write, and to keep what failed")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--figures", action="store_true", help="after the trials, if any")
+    parser.add_argument("--rounds", type=int, default=3, help="of figures")
+    arguments = parser.parse_args()
+    hidden = ("json", "folder")
+    meta = collect_meta(
+        seed=arguments.seed,
+        arguments={name: str(value) for name, value in vars(arguments).items()
+                   if name not in hidden},
+    )  # fmt: skip
+    drawn = arguments.trials
+    if drawn is None:
+        drawn = 0 if arguments.figures else 100
+    trials = [
+        draw(
+            number,
+            seed=arguments.seed,
+            kinds=arguments.kinds,
+            is_loop=arguments.trainer == "loop",
+        )
+        for number in range(drawn)
+        if arguments.number in (None, number)
+    ]
+    rows, failed = _run_trials(trials, arguments, meta) if trials else ([], 0)
+    if arguments.figures:
+        rows += _measure(arguments.rounds)
+    if arguments.json:
+        write_json(arguments.json, meta=meta, rows=rows)
+    return 1 if failed else 0
+
+
+def _run_trials(
+    trials: Sequence[Trial], arguments: argparse.Namespace, meta: dict[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults") as temporary:
+        root = arguments.folder or temporary
+        verdicts = run_all(trials, root=root, seconds=arguments.seconds, workers=arguments.workers)
+    meta["seconds"] = round(time.monotonic() - began, 1)
+    meta["trials"] = len(verdicts)
+    meta["trials_per_minute"] = round(len(verdicts) * 60 / meta["seconds"], 1)
+    rows = summarize(verdicts)
+    columns = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
+    columns += ["new_step_s", "new_step_max_s"]
+    title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
+    print_table(title, columns=columns, rows=[[row[name] for name in columns] for row in rows])
+    failed = [verdict for verdict in verdicts if verdict.problems]
+    for verdict in failed:
+        print(f"trial {verdict.trial.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
+    return rows, len(failed)
+
+
+def _measure(rounds: int) -> list[dict[str, Any]]:
+    rows = run_figures(rounds, stops=max(1, rounds // 3))
+    columns = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone",
+               "samples_missed", "samples_twice", "ids_exact", "step_s"]  # fmt: skip
+    cells = [[_two_digits(row[name]) for name in columns] for row in rows]
+    print_table("from the fault to the first new step", columns=columns, rows=cells)
+    return rows
+
+
+def _two_digits(value: Any) -> Any:
+    return f"{value:.2f}" if isinstance(value, float) else value
+
+
+_LINGER_S = 10.0
+"""For a writer that its trainer has left: to end what it has begun."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What all trials share."""
+
+    root: str
+    deadline: float
+    """Trials that have not begun by then (time.monotonic) are left out."""
+
+    def reference(self, setup: Setup, *, is_loop: bool) -> Path:
+        """What the training without a fault leaves; run once, when it is first asked for."""
+        folder = Path(self.root) / f"reference-{'-'.join(map(str, asdict(setup).values()))}"
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                worlds = [setup.world]
+                trial = Trial(-1, kind="reference", setup=setup, worlds=worlds, is_loop=is_loop)
+                result = run_job(trial, folder)
+                if result["codes"] != ["ok"]:
+                    raise RuntimeError(f"{setup} does not run without a fault: {result}")
+        return folder
+
+    def run(self, trial: Trial) -> Verdict | None:
+        """One trial, judged."""
+        if time.monotonic() > self.deadline:
+            return None
+        verdict, folder = Verdict(trial), Path(self.root) / str(trial.number)
+        try:
+            reference = self.reference(trial.setup, is_loop=trial.is_loop)
+            result = run_job(trial, folder)
+            verdict.seconds = result["seconds"]
+            left = end_children()
+            verdict.require(not left, "hang", f"left behind: {left}")
+            judge(verdict, result, folder, reference)
+        except Exception:
+            verdict.require(False, "report", traceback.format_exc()[-2000:])
+        if not verdict.problems:
+            shutil.rmtree(folder, ignore_errors=True)
+        return verdict
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what a trial leaves behind, so that it can be found."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> list[str]:
+    """Kill children that do not end by themselves soon; their command lines."""
+    limit, found = time.monotonic() + _LINGER_S, []
+    while children := _children():
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        if time.monotonic() > limit:
+            for pid in children:
+                with suppress(OSError):
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                    found.append(line.decode(errors="replace").strip())
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return found
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+
+
+def run_all(trials: Sequence[Trial], *, root: str, seconds: float, workers: int) -> list[Verdict]:
+    """In forks of this process, which has all imported."""
+    Path(root).mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(root, time.monotonic() + seconds)
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=adopt_orphans) as pool:
+        verdicts = list(pool.map(campaign.run, trials))
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """One row per kind; a trial counts once under each problem that it has."""
+    rows = []
+    for kind in dict.fromkeys(verdict.trial.kind for verdict in verdicts):
+        found = [verdict for verdict in verdicts if verdict.trial.kind == kind]
+        counts = Counter(name for each in found for name in {name for name, _ in each.problems})
+        recoveries = [each.recovery_s for each in found if each.recovery_s is not None]
+        row: dict[str, Any] = {"kind": kind, "trials": len(found)}
+        row |= {"struck": sum(each.fired > 0 for each in found)}
+        row |= {"within": sum(bool(each.resumed_at) for each in found)}
+        row |= {"failed": sum(bool(each.problems) for each in found)}
+        row |= {problem: counts[problem] for problem in PROBLEMS}
+        row["median_s"] = round(statistics.median(each.seconds for each in found), 2)
+        row["max_s"] = round(max(each.seconds for each in found), 2)
+        row["new_step_s"] = round(statistics.median(recoveries), 2) if recoveries else None
+        row["new_step_max_s"] = round(max(recoveries), 2) if recoveries else None
+        row["failures"] = [asdict(each) for each in found if each.problems]
+        row["recoveries_s"] = recoveries
+        rows.append(row)
+    return rows
