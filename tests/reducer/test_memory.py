@@ -12,6 +12,7 @@ from lightning_dist.codecs import DGC, RandomK, resolve_codec
 from lightning_dist.reducer.memory import (
     ErrorFeedback,
     Memory,
+    Momentum,
     MomentumCorrection,
     NoMemory,
     memory_of,
@@ -65,7 +66,9 @@ def test_momentum_correction(generator: torch.Generator) -> None:
     assert not masked[..., 1::2].any()
 
 
-@pytest.mark.parametrize("memory", [ErrorFeedback(), MomentumCorrection(MOMENTUM)], ids=str)
+@pytest.mark.parametrize(
+    "memory", [ErrorFeedback(), Momentum(MOMENTUM), MomentumCorrection(MOMENTUM)], ids=str
+)
 def test_a_scale_that_changes_leaves_no_trace(memory: Memory, generator: torch.Generator) -> None:
     """Powers of two: the same bits, whatever the scale was at each step."""
     gradients = [numbers(generator) for _ in range(6)]
