@@ -19,7 +19,7 @@ from lightning_dist.profiling.capture.records import (
     StepRecord,
 )
 from lightning_dist.profiling.folder import RankFile, read_run
-from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.report.files import Wanted, write_files
 
 MS = 1_000_000
 _BUCKETS = 8

@@ -15,9 +15,9 @@ from lightning_dist.profiling.analysis.compare import Difference, compare, measu
 from lightning_dist.profiling.analysis.parts import SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import Run, read_run, run_folder
+from lightning_dist.profiling.report.files import Wanted, write_files
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.terminal import print_summary
-from lightning_dist.profiling.report.write import Wanted, write_files
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import read_costs
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.analysis.compare import Difference
-from lightning_dist.profiling.analysis.headline import count
+from lightning_dist.profiling.analysis.metrics import count
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 
 _UNITS = {"ms": "ms", "mb": "MB"}

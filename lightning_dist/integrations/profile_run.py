@@ -36,8 +36,7 @@ from lightning_dist.profiling.capture.zoom import Zoom
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.folder import Run, new_run_folder, read_run
 from lightning_dist.profiling.peer import end_group, first_sentence
-from lightning_dist.profiling.report.files import replace_file
-from lightning_dist.profiling.report.write import Wanted, Written, write_files
+from lightning_dist.profiling.report.files import Wanted, Written, replace_file, write_files
 from lightning_dist.profiling.whatif.ask import with_whatif
 from lightning_dist.profiling.whatif.costs_file import MEASURES, Costs, write_costs
 from lightning_dist.profiling.whatif.measure import measure_costs, runs_compiled

@@ -12,7 +12,7 @@ from planted import Planted
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.folder import RankFile
-from lightning_dist.profiling.report.write import Wanted
+from lightning_dist.profiling.report.files import Wanted
 
 
 class Closing:

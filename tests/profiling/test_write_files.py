@@ -10,8 +10,7 @@ from planted import Planted
 
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import RankFile, read_run
-from lightning_dist.profiling.report.files import replace_file
-from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.report.files import Wanted, replace_file, write_files
 
 ALL = Wanted(html=True, trace=True, csv=True)
 
