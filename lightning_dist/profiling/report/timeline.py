@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +12,23 @@ from lightning_dist.profiling.analysis.lanes import count, lanes
 from lightning_dist.profiling.analysis.metrics import format_value, why
 from lightning_dist.profiling.analysis.parts import Placed, Summary, Timeline
 from lightning_dist.profiling.capture.records import PHASES
-from lightning_dist.profiling.report.figures import (
-    HOVER,
-    INK,
-    LINE,
-    Picture,
-    fill,
-    plain,
-    short,
-    styled,
-)
+from lightning_dist.profiling.report import figures
+from lightning_dist.profiling.report.figures import HOVER, INK, LINE, Picture, plain
 
 _MOST_RANKS = 16
+_WORK = {
+    "encode": "encode",
+    "decode": "decode",
+    "wait": "wait for the last rank",
+    "transfer": "transfer",
+    "exchange": "collective, launches not known",
+}
+_BEHIND, _PHASE, _SPAN = range(3)
+_LOOKS: tuple[dict[str, Any], ...] = ({"opacity": 0.16, "showlegend": False}, {"opacity": 0.9}, {})
+"""Of the background of a phase, of its strip, and of work."""
+
+_Bar = tuple[int, int, float, float, str, str]
+"""Begin and end in nanoseconds, middle and height in lanes, text, hover text."""
 
 
 def timeline(summary: Summary, steps: Sequence[Timeline]) -> Picture:
@@ -44,11 +50,9 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> Picture:
     if not any(of for each in steps for of in each.spans.values()):
         caption = "Only phases: buckets and collectives of this step were not recorded."
     if len(ranks) < len(everyone):
-        caption += (
-            f" Shown are {len(ranks)} of {len(everyone)} ranks: those waited for most, and those "
-            "that waited most."
-        )
-    drawn = {f"{each.label} ({each.step})": _timeline(summary, each, ranks) for each in steps}
+        caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: half of them those that"
+        caption += " others waited for most, the others those that waited most."
+    drawn = {f"{each.label} ({each.step})": _figure(summary, each, ranks) for each in steps}
     return Picture("timeline", title, caption, drawn)
 
 
@@ -63,25 +67,11 @@ def most_telling(summary: Summary, ranks: Sequence[int], *, most: int = _MOST_RA
     return sorted([*chosen, *rest[: most - len(chosen)]])
 
 
-_Bar = tuple[int, int, float, float, str, str]
-"""Begin and end in nanoseconds, middle and height in lanes, text and hover text."""
-
-_KINDS = {
-    "encode": "encode",
-    "decode": "decode",
-    "wait": "wait for the last rank",
-    "transfer": "transfer",
-    "exchange": "collective, launches not known",
-}
-
-
-def _timeline(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
-    phases: dict[str, list[_Bar]] = {name: [] for name in PHASES}
-    behind: dict[str, list[_Bar]] = {name: [] for name in PHASES}
-    work: dict[str, list[_Bar]] = {kind: [] for kind in _KINDS}
-    ready: list[tuple[int, float, str]] = []
-    top, ticks = 0.0, {}
-    hosts = {each.rank: f"<br>{short(each.host)}" for each in summary.ranks}
+def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
+    bars: dict[tuple[int, str], list[_Bar]] = defaultdict(list)
+    ready: list[tuple[float, float, str]] = []
+    hosts = {each.rank: f"<br>{figures.short(each.host)}" for each in summary.ranks}
+    top, names = 0.0, {}
     for rank in ranks:
         spans = step.spans.get(rank, ())
         codec = [span for span in spans if span.phase != "exchange"]
@@ -91,91 +81,80 @@ def _timeline(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figu
         )
         middle = top + 1 + count(on_codec)
         bottom = middle + count(on_exchange)
-        for name, begin, end in step.phases.get(rank, ()):
-            label = plain(name)
-            hover = f"rank {rank}: {label}, {_ms(end - begin)}"
-            bar = (begin, end, (top + bottom) / 2, bottom - top, "", hover)
-            behind.setdefault(label, []).append(bar)
-            phases.setdefault(label, []).append((begin, end, top + 0.5, 0.86, label, hover))
+        for phase, begin, end in step.phases.get(rank, ()):
+            name, y = plain(phase), (top + bottom) / 2
+            hover = f"rank {rank}: {name}, {_ms(end - begin)}"
+            bars[_BEHIND, name].append((begin, end, y, bottom - top, "", hover))
+            bars[_PHASE, name].append((begin, end, top + 0.5, 0.86, name, hover))
         for span, lane in zip(codec, on_codec, strict=True):
             hover = f"rank {rank}, bucket {span.bucket}<br>{plain(span.phase)}: "
             hover += _ms(span.end - span.begin)
             bar = (span.begin, span.end, top + 1.5 + lane, 0.86, str(span.bucket), hover)
-            work["encode" if span.phase == "encode" else "decode"].append(bar)
+            bars[_SPAN, "encode" if span.phase == "encode" else "decode"].append(bar)
         for span, lane in zip(exchanges, on_exchange, strict=True):
-            for kind, bar in _collective(span, rank=rank, y=middle + 0.5 + lane):
-                work[kind].append(bar)
+            for kind, begin, end, text, hover in _collective(span, rank):
+                bars[_SPAN, kind].append((begin, end, middle + 0.5 + lane, 0.86, text, hover))
         for index, time, done in step.buckets.get(rank, ()):
             hover = f"rank {rank}, bucket {index}<br>gradients ready at {_ms(time)}, "
-            ready.append((time, top + 1, f"{hover}averaged at {_ms(done)}"))
-        ticks[(top + bottom) / 2] = f"rank {rank}{hosts.get(rank, '')}"
+            ready.append((time / 1e6, top + 1, f"{hover}averaged at {_ms(done)}"))
+        names[(top + bottom) / 2] = f"rank {rank}{hosts.get(rank, '')}"
         top = bottom + 0.6
-    traces = [
-        *(_bars(of, name, name, opacity=0.16, showlegend=False) for name, of in behind.items()),
-        *(_bars(of, name, name, opacity=0.9) for name, of in phases.items()),
-        *(_bars(of, _KINDS[kind], kind) for kind, of in work.items()),
-    ]
-    traces = [each for each in traces if each.x]
-    end = max((base + x for each in traces for base, x in zip(each.base, each.x, strict=True)))
+    order = {name: place for place, name in enumerate((*PHASES, *_WORK))}
+    keys = sorted(bars, key=lambda key: (key[0], order.get(key[1], len(order))))
+    drawn = go.Figure([_trace(layer, name, bars[layer, name]) for layer, name in keys])
     if ready:
-        traces.append(
-            go.Scatter(
-                mode="markers",
-                name="gradients of a bucket ready",
-                x=[time / 1e6 for time, *_ in ready],
-                y=[y for _, y, _ in ready],
-                hovertext=[hover for *_, hover in ready],
-                hovertemplate=HOVER,
-                marker={"symbol": "triangle-down", "size": 9, "color": INK},
-            )
-        )
-    names = {"tickvals": list(ticks), "ticktext": list(ticks.values())}
-    return styled(
-        go.Figure(traces),
+        x, heights, hovers = (list(of) for of in zip(*ready, strict=True))
+        mark = {"symbol": "triangle-down", "size": 9, "color": INK}
+        look = {"mode": "markers", "marker": mark, "name": "gradients of a bucket ready"}
+        drawn.add_scatter(x=x, y=heights, hovertext=hovers, hovertemplate=HOVER, **look)
+    ends = [bar[1] / 1e6 for of in bars.values() for bar in of]
+    return figures.styled(
+        drawn,
         round(165 + max(60, top * max(5.0, min(22.0, 1500 / top)))),
         barmode="overlay",
-        xaxis={"title": "time in the step, ms", "range": [0, end]},
-        yaxis={"range": [top - 0.3, -0.3], "showgrid": False, **names},
+        xaxis={"title": "time in the step, ms", "range": [0, max(ends)]},
+        yaxis={"range": [top - 0.3, -0.3], "showgrid": False},
+        yaxis_tickvals=list(names),
+        yaxis_ticktext=list(names.values()),
         uniformtext={"minsize": 8, "mode": "hide"},
     )
 
 
-def _collective(span: Placed, *, rank: int, y: float) -> list[tuple[str, _Bar]]:
+def _collective(span: Placed, rank: int) -> list[tuple[str, int, int, str, str]]:
     """A bar, or two where it is known when the last rank launched it."""
     hover = f"rank {rank}, bucket {span.bucket}<br>{plain(span.op)} in {plain(span.group)}, "
     hover += f"{format_value(span.sent, 'B')} sent<br>"
-    text = str(span.bucket)
     if span.arrival is None:
         hover += f"{_ms(span.end - span.begin)}, wait not told apart"
-        return [("exchange", (span.begin, span.end, y, 0.86, text, hover))]
+        return [("exchange", span.begin, span.end, str(span.bucket), hover)]
     arrival = min(max(span.arrival, span.begin), span.end)  # clocks are never quite equal
     hover += f"wait {_ms(arrival - span.begin)}, transfer {_ms(span.end - arrival)}"
     parts = (("wait", span.begin, arrival), ("transfer", arrival, span.end))
     longest = max(parts, key=lambda part: part[2] - part[1])
+    texts = (str(span.bucket) if part == longest else "" for part in parts)
     return [
-        (part[0], (*part[1:], y, 0.86, text if part == longest else "", hover))
-        for part in parts
-        if part[1] < part[2]
+        (*part, text, hover) for part, text in zip(parts, texts, strict=True) if part[1] < part[2]
     ]
 
 
-def _bars(bars: Sequence[_Bar], name: str, color: str, **more: Any) -> go.Bar:
-    color = "unattributed" if color == "exchange" else color
+def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
+    begins, ends, y, heights, texts, hovers = (list(of) for of in zip(*bars, strict=True))
+    fill = figures.fill("unattributed" if name == "exchange" else name)
     return go.Bar(
         orientation="h",
-        name=name,
-        base=[round(begin / 1e6, 3) for begin, *_ in bars],
-        x=[round(max(end - begin, 0) / 1e6, 3) for begin, end, *_ in bars],
-        y=[each[2] for each in bars],
-        width=[each[3] for each in bars],
-        text=[each[4] for each in bars],
-        hovertext=[each[5] for each in bars],
+        name=_WORK[name] if layer == _SPAN else name,
+        base=[round(begin / 1e6, 3) for begin in begins],
+        x=[round(max(b - a, 0) / 1e6, 3) for a, b in zip(begins, ends, strict=True)],
+        y=y,
+        width=heights,
+        text=texts,
+        hovertext=hovers,
+        hovertemplate=HOVER,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        marker={**fill(color), "line": {"width": 0.5 if not more else 0, "color": LINE}},
-        hovertemplate=HOVER,
-        **more,
+        marker={**fill, "line": {"width": 0.5 if layer == _SPAN else 0, "color": LINE}},
+        **_LOOKS[layer],
     )
 
 

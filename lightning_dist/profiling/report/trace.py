@@ -12,8 +12,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,9 +25,11 @@ from lightning_dist.profiling.report.files import replace_file
 Event: TypeAlias = dict[str, Any]
 _Clock: TypeAlias = Callable[[int], int]
 """From nanoseconds of a step to microseconds of the trace."""
+_Slice: TypeAlias = tuple[int, str, list[Event]]
+"""Rank, track, and a slice with what is inside it."""
 
 _TRACKS = ("step", "phases", "codec", "exchange")
-"""Kinds of slices of a rank, in the order in which they are drawn."""
+"""In the order in which they are drawn."""
 
 _FIRST_THREAD = 100_000
 """No rank is that high: viewers take the thread whose number is its process's for the main one."""
@@ -37,19 +39,6 @@ _GAP = 20
 
 _ORDER = ("M", "X", "i", "C", "s", "f")
 """Of events at one time: slices are open before a flow looks for them."""
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """A bar; ``inside`` are slices that it encloses, instants and ends of arrows."""
-
-    rank: int
-    track: str
-    name: str
-    begin: int
-    end: int
-    args: Mapping[str, Any] = field(default_factory=dict)
-    inside: Sequence[Event] = ()
 
 
 def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[int, str]) -> None:
@@ -76,7 +65,7 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[
 
 
 def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Event]:
-    slices: list[_Slice] = []
+    slices: dict[tuple[int, str], list[list[Event]]] = defaultdict(list)
     events: list[Event] = []
     flows = itertools.count(1)
     bounds = [_bounds(each) for each in timelines]
@@ -87,14 +76,26 @@ def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Eve
         def clock(time: int, shift: int = at - begin) -> int:
             return round((time + shift) / 1000)
 
-        slices += [*_phases(timeline, clock), *_spans(timeline, clock, flows)]
+        for rank, track, inside in (*_phases(timeline, clock), *_spans(timeline, clock, flows)):
+            slices[rank, track].append(inside)
         events += _rates(timeline, clock)
         at += end - begin + gap
-    for rank in sorted({*about, *(each.rank for each in slices)}):
+    for rank in sorted({*about, *(of for of, _ in slices)}):
         host = f" @ {about[rank]}" if about.get(rank) else ""
         events.append(_metadata("process_name", rank, name=f"rank {rank}{host}"))
         events.append(_metadata("process_sort_index", rank, sort_index=rank))
-        events += _threads(rank, [each for each in slices if each.rank == rank])
+        thread = _FIRST_THREAD
+        for track in _TRACKS:
+            of_track = slices.get((rank, track), [])
+            chosen = lanes([(each["ts"], each["ts"] + each["dur"]) for each, *_ in of_track])
+            for lane in sorted({*chosen}):
+                name, order = f"{track} {lane + 1}" if lane else track, thread - _FIRST_THREAD
+                named = _metadata("thread_name", rank, name=name)
+                placed = _metadata("thread_sort_index", rank, sort_index=order + lane)
+                events += [{**each, "tid": thread + lane} for each in (named, placed)]
+            for inside, lane in zip(of_track, chosen, strict=True):
+                events += [{**each, "pid": rank, "tid": thread + lane} for each in inside]
+            thread += len({*chosen})
     # A slice comes before those in it, which begin no earlier: sorting keeps that.
     return sorted(events, key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
 
@@ -107,54 +108,34 @@ def _bounds(timeline: Timeline) -> tuple[int, int]:
     return min(times, default=0), max(times, default=0)
 
 
-def _threads(rank: int, slices: Sequence[_Slice]) -> Iterator[Event]:
-    """Slices and what is inside them, on one thread for every lane of every track."""
-    first = _FIRST_THREAD
-    for track in _TRACKS:
-        of_track = [each for each in slices if each.track == track]
-        chosen = lanes([(each.begin, each.end) for each in of_track])
-        for lane in range(max(chosen, default=-1) + 1):
-            thread, name = first + lane, f"{track} {lane + 1}" if lane else track
-            order = thread - _FIRST_THREAD
-            yield {**_metadata("thread_name", rank, name=name), "tid": thread}
-            yield {**_metadata("thread_sort_index", rank, sort_index=order), "tid": thread}
-        for each, lane in zip(of_track, chosen, strict=True):
-            whole = _complete(each.name, track, each.begin, each.end, each.args)
-            for event in (whole, *each.inside):
-                yield {**event, "pid": rank, "tid": first + lane}
-        first += max(chosen, default=-1) + 1
-
-
 def _metadata(kind: str, rank: int, **args: str | int) -> Event:
     return {"name": kind, "ph": "M", "ts": 0, "pid": rank, "args": args}
 
 
-def _complete(
-    name: str, category: str, begin: int, end: int, args: Mapping[str, Any] | None = None
-) -> Event:
-    event = {"name": name, "cat": category, "ph": "X", "ts": begin, "dur": end - begin}
-    return {**event, "args": dict(args)} if args else event
+def _slice(name: str, category: str, begin: int, end: int, **more: Any) -> Event:
+    return {"name": name, "cat": category, "ph": "X", "ts": begin, "dur": end - begin, **more}
 
 
 def _phases(timeline: Timeline, clock: _Clock) -> Iterator[_Slice]:
     """Steps and phases; exposed communication is a phase of its own."""
     for rank, phases in timeline.phases.items():
         exposed = timeline.exposed.get(rank, ())
-        for name, *times in phases:
-            whole = [(times[0], times[1])]
-            for begin, end in difference(whole, exposed) if name == "backward" else whole:
-                yield _Slice(rank, "phases", name, clock(begin), clock(end))
-        for begin, end in exposed:
-            yield _Slice(rank, "phases", "exposed communication", clock(begin), clock(end))
-        ready = [(index, clock(time)) for index, time, _ in timeline.buckets.get(rank, ())]
-        ends = [clock(time) for _, *both in phases for time in both] + [at for _, at in ready]
-        inside = [
-            {"name": f"ready {index}", "cat": "ready", "ph": "i", "s": "t", "ts": at}
-            for index, at in ready
+        cut = [("exposed communication", *each) for each in exposed]
+        for name, begin, end in phases:
+            whole = [(begin, end)]
+            left = difference(whole, exposed) if name == "backward" else whole
+            cut += [(name, *each) for each in left]
+        for name, begin, end in cut:
+            yield rank, "phases", [_slice(name, "phases", clock(begin), clock(end))]
+        ready = [
+            {"name": f"ready {index}", "cat": "ready", "ph": "i", "s": "t", "ts": clock(time)}
+            for index, time, _ in timeline.buckets.get(rank, ())
         ]
+        ends = [clock(time) for _, *both in phases for time in both]
+        ends += [clock(time) for _, time, _ in timeline.buckets.get(rank, ())]
         if ends:
             name = f"step {timeline.step} ({timeline.label})"
-            yield _Slice(rank, "step", name, min(ends), max(ends), inside=inside)
+            yield rank, "step", [_slice(name, "step", min(ends), max(ends)), *ready]
 
 
 def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[_Slice]:
@@ -162,12 +143,13 @@ def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[
     collectives: dict[object, dict[int, Placed]] = {}
     for rank, spans in timeline.spans.items():
         for number, span in enumerate(spans):
-            if span.phase != "exchange":
-                name, args = f"{span.phase} {span.bucket}", {"bucket": span.bucket}
-                yield _Slice(rank, "codec", name, clock(span.begin), clock(span.end), args)
-            else:
+            if span.phase == "exchange":
                 key = (rank, number) if span.meeting is None else span.meeting
                 collectives.setdefault(key, {})[rank] = span
+            else:
+                args = {"args": {"bucket": span.bucket}}
+                name, begin, end = f"{span.phase} {span.bucket}", clock(span.begin), clock(span.end)
+                yield rank, "codec", [_slice(name, "codec", begin, end, **args)]
     for members in collectives.values():
         yield from _collective(members, clock, flows)
 
@@ -175,36 +157,34 @@ def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[
 def _collective(
     members: Mapping[int, Placed], clock: _Clock, flows: Iterator[int]
 ) -> Iterator[_Slice]:
-    named = {span.last for span in members.values()}
-    last = named.pop() if len(named) == 1 else None  # None: not known, or not shown
-    last = last if last in members else None
-    at_last = members.get(last) if last is not None else None
-    is_open = at_last is not None and clock(at_last.begin) < clock(at_last.end)
+    (last, *others) = {span.last if span.last in members else None for span in members.values()}
+    if others:
+        last = None  # not known, or not shown
     heads: list[Event] = []  # at the last rank, of the arrows to the others
     for rank, span in members.items():
         begin, moves, end = clock(span.begin), clock(_moves_from(span)), clock(span.end)
         inside: list[Event] = heads if rank == last else []
         if begin < moves:
-            name = "wait" if last is None else f"wait for rank {last}"
-            inside.append(_complete(name, "wait", begin, moves))
-            if moves < end:
-                inside.append(_complete("transfer", "transfer", moves, end))
-                if is_open:
-                    # Into a slice that begins there: Perfetto turns an arrow round whose head is
-                    # in one that began before the one with its tail.
-                    arrow = {"name": "arrival", "cat": "arrival", "id": next(flows), "ts": moves}
-                    heads.append({**arrow, "ph": "s"})
-                    inside.append({**arrow, "ph": "f", "bp": "e"})
-        rate = _mbit_per_s(span)
+            waits = "wait" if last is None else f"wait for rank {last}"
+            inside.append(_slice(waits, "wait", begin, moves))
+        if begin < moves < end:
+            inside.append(_slice("transfer", "transfer", moves, end))
+            if last is not None and clock(members[last].begin) < clock(members[last].end):
+                # Into a slice that begins there: Perfetto turns an arrow round whose head is in
+                # one that began before the one with its tail.
+                arrow = {"name": "arrival", "cat": "arrival", "id": next(flows), "ts": moves}
+                heads.append({**arrow, "ph": "s"})
+                inside.append({**arrow, "ph": "f", "bp": "e"})
+        wait, rate = (_moves_from(span) - span.begin) / 1e6, _mbit_per_s(span)
+        unknown = "not known: not every member has recorded this step"
         args = {
             **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
-            "wait_ms": (_moves_from(span) - span.begin) / 1e6
-            if span.arrival is not None
-            else "not known: not every member has recorded this step",
-            "Mbit/s": round(rate, 2) if rate is not None else "not known: it took no time",
+            "wait_ms": unknown if span.arrival is None else wait,
+            "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
         }
         title = f"{span.op or span.phase} {span.bucket}"
-        yield _Slice(rank, "exchange", title, begin, end, args, inside)
+        inside.insert(0, _slice(title, "exchange", begin, end, args=args))
+        yield rank, "exchange", inside  # to which later members may add
 
 
 def _moves_from(span: Placed) -> int:
