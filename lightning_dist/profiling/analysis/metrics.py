@@ -30,168 +30,116 @@ class Metric:
     meaning: str = ""
 
 
+def metric(key: str, label: str = "", unit: str = "", meaning: str = "") -> Metric:
+    """A metric; label and unit as the key says them, such as those of ``ready_ms``."""
+    stem, _, suffix = key.rpartition("_")
+    known = {"ms": "ms", "mb": "MB", "gbps": "Gbit/s"}.get(suffix, "")
+    label = label or (stem if known else key).replace("_", " ")
+    return Metric(key, label, unit or known, meaning)
+
+
 METRICS: Mapping[str, Metric] = {
-    each.key: each
+    each[0]: metric(*each)
     for each in (
         # Parts of a step, in the order in which they are drawn.
-        Metric(
-            "data",
-            "data, callbacks",
-            "ms",
-            "until the next forward pass begins: waiting for its batch, and what the loop does "
-            "after a step, such as callbacks, loggers and checkpoints",
-        ),
-        Metric("forward", "forward", "ms", "forward pass and loss"),
-        Metric(
-            "backward",
-            "backward",
-            "ms",
-            "computing gradients; communication hidden under it costs no time and is included",
-        ),
-        Metric(
-            "wait",
-            "exposed wait",
-            "ms",
-            "local gradients are complete, and another rank has not launched the collective yet",
-        ),
-        Metric(
-            "transfer",
-            "exposed transfer",
-            "ms",
-            "all ranks have launched the collective, and it is in flight",
-        ),
-        Metric(
-            "codec", "exposed codec", "ms", "encoding and decoding while no collective is in flight"
-        ),
-        Metric(
-            "unattributed",
-            "exposed unattributed",
-            "ms",
-            "exposed communication that is none of the three above",
-        ),
-        Metric(
-            "optimizer",
-            "optimizer",
-            "ms",
-            "from the averaged gradients to the end of the step: clipping, callbacks before the "
-            "step, updating the parameters",
-        ),
-        Metric("other", "other", "ms", "time of the step in none of the parts above; usually none"),
-        # The run.
-        Metric(
+        ("data", "data, callbacks", "ms", "waiting for a batch, callbacks, loggers, checkpoints"),
+        ("forward", "", "ms", "forward pass and loss"),
+        ("backward", "", "ms", "backward pass, with the communication that is hidden under it"),
+        ("wait", "exposed wait", "ms", "gradients are complete, but another rank is late"),
+        ("transfer", "exposed transfer", "ms", "all ranks are there, the collective is in flight"),
+        ("codec", "exposed codec", "ms", "encoding and decoding, with no collective in flight"),
+        ("unattributed", "exposed unattributed", "ms", "exposed, but none of the three above"),
+        ("optimizer", "", "ms", "clipping, callbacks before the step, updating the parameters"),
+        ("other", "", "ms", "none of the parts above"),
+        # Of the run.
+        (
             "step_ms",
-            "step",
-            "ms",
+            "",
+            "",
             "From the end of one optimizer step to the end of the next. Validation belongs to no "
-            "step. Parts and shares are means over ranks and detailed steps, in which every "
-            "collective was recorded; step times are of all steps.",
+            "step. Step times are of all steps; all else is the mean over ranks and detailed "
+            "steps, of which every collective was recorded.",
         ),
-        Metric(
+        (
             "exposed_ms",
-            "exposed",
-            "ms",
+            "",
+            "",
             "Communication that compute does not hide: from the last gradient of the backward pass "
-            "to the mean of all gradients. The sum of exposed wait, transfer, codec and "
-            "unattributed.",
+            "to the mean of all gradients.",
         ),
-        Metric("exposed", "exposed communication", "%", "Exposed time as a share of the step."),
-        Metric(
+        ("exposed", "exposed communication", "%", "Exposed time over that of the step."),
+        (
             "overlap",
-            "overlap",
+            "",
             "%",
-            "Share of the time with a collective in flight that lies before the last gradient and "
-            "is thereby hidden under the backward pass.",
+            "Share of the time with a collective in flight that is hidden under the backward pass.",
         ),
-        Metric(
+        (
             "traffic",
             "bytes sent",
             "B",
-            "Bytes a rank sent per step. The compression ratio is the bytes of uncompressed DDP "
-            "over these. 1 MB is a million bytes, 1 Gbit/s a billion bits per second.",
+            "Per step and rank. 1 MB is a million bytes, 1 Gbit/s a billion bits per second.",
         ),
-        Metric(
+        (
             "traffic.wire_gbps",
             "wire bandwidth",
-            "Gbit/s",
-            "Bits sent while collectives were in flight, waiting excluded: of a host to other "
-            "hosts, or of a rank where there is one host. Comparable with the link.",
+            "",
+            "Bits sent over the time with a collective in flight, without waiting: of a host to "
+            "other hosts, or of a rank where there is one host.",
         ),
-        Metric(
+        (
             "traffic.effective_gbps",
             "effective bandwidth",
-            "Gbit/s",
-            "Bus bandwidth that uncompressed DDP would need to take the same time.",
+            "",
+            "Bus bandwidth at which uncompressed DDP would take the same time.",
         ),
-        Metric(
-            "traffic.peak_gbps",
-            "link bandwidth",
-            "Gbit/s",
-            "The highest rate measured on the idle link, not what the hardware promises.",
-        ),
-        Metric(
+        ("traffic.peak_gbps", "link bandwidth", "", "Highest rate measured on the idle link."),
+        (
             "straggler",
-            "straggler",
+            "",
             "",
             "The rank that two thirds of the waiting is for, in more steps than chance would give, "
             "and by more than the clock uncertainty.",
         ),
-        Metric("steps", "steps"),
-        Metric("overhead", "profiler overhead", "%", "Time the profiler took, measured by itself."),
-        # Ranks and buckets.
-        Metric("rank", "rank"),
-        Metric("host", "host", TEXT),
-        Metric(
+        ("overhead", "profiler overhead", "%", "Time the profiler took, as measured by itself."),
+        # Of ranks and buckets.
+        ("rank",),
+        ("host", "", TEXT),
+        (
             "wait_ms",
-            "wait",
-            "ms",
-            "Time from the launch of a collective on this rank to its launch on the last rank, "
-            "hidden or not.",
+            "",
+            "",
+            "From the launch of a collective on this rank to that on the last, hidden or exposed.",
         ),
-        Metric(
-            "caused_ms",
-            "waited for",
-            "ms",
-            "Time the other ranks waited for this one, summed over them, hidden or not.",
-        ),
-        Metric(
-            "clock_uncertainty_ms",
-            "clock uncertainty",
-            "ms",
-            "Largest error of a rank's clock against that of rank 0, which is the reference.",
-        ),
-        Metric("intra_gbps", "inside its host", "Gbit/s"),
-        Metric("inter_gbps", "to other hosts", "Gbit/s"),
-        Metric("index", "bucket"),
-        Metric("codec_name", "codec", TEXT),
-        Metric("raw_mb", "raw", "MB"),
-        Metric("wire_mb", "wire", "MB"),
-        Metric("ready_ms", "ready", "ms"),
-        Metric("encode_ms", "encode", "ms"),
-        Metric("transfer_ms", "transfer", "ms"),
-        Metric("decode_ms", "decode", "ms"),
-        Metric("end_ms", "end after last gradient", "ms"),
-        # Compression error.
-        Metric(
+        ("caused_ms", "waited for", "", "Time for which the other ranks waited for this one."),
+        ("clock_uncertainty_ms", "", "", "Bound of a clock's error against that of rank 0."),
+        ("intra_gbps", "inside its host"),
+        ("inter_gbps", "to other hosts"),
+        ("bucket",),
+        ("bucket_codec", "codec", TEXT),
+        *((key,) for key in ("raw_mb", "wire_mb", "ready_ms", "encode_ms")),
+        *((key,) for key in ("transfer_ms", "decode_ms", "end_after_last_gradient_ms")),
+        (
             "relative_l2",
             "relative error",
             "",
-            "|p - C(p)| / |p|: p is what a rank encoded (gradient and residual), C(p) what its "
-            "payload says. Of one bucket per step in turn, on a random sample of its elements.",
+            "|p - C(p)| / |p| of p, what a rank encoded (gradient and residual), and C(p), what "
+            "its payload says: of one bucket in turn, on a random sample of its elements.",
         ),
-        Metric("cosine", "cosine", "", "Cosine of the angle between p and C(p)."),
-        Metric(
+        ("cosine", "", "", "Cosine of the angle between p and C(p)."),
+        (
             "residual_ratio",
-            "residual ratio",
             "",
-            "Norm of the residual after the step over that of the gradient. If it keeps growing, "
-            "the codec loses too much.",
+            "",
+            "Norm of the residual over that of the gradient. If it keeps growing, the codec loses "
+            "too much.",
         ),
-        # Predictions.
-        Metric("place", "position"),
-        Metric("setting", "setting", TEXT),
-        Metric("sent_mb", "sent", "MB"),
-        Metric("change", "change"),
-        Metric("remark", "remark", TEXT),
+        # Of predictions.
+        ("position",),
+        ("setting", "", TEXT),
+        ("sent_mb",),
+        ("change",),
+        ("remark", "", TEXT),
     )
 }
 

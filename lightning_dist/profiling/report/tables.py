@@ -31,7 +31,7 @@ RANK_COLUMNS = (
     *("clock_uncertainty_ms", "intra_gbps", "inter_gbps"),
 )
 _BUCKET_COLUMNS = ("raw_mb", "wire_mb", "ready_ms", "encode_ms", "wait_ms", "transfer_ms")
-_WHATIF_COLUMNS = ("place", "setting", "step_ms", "exposed_ms", "sent_mb", "change", "remark")
+_WHATIF_COLUMNS = ("position", "setting", "step_ms", "exposed_ms", "sent_mb", "change", "remark")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def ranks_table(summary: Summary, *, ranks: Sequence[int] | None = None) -> Tabl
 
 def buckets_table(summary: Summary) -> Table:
     """Every bucket, with the error of its compression if it was measured."""
-    keys = ("index", "codec_name", *_BUCKET_COLUMNS, "decode_ms", "end_ms")
+    keys = ("bucket", "bucket_codec", *_BUCKET_COLUMNS, "decode_ms", "end_after_last_gradient_ms")
     errors = defaultdict(list)
     for error in summary.errors:
         if (value := finite(error.get("relative_l2"))) is not None:
@@ -189,7 +189,7 @@ def buckets_table(summary: Summary) -> Table:
         return Table("buckets", "Buckets", columns, missing=missing)
     rows = []
     for each in summary.buckets:
-        values = {**vars(each), "end_ms": each.exposed_ms}
+        values = {**vars(each), "end_after_last_gradient_ms": each.exposed_ms}
         row = [str(each.index), each.codec or "none"]
         row += [format_value(values[key]) for key in keys[2:]]
         median_error = median(errors[each.index]) if errors[each.index] else None
