@@ -56,13 +56,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepTable:
-    """Nanoseconds, bytes and counts of a run; whole numbers, as floats.
+    """Nanoseconds, bytes and counts of a run: whole numbers, as floats, which sum them exactly.
 
     Args:
         steps, ranks: two of the axes.
         hosts: of every rank.
-        values: by step, rank and :data:`COLUMNS`; NaN: not recorded. Columns of what is missing are
-            NaN only where the rank has not recorded the step in detail.
+        values: by step, rank and :data:`COLUMNS`; NaN: the step was not recorded in detail.
         late: by step and rank, for how long the others, added up, waited for it.
         exposed_late: what of that was exposed.
         waited_for: by rank that waited and rank that was late, all steps added up.
