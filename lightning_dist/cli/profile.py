@@ -39,7 +39,7 @@ def report_command(
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json.gz, for ui.perfetto.dev.")
     ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Write steps.csv and buckets.csv.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Write steps.csv.")] = False,
     as_json: Json = False,
     out: Annotated[
         str | None, typer.Option(metavar="DIR2", help="Write there, and not into DIR.")

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dist.integrations.live_profile import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.integrations.sigterm import CODE, Sigterm, sigterm_raises
-from lightning_dist.profiling.analysis.divergence import ResidualAlarm
+from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.records import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
@@ -72,7 +72,7 @@ class CommProfiler(pl.Callback):
             never.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev: the median and the p95 step.
-        csv: write ``steps.csv`` and ``buckets.csv``.
+        csv: write ``steps.csv``.
         whatif: after a training of 30 s or more that has ended by itself, measure on rank 0 what
             codecs cost there, about 2 s and at most a tenth of the training and one codec more
             (with compiled kernels a codec may take 20 s), to predict the step with other settings.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.profiling.analysis.drift import uncertainty_at
+from lightning_dist.profiling.analysis.clock_quality import uncertainty_at
 from lightning_dist.profiling.capture.machine import this_machine
 from lightning_dist.profiling.capture.records import ClockRecord
 from lightning_dist.profiling.peer import receive, send

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from lightning_dist.profiling.analysis.drift import offset_at, uncertainty_at
+from lightning_dist.profiling.analysis.clock_quality import offset_at, uncertainty_at
 from lightning_dist.profiling.capture.lines import from_line, to_line
 from lightning_dist.profiling.capture.records import (
     SCHEMA,

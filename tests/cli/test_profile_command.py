@@ -48,7 +48,7 @@ def test_report_prints_the_summary_and_writes_the_page(folder: Path) -> None:
 
 def test_report_writes_what_is_asked_for(folder: Path) -> None:
     assert profile("report", folder, "--no-html", "--trace", "--csv").exit_code == 0
-    assert written(folder) == {"summary.json", "trace.json.gz", "steps.csv", "buckets.csv"}
+    assert written(folder) == {"summary.json", "trace.json.gz", "steps.csv"}
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
              if "name" in event["args"]}  # fmt: skip
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_said_and_the_summary_still_printed(folder: Pa
     )
     asked = profile("report", folder, "--no-html", "--csv", "--trace")
     assert asked.exit_code == 2
-    assert "steps.csv, buckets.csv not written" in asked.stderr
+    assert "steps.csv not written" in asked.stderr
     assert asked.stdout.endswith(f"written to {folder}: trace.json.gz\n")
     assert {path.name for path in folder.glob(".*")} == set()
 

@@ -97,7 +97,7 @@ def test_a_callback_of_lightning(strategy: str, folders: dict[str, Path]) -> Non
     assert "of the step is exposed" not in (folder / "output-1.txt").read_text()
     files = {path.name for path in (folder / "comm_profile" / "run-0").iterdir()}
     made = {"meta.json", "summary.json", "report.html", "trace.json.gz"}
-    made |= {"steps.csv", "buckets.csv"}
+    made |= {"steps.csv"}
     assert files == {"rank0.jsonl", "rank1.jsonl", *made}
     with gzip.open(folder / "comm_profile" / "run-0" / "trace.json.gz") as trace:
         assert json.load(trace)["traceEvents"]

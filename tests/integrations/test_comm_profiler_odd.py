@@ -14,8 +14,7 @@ from comm_profiles import (
     truth,
 )
 
-from lightning_dist.profiling.analysis.breakdown import parts_of
-from lightning_dist.profiling.analysis.passes import passes_of
+from lightning_dist.profiling.analysis.breakdown import parts_of, passes_of
 from lightning_dist.profiling.folder import read_run
 
 ENDS = ("lost at the end", "late at the end")

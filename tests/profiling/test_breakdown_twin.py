@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import pytest
 from identities import check_identities
 
 from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
@@ -143,30 +142,25 @@ class Twin:
         return StepParts(0, self.rank, begin, record.duration, *sums)
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_every_instant_is_where_the_twin_has_it(seed: int) -> None:
-    run = drawn_run(random.Random(seed))
-    found = parts_of(run, 0)
-    expected = [
-        Twin(run, rank).parts()
-        for rank, each in run.ranks.items()
-        if 0 in each.steps and each.steps[0].detailed
-    ]
-    assert found == expected
-    for each in found:
-        check_identities(each)
-        waited = sum(each.waited_for.values())
-        assert each.parts["wait"] <= waited <= each.parts["wait"] + each.hidden
-
-
-def test_the_drawn_runs_have_everything() -> None:
+def test_every_instant_is_where_the_twin_has_it() -> None:
     seen: set[str] = set()
     for seed in range(300):
         run = drawn_run(random.Random(seed))
         seen |= {"missing rank"} if len(run.ranks) < 4 else set()
-        for each in analyse(run, 0):
-            seen |= {name for name in EXPOSED if each.parts.parts[name]}
-            seen |= {"hidden"} if each.parts.hidden else set()
-            seen |= {"several"} if len(each.parts.waited_for) > 1 else set()
+        found = analyse(run, 0)
+        expected = [
+            Twin(run, rank).parts()
+            for rank, each in run.ranks.items()
+            if 0 in each.steps and each.steps[0].detailed
+        ]
+        assert parts_of(run, 0) == [each.parts for each in found] == expected, f"seed {seed}"
+        for each in found:
+            parts = each.parts
+            check_identities(parts)
+            waited = sum(parts.waited_for.values())
+            assert parts.parts["wait"] <= waited <= parts.parts["wait"] + parts.hidden, seed
+            seen |= {name for name in EXPOSED if parts.parts[name]}
+            seen |= {"hidden"} if parts.hidden else set()
+            seen |= {"several"} if len(parts.waited_for) > 1 else set()
             seen |= {"missing"} if any(x.missing for x in each.exchanges) else set()
     assert seen == {*EXPOSED, "missing rank", "hidden", "several", "missing"}

@@ -1,4 +1,4 @@
-"""The tables for spreadsheets say what was planted, and what the summary says."""
+"""The table for spreadsheets says what was planted, and what the summary says."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from planted import Planted
 from lightning_dist.profiling.analysis.parts import PARTS
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.folder import RankRun, Run
-from lightning_dist.profiling.report.csv_files import BUCKET_COLUMNS, STEP_COLUMNS, write_csv
+from lightning_dist.profiling.report.summary_file import STEP_COLUMNS, write_csv
 
 
-def tables(folder: Path, run: Run) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    write_csv(folder, run, summarize(run))
-    assert {path.name for path in folder.iterdir()} == {"steps.csv", "buckets.csv"}
+def table(folder: Path, run: Run) -> list[dict[str, str]]:
+    write_csv(folder / "steps.csv", run, summarize(run))
+    assert {path.name for path in folder.iterdir()} == {"steps.csv"}
     with (folder / "steps.csv").open(newline="") as steps:
-        of_steps = list(csv.DictReader(steps))
-    with (folder / "buckets.csv").open(newline="") as buckets:
-        return of_steps, list(csv.DictReader(buckets))
+        return list(csv.DictReader(steps))
 
 
 def test_a_row_for_every_step_and_rank(tmp_path: Path) -> None:
-    steps, _ = tables(tmp_path, Planted(late={1: 30}, shift={1: 500}).run())
+    steps = table(tmp_path, Planted(late={1: 30}, shift={1: 500}).run())
     assert [(row["step"], row["rank"], row["host"]) for row in steps] == [
         (str(step), str(rank), host)
         for step in range(6)
@@ -42,10 +40,10 @@ def test_a_row_for_every_step_and_rank(tmp_path: Path) -> None:
         assert float(row["data_ms"]) == 2
 
 
-def test_the_tables_are_of_the_summary(tmp_path: Path) -> None:
+def test_the_table_is_of_the_summary(tmp_path: Path) -> None:
     run = Planted(late={1: 30}, slow_steps={3: 2.0}).run()
     summary = summarize(run)
-    steps, buckets = tables(tmp_path, run)
+    steps = table(tmp_path, run)
     counted = [row for row in steps if row["in_summary"] == "1"]
     for name, expected in (
         ("step_ms", summary.step_ms["mean"]),
@@ -54,11 +52,6 @@ def test_the_tables_are_of_the_summary(tmp_path: Path) -> None:
         *((f"{name}_ms", summary.parts_ms[name]) for name in PARTS),
     ):
         assert mean(float(row[name]) for row in counted) == pytest.approx(expected), name
-    assert [row["bucket"] for row in buckets] == ["0", "1", "2", "3"]
-    for row, bucket in zip(buckets, summary.buckets, strict=True):
-        assert float(row["raw_mb"]) == bucket.raw_mb == 4.0
-        assert float(row["transfer_ms"]) == bucket.transfer_ms
-        assert row["codec"] == "int8"
 
 
 def test_what_was_not_recorded_is_empty(tmp_path: Path) -> None:
@@ -69,7 +62,7 @@ def test_what_was_not_recorded_is_empty(tmp_path: Path) -> None:
         for step, record in of_one.steps.items()
         if step < 5
     }
-    steps, _ = tables(tmp_path, Run({0: run.ranks[0], 1: replace(of_one, steps=coarse)}))
+    steps = table(tmp_path, Run({0: run.ranks[0], 1: replace(of_one, steps=coarse)}))
     rows = [row for row in steps if row["rank"] == "1"]
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
     assert {row[f"{name}_ms"] for row in rows for name in PARTS} == {""}
@@ -80,29 +73,27 @@ def test_what_was_not_recorded_is_empty(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
-    steps, buckets = tables(tmp_path, Planted(codec="ddp", encode=0, decode=0).run())
+    steps = table(tmp_path, Planted(codec="ddp", encode=0, decode=0).run())
     assert {row["codec_ms"] for row in steps} == {""}
     assert {row["wait_ms"] for row in steps} == {"0.0"}
-    assert {(row["encode_ms"], row["decode_ms"]) for row in buckets} == {("", "")}
-    alone, of_alone = tables(tmp_path, Run({0: Planted(late={1: 50}).run().ranks[0]}))
-    assert {row["wait_ms"] for row in alone} == {row["wait_ms"] for row in of_alone} == {""}
-    blind, _ = tables(tmp_path, Planted(buckets=0).run())
+    alone = table(tmp_path, Run({0: Planted(late={1: 50}).run().ranks[0]}))
+    assert {row["wait_ms"] for row in alone} == {""}
+    blind = table(tmp_path, Planted(buckets=0).run())
     unseen = ("wait", "transfer", "codec", "unattributed", "exposed", "hidden", "exchange")
     assert {row[f"{name}_ms"] for row in blind for name in unseen} == {""}
 
 
-def test_columns_of_times_and_bytes_have_units() -> None:
-    bare = {"step", "rank", "host", "in_summary", "bucket", "codec"}
-    named = {*STEP_COLUMNS, *BUCKET_COLUMNS} - bare
-    assert {name.rsplit("_", 1)[-1] for name in named} == {"ms", "mb"}
+def test_columns_of_times_have_units() -> None:
+    named = {*STEP_COLUMNS} - {"step", "rank", "host", "in_summary"}
+    assert {name.rsplit("_", 1)[-1] for name in named} == {"ms"}
 
 
 def test_names_that_would_break_a_row_do_not(tmp_path: Path) -> None:
     run = Planted(world_size=1, steps=3, hosts=['a,"b"\nc\ud800']).run()
-    steps, _ = tables(tmp_path, run)
+    steps = table(tmp_path, run)
     assert {row["host"] for row in steps} == {'a,"b"\nc?'}
 
 
 def test_nothing_recorded_is_a_table_without_rows(tmp_path: Path) -> None:
     about = Planted(steps=0).run().ranks[0].about
-    assert tables(tmp_path, Run({0: RankRun(about, {})})) == ([], [])
+    assert table(tmp_path, Run({0: RankRun(about, {})})) == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planted import Planted
 
-from lightning_dist.profiling.analysis.divergence import ResidualAlarm, growth_of
+from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.live import of_errors
 from lightning_dist.profiling.capture.records import ErrorRecord

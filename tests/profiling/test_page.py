@@ -15,7 +15,6 @@ from report_pages import body_of, choices_of, figures_of, text_of
 from snapshots import assert_snapshot
 from summaries import a_summary, a_timeline, sampled
 
-from lightning_dist.profiling.analysis.lanes import lanes
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Placed, Timeline, Traffic
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
@@ -88,10 +87,6 @@ def test_means_and_counts_leave_out_what_is_no_number() -> None:
     assert mean([None]) is None
     assert most_frequent([None, 2, 1, 1, None, None]) == 1
     assert most_frequent([None]) is None
-
-
-def test_spans_that_overlap_are_in_lanes_of_their_own() -> None:
-    assert lanes([(0, 5), (5, 9), (3, 6), (4, 8), (6, 7)]) == [0, 0, 1, 2, 1]
 
 
 def test_every_part_is_a_metric_with_a_meaning() -> None:

@@ -8,10 +8,9 @@ import pytest
 from identities import check_identities
 from planted import MS, Planted, doubled, replaced, twice
 
-from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in
-from lightning_dist.profiling.analysis.passes import passes_of
+from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in, passes_of
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.analysis.totals import BucketTotals, add_buckets
+from lightning_dist.profiling.analysis.tables import BUCKET_COLUMNS, step_table
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.whatif.observe import observe
 
@@ -52,16 +51,15 @@ def test_all_of_it_counts_and_the_parts_add_up() -> None:
 
 
 def test_a_bucket_is_counted_once_for_every_pass() -> None:
-    single: dict[int, BucketTotals] = {}
-    double: dict[int, BucketTotals] = {}
-    add_buckets(single, analyse(ONCE, 3)[0])
-    add_buckets(double, analyse(TWICE, 3)[0])
-    for index, one in single.items():
-        two = double[index]
-        assert two.count == 2
-        for name in ("raw", "wire", "encode", "wait", "transfer", "decode", "exposed"):
-            assert getattr(two, name) == 2 * getattr(one, name), name
-        assert two.exposed == 0 or two.exposed > MS
+    single, double = (step_table(run, [3]).buckets for run in (ONCE, TWICE))
+    assert len(single) == len(double) == 4
+    for index, (_, count, sums) in single.items():
+        _, twice_count, twice_sums = double[index]
+        assert (count, twice_count) == (2, 4), "once on each rank"
+        one, two = (dict(zip(BUCKET_COLUMNS, of, strict=True)) for of in (sums, twice_sums))
+        for name in set(BUCKET_COLUMNS) - {"ready_ms"}:
+            assert two[name] == 2 * one[name], name
+        assert two["exposed_ms"] == 0 or two["exposed_ms"] > MS
 
 
 def test_nothing_is_predicted_of_it() -> None:

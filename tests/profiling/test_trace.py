@@ -12,8 +12,7 @@ from planted import Planted, twice
 from trace_rules import Event, events_of, problems
 
 from lightning_dist.profiling.analysis.breakdown import parts_of, timeline
-from lightning_dist.profiling.analysis.intervals import length, union
-from lightning_dist.profiling.analysis.lanes import lanes
+from lightning_dist.profiling.analysis.intervals import lanes, length, union
 from lightning_dist.profiling.analysis.parts import Placed, Timeline
 from lightning_dist.profiling.report.trace import write_trace
 

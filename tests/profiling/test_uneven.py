@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from planted import Planted, replaced
 
-from lightning_dist.profiling.analysis.findings import Findings
+from lightning_dist.profiling.analysis.imbalance import uneven_phases
 from lightning_dist.profiling.analysis.parts import Summary, Uneven
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.analysis.totals import RankTotals
-from lightning_dist.profiling.analysis.uneven import uneven_phases
+from lightning_dist.profiling.analysis.tables import COLUMNS, step_table
 from lightning_dist.profiling.capture.records import PHASES, StepRecord
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.report.summary_file import to_json
@@ -82,14 +81,20 @@ def test_who_waits_longer_than_half_as_long_is_told_too() -> None:
 def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
     """As one whose gradients the leader of its host exchanges: it waits for the leader's links."""
 
-    def totals(data: int, waited_for: dict[int, int]) -> RankTotals:
-        parts, waits = Counter({"data": 5 * data}), Counter(waited_for)
-        return RankTotals(steps=5, duration=5000, union=1, parts=parts, waited_for=waits)
+    def phases(waited: int) -> list[Uneven]:
+        """Rank 1 waits so long for rank 0, whose data take 200 ns longer in every step."""
+        table = step_table(Planted(steps=5).run(), range(5))
+        values = np.zeros((5, 2, len(COLUMNS)))
+        values[..., COLUMNS.index("duration")] = 1000
+        values[..., COLUMNS.index("exchange")] = 1
+        values[:, 0, COLUMNS.index("data")] = 200
+        values[:, 0, COLUMNS.index("waited")] = 4000 / 5
+        values[:, 1, COLUMNS.index("waited")] = waited / 5
+        waited_for = np.array([[0.0, 4000.0], [waited, 0.0]])
+        return uneven_phases(replace(table, values=values, waited_for=waited_for))
 
-    phases = {name: {0: [200] * 5, 1: [0] * 5} for name in PHASES}
-    late = totals(200, {1: 4000})
-    assert not uneven_phases(Findings({0: late, 1: totals(0, {0: 600})}, phases=phases))
-    assert uneven_phases(Findings({0: late, 1: totals(0, {0: 400})}, phases=phases))
+    assert not phases(600)
+    assert phases(400)
 
 
 def test_late_in_some_steps_only_is_chance() -> None:

@@ -33,7 +33,7 @@ def test_steps_that_are_another_text_meanwhile_keep_the_summary(tmp_path: Path) 
     assert [each.partition(" not written")[0] for each in written.problems] == [
         "report.html",
         "trace.json.gz",
-        "steps.csv, buckets.csv",
+        "steps.csv",
     ]
     assert all(": JSONDecodeError: " in each for each in written.problems)
 
@@ -59,5 +59,5 @@ def test_a_folder_in_the_place_of_the_page_keeps_the_rest(tmp_path: Path) -> Non
     (tmp_path / "report.html").mkdir()
     run = read_run(tmp_path)
     written = write_files(tmp_path, run, summarize(run), wanted=ALL)
-    assert written.names == ("summary.json", "trace.json.gz", "steps.csv, buckets.csv")
+    assert written.names == ("summary.json", "trace.json.gz", "steps.csv")
     assert written.problems == (f"report.html not written to {tmp_path}: Is a directory",)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from lightning_dist.profiling.analysis.collectives import Exchange, begin_of, exchanges_of
 from lightning_dist.profiling.analysis.intervals import (
@@ -14,9 +15,14 @@ from lightning_dist.profiling.analysis.intervals import (
     length,
     union,
 )
-from lightning_dist.profiling.analysis.parts import PARTS, Placed, StepParts, Timeline
-from lightning_dist.profiling.analysis.passes import passes_of
-from lightning_dist.profiling.capture.records import PHASES, Span, StepRecord
+from lightning_dist.profiling.analysis.parts import (
+    PARTS,
+    Placed,
+    StepParts,
+    Timeline,
+    Unavailable,
+)
+from lightning_dist.profiling.capture.records import PHASES, BucketTimes, StepRecord
 from lightning_dist.profiling.folder import Run
 
 _CODEC = ("encode", "decode")
@@ -28,14 +34,13 @@ class Analysed:
     """One step on one rank, with what its parts were made of.
 
     Args:
-        transfer: while any exchange of this rank moved, since the begin of the step.
-        moving: the same until the other members are done too.
+        moving: while any exchange of this rank moved, until all its members were done; since the
+            begin of the step.
     """
 
     record: StepRecord
     parts: StepParts
     exchanges: Sequence[Exchange]
-    transfer: Intervals
     moving: Intervals
 
 
@@ -58,69 +63,43 @@ def analyse(run: Run, step: int) -> list[Analysed]:
 
 def unknown_wait(steps: Iterable[Analysed]) -> str:
     """Why waiting is not, or not wholly, known; empty if it is."""
-    missing: set[int] = set()
-    nameless = False
-    for step in steps:
-        for each in step.exchanges:
-            missing.update(each.missing)
-            nameless = nameless or (each.arrival is None and not each.missing)
-    if missing:
-        ranks = ", ".join(map(str, sorted(missing)))
-        return f"exchanges without a record of rank {ranks} count as transfer, waiting included"
-    if nameless:
-        return "exchanges that do not say who takes part count as transfer, waiting included"
-    return ""
+    exchanges = [exchange for step in steps for exchange in step.exchanges]
+    if missing := set[int]().union(*(each.missing for each in exchanges)):
+        return Unavailable.NO_RECORD.format(ranks=", ".join(map(str, sorted(missing))))
+    return Unavailable.NO_MEMBERS if any(each.arrival is None for each in exchanges) else ""
 
 
 def timeline(run: Run, step: int, label: str) -> Timeline:
     """A step of all ranks that have recorded it, on the clock of rank 0."""
     exchanges = exchanges_of(run, step)
     begins = {
-        rank: begin_of(run, rank, step) for rank in run.ranks if step in run.ranks[rank].steps
+        rank: begin_of(run, rank, step) for rank, each in run.ranks.items() if step in each.steps
     }
-    first = min(begins.values(), default=0)
-    records = {rank: run.ranks[rank].steps[step] for rank in begins}
-    shifts = {rank: begin - first for rank, begin in begins.items()}
-    return Timeline(
-        step,
-        label,
-        phases={
-            rank: [(each.name, each.begin + at, each.end + at) for each in records[rank].phases]
-            for rank, at in shifts.items()
-        },
-        buckets={
-            rank: [(each.index, each.ready + at, each.done + at) for each in records[rank].buckets]
-            for rank, at in shifts.items()
-        },
-        spans={
-            rank: _placed(records[rank], exchanges.get(rank, ()), at) for rank, at in shifts.items()
-        },
-        exposed={
-            rank: [(begin + at, end + at) for begin, end in exposed_in(records[rank])]
-            for rank, at in shifts.items()
-        },
-    )
+    phases, buckets, spans, exposed = {}, {}, {}, {}
+    for rank, begin in begins.items():
+        at, record = begin - min(begins.values()), run.ranks[rank].steps[step]
+        phases[rank] = [(each.name, each.begin + at, each.end + at) for each in record.phases]
+        buckets[rank] = [(each.index, each.ready + at, each.done + at) for each in record.buckets]
+        spans[rank] = _placed(record, exchanges.get(rank, ()), at)
+        exposed[rank] = [(since + at, until + at) for since, until in exposed_in(record)]
+    return Timeline(step, label, phases, buckets, spans, exposed)
 
 
 def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[Placed]:
+    found = []
     of_spans = iter(exchanges)
-
-    def placed(span: Span) -> Placed:
-        here = Placed(
+    for span in record.spans if record.detailed else ():
+        placed = Placed(
             span.phase, span.bucket, span.begin + at, span.end + at, None, span.op, span.group
         )
-        if span.phase != "exchange":
-            return here
-        each = next(of_spans)
-        return replace(
-            here,
-            arrival=None if each.arrival is None else each.arrival + at,
-            sent=span.sent,
-            last=each.last,
-            meeting=each.meeting,
-        )
-
-    return [placed(each) for each in record.spans] if record.detailed else []
+        if span.phase == "exchange":
+            each = next(of_spans)
+            arrival = None if each.arrival is None else each.arrival + at
+            placed = replace(
+                placed, arrival=arrival, sent=span.sent, last=each.last, meeting=each.meeting
+            )
+        found.append(placed)
+    return found
 
 
 def _analyse(
@@ -133,36 +112,30 @@ def _analyse(
     window = exposed_in(record)
     transfer = union(each.transfer for each in exchanges)
     under_way = union((each.span.begin, each.span.end) for each in exchanges)
-    waiting = difference(under_way, transfer)
     codec = union((each.begin, each.end) for each in record.spans if each.phase in _CODEC)
     parts = {name: length(each) for name, each in phases.items()}
     parts["backward"] = length(difference(phases["backward"], window))
     left: Intervals = window
-    for name, intervals in (("transfer", transfer), ("wait", waiting), ("codec", codec)):
+    for name, intervals in (("transfer", transfer), ("wait", under_way), ("codec", codec)):
         parts[name] = length(intersection(left, intervals))
         left = difference(left, intervals)
     parts["unattributed"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
-    waits = _waits(exchanges)
-    return Analysed(
-        record,
-        StepParts(
-            record.step,
-            rank,
-            begin,
-            record.duration,
-            {name: parts[name] for name in PARTS},
-            union=length(under_way),
-            hidden=length(difference(under_way, window)),
-            waited_for=_lengths({rank: difference(of, transfer) for rank, of in waits.items()}),
-            exposed_for=_lengths(
-                {rank: intersection(difference(of, transfer), window) for rank, of in waits.items()}
-            ),
-        ),
-        exchanges,
-        transfer,
-        union(each.moving for each in exchanges),
+    waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
+    waited_for = {late: length(of) for late, of in waits.items()}
+    exposed_for = {late: length(intersection(of, window)) for late, of in waits.items()}
+    found = StepParts(
+        record.step,
+        rank,
+        begin,
+        record.duration,
+        {name: parts[name] for name in PARTS},
+        union=length(under_way),
+        hidden=length(difference(under_way, window)),
+        waited_for={late: of for late, of in waited_for.items() if of},
+        exposed_for={late: of for late, of in exposed_for.items() if of},
     )
+    return Analysed(record, found, exchanges, union(each.moving for each in exchanges))
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:
@@ -197,6 +170,48 @@ def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
     return {rank: union(of) for rank, of in waits.items()}
 
 
-def _lengths(of_ranks: Mapping[int, Intervals]) -> dict[int, int]:
-    found = {rank: length(of) for rank, of in sorted(of_ranks.items())}
-    return {rank: nanoseconds for rank, nanoseconds in found.items() if nanoseconds}
+@dataclass(frozen=True)
+class Pass:
+    """One backward pass whose gradients travelled.
+
+    Args:
+        buckets: in the order in which they were ready.
+        end: when the first bucket of the next one was ready; infinite of the last.
+    """
+
+    buckets: Sequence[BucketTimes]
+    end: float
+
+    @property
+    def begin(self) -> int:
+        """Its first bucket is ready."""
+        return self.buckets[0].ready
+
+    @property
+    def last_ready(self) -> int:
+        """The gradients of its last bucket are there."""
+        return max(each.ready for each in self.buckets)
+
+    def has(self, begin: int) -> bool:
+        """Whether what began then, in nanoseconds of the step, is of this pass."""
+        return self.begin <= begin < self.end
+
+
+def passes_of(record: StepRecord) -> list[Pass]:
+    """In their order. A bucket that comes again is of the next one."""
+    groups: list[list[BucketTimes]] = []
+    seen: set[int] = set()
+    for bucket in record.buckets:
+        if not groups or bucket.index in seen:
+            groups.append([])
+            seen = set()
+        groups[-1].append(bucket)
+        seen.add(bucket.index)
+    ends = [*(float(group[0].ready) for group in groups[1:]), inf]
+    return [Pass(group, end) for group, end in zip(groups, ends, strict=False)]
+
+
+def asks_again(record: StepRecord) -> bool:
+    """Whether a forward pass came after an exchange of the same step: an optimizer's closure."""
+    first = min((bucket.ready for bucket in record.buckets), default=inf)
+    return any(phase.name == "forward" and phase.begin > first for phase in record.phases)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from lightning_dist.profiling.analysis.clock_quality import uncompared
 from lightning_dist.profiling.analysis.intervals import Interval
-from lightning_dist.profiling.capture.records import Span, StepRecord
+from lightning_dist.profiling.capture.records import Span
 from lightning_dist.profiling.folder import Run
 
 Members: TypeAlias = tuple[int, ...]
@@ -69,144 +70,77 @@ def begin_of(run: Run, rank: int, step: int) -> int:
     return begin + of_rank.offset(begin)
 
 
-def uncompared(run: Run) -> list[int]:
-    """Ranks whose clock has nothing to do with rank 0's: another host, and never compared."""
-    host = run.ranks[0].about.host if 0 in run.ranks else None
-    return [
-        rank
-        for rank, each in run.ranks.items()
-        if rank != 0 and not each.clocks and each.about.host != host
-    ]
-
-
-def groups_of_one_clock(run: Run) -> dict[int, frozenset[str]]:
-    """Of every rank those groups whose members all read the same clock."""
-    clocks = {rank: _clock_of(run, rank) for rank in run.ranks}
-    return {
-        rank: frozenset(
-            name
-            for name, members in each.about.groups.items()
-            if len({clocks.get(member) for member in members}) == 1
-        )
-        for rank, each in run.ranks.items()
-    }
-
-
-def _clock_of(run: Run, rank: int) -> tuple[int, int] | str:
-    """The same for ranks of one machine, where one compares the clocks for all."""
-    of_rank = run.ranks[rank]
-    if not of_rank.clocks:
-        return of_rank.about.host
-    first = of_rank.clocks[0]
-    if first.uncertainty == 0 and 0 in run.ranks:  # rank 0's own
-        return run.ranks[0].about.host
-    return first.offset, first.uncertainty
-
-
 def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
-    """All exchanges of every rank that has recorded the step in detail, in their order."""
-    records = {
-        rank: each.steps[step]
+    """All exchanges of every rank that has recorded the step in detail, in their order.
+
+    The same collective has the same group and order on all its members. Groups of one name are the
+    same if their ranks are.
+    """
+    numbers: dict[tuple[str, Members], int] = {}
+    groups = {
+        rank: {
+            name: numbers.setdefault((name, tuple(members)), len(numbers))
+            for name, members in each.about.groups.items()
+        }
         for rank, each in run.ranks.items()
-        if step in each.steps and each.head(step).detailed
     }
-    begins = {rank: begin_of(run, rank, step) for rank in records}
-    groups = _Groups(run)
-    seen: dict[_Key, dict[int, Span]] = {}
-    for rank, record in records.items():
-        for span in record.spans:
-            if (key := groups.key(rank, span)) is not None:
-                seen.setdefault(key, {})[rank] = span
-    strangers = set(uncompared(run))
-    meetings = {
-        key: _Meeting.of(number, spans, begins, members=groups.members[key[0]], strangers=strangers)
-        for number, (key, spans) in enumerate(seen.items())
+    members_of = [members for _, members in numbers]
+    own: dict[int, list[tuple[Span, _Key | None]]] = {}
+    together: dict[_Key, dict[int, Span]] = {}
+    for rank, each in run.ranks.items():
+        if step not in each.steps or not each.head(step).detailed:
+            continue
+        own[rank] = []
+        for span in each.steps[step].spans:
+            if span.phase != "exchange":
+                continue
+            number = groups[rank].get(span.group)
+            key = None if number is None or span.order < 0 else (number, span.order)
+            own[rank].append((span, key))
+            if key is not None:
+                together.setdefault(key, {})[rank] = span
+    begins = {rank: begin_of(run, rank, step) for rank in own}
+    strangers = uncompared(run)
+    known = {
+        key: replace(_collective(members_of[key[0]], spans, begins, strangers), meeting=number)
+        for number, (key, spans) in enumerate(together.items())
     }
     return {
-        rank: _of_rank(rank, record, begins[rank], groups, meetings)
-        for rank, record in records.items()
+        rank: [
+            Exchange(span) if key is None else _seen(known[key], span, begins[rank])
+            for span, key in spans
+        ]
+        for rank, spans in own.items()
     }
 
 
-def _of_rank(
-    rank: int,
-    record: StepRecord,
-    begin: int,
-    groups: _Groups,
-    meetings: Mapping[_Key, _Meeting],
-) -> list[Exchange]:
-    found = []
-    for span in record.spans:
-        if span.phase == "exchange":
-            key = groups.key(rank, span)
-            found.append(Exchange(span) if key is None else meetings[key].seen_by(span, begin))
-    return found
+def _collective(
+    members: Members,
+    spans: Mapping[int, Span],
+    begins: Mapping[int, int],
+    strangers: Collection[int],
+) -> Exchange:
+    """One of all its members, whose times are on rank 0's clock, with any of their spans."""
+    anyone = next(iter(spans.values()))
+    if missing := tuple(rank for rank in members if rank not in spans):
+        return Exchange(anyone, missing=missing)
+    durations = {rank: span.end - span.begin for rank, span in spans.items()}
+    shortest = min(durations.values())
+    if len(spans) > 1 and not spans.keys().isdisjoint(strangers):
+        last = min(rank for rank, took in durations.items() if took == shortest)
+        return Exchange(anyone, None, last, shortest)
+    launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
+    arrival = max(launches.values())
+    last = min(rank for rank, launch in launches.items() if launch == arrival)
+    over = max(begins[rank] + span.end for rank, span in spans.items())
+    return Exchange(anyone, arrival, last, shortest, over=over)
 
 
-class _Groups:
-    """The groups of all ranks by number: two with one name are the same if their ranks are."""
-
-    def __init__(self, run: Run) -> None:
-        numbers: dict[tuple[str, Members], int] = {}
-        self._of_rank = {
-            rank: {
-                name: numbers.setdefault((name, tuple(ranks)), len(numbers))
-                for name, ranks in each.about.groups.items()
-            }
-            for rank, each in run.ranks.items()
-        }
-        self.members = [members for _, members in numbers]
-
-    def key(self, rank: int, span: Span) -> _Key | None:
-        """What all members call this exchange; None: it is none, or does not say."""
-        if span.phase != "exchange" or span.order < 0:
-            return None
-        number = self._of_rank[rank].get(span.group)
-        return None if number is None else (number, span.order)
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    """A collective of all its members.
-
-    ``arrival`` and ``over`` are on rank 0's clock; None: clocks do not say.
-    """
-
-    number: int
-    missing: Members
-    arrival: int | None = None
-    last: int | None = None
-    shortest: int | None = None
-    over: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        spans: Mapping[int, Span],
-        begins: Mapping[int, int],
-        *,
-        members: Sequence[int],
-        strangers: set[int],
-    ) -> _Meeting:
-        if missing := tuple(rank for rank in members if rank not in spans):
-            return cls(number, missing)
-        durations = {rank: span.end - span.begin for rank, span in spans.items()}
-        shortest = min(durations.values())
-        if strangers.intersection(spans) and len(spans) > 1:
-            last = min(rank for rank, took in durations.items() if took == shortest)
-            return cls(number, (), None, last, shortest)
-        launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
-        arrival = max(launches.values())
-        last = min(rank for rank, launch in launches.items() if launch == arrival)
-        over = max(begins[rank] + span.end for rank, span in spans.items())
-        return cls(number, (), arrival, last, shortest, over)
-
-    def seen_by(self, span: Span, begin: int) -> Exchange:
-        if self.missing:
-            return Exchange(span, missing=self.missing, meeting=self.number)
-        assert self.shortest is not None
-        # Without clocks: all leave a collective together, so who took longer has waited.
-        arrival = span.end - self.shortest if self.arrival is None else self.arrival - begin
-        over = None if self.over is None else self.over - begin
-        return Exchange(span, arrival, self.last, self.shortest, meeting=self.number, over=over)
+def _seen(each: Exchange, span: Span, begin: int) -> Exchange:
+    """The collective as a rank saw it that began the step at ``begin``."""
+    if each.shortest is None:
+        return Exchange(span, missing=each.missing, meeting=each.meeting)
+    # Without clocks: all leave a collective together, so who took longer has waited.
+    arrival = span.end - each.shortest if each.arrival is None else each.arrival - begin
+    over = None if each.over is None else each.over - begin
+    return Exchange(span, arrival, each.last, each.shortest, meeting=each.meeting, over=over)

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
+from lightning_dist.profiling.analysis.tables import MB
 from lightning_dist.profiling.folder import Run
 
 _NOTCH = 1.58
 _FEWEST = 6
 """Steps of a run below which their quartiles say nothing."""
-
-_MB = 1e6
 
 NAMES = (
     "step_ms",
@@ -76,26 +75,21 @@ class Difference:
 def measured(run: Run, summary: Summary) -> Measured:
     """What there is to compare of a run and its summary."""
     series, reasons = summary.series, summary.reasons
-    values: dict[str, Sequence[float]] = {"step_ms": series.step_ms}
     if not series.step_ms:
         return Measured({}, dict.fromkeys(NAMES, reasons.get("step_ms", "no step was recorded")))
-    missing: dict[str, str] = {}
-    for part in PARTS:
-        if of_part := series.parts_ms.get(part, ()):
-            values[f"{part}_ms"] = of_part
-        else:
-            missing[f"{part}_ms"] = reasons.get(part, reasons.get("parts_ms", "not recorded"))
     exposed = [series.parts_ms[part] for part in EXPOSED if series.parts_ms.get(part)]
-    if exposed and summary.exposed_ms is not None:
-        values["exposed_ms"] = [sum(row) for row in zip(*exposed, strict=True)]
-    else:
-        missing["exposed_ms"] = reasons.get("exposed_ms", "not recorded")
-    if summary.traffic is None:
-        missing["sent_mb"] = reasons.get("traffic", "not recorded")
-    else:
-        values["sent_mb"] = [_sent(run, step) / _MB for step in series.steps]
-    values["all_steps_ms"] = sample(run, skip=summary.skipped).durations_ms()
-    return Measured(values, missing)
+    is_sent, is_exposed = summary.traffic is not None, summary.exposed_ms is not None
+    values: dict[str, Sequence[float]] = {
+        "step_ms": series.step_ms,
+        **{f"{part}_ms": series.parts_ms.get(part, ()) for part in PARTS},
+        "exposed_ms": [sum(row) for row in zip(*exposed, strict=True)] if is_exposed else (),
+        "sent_mb": [_sent(run, step) / MB for step in series.steps] if is_sent else (),
+        "all_steps_ms": sample(run, skip=summary.skipped).durations_ms(),
+    }
+    why = {f"{part}_ms": reasons.get(part, reasons.get("parts_ms")) for part in PARTS}
+    why |= {"exposed_ms": reasons.get("exposed_ms"), "sent_mb": reasons.get("traffic")}
+    missing = {name: why[name] or "not recorded" for name in values if not values[name]}
+    return Measured({name: of for name, of in values.items() if of}, missing)
 
 
 def compare(a: Measured, b: Measured) -> list[Difference]:

@@ -37,22 +37,31 @@ def intersection(one: Intervals, other: Intervals) -> list[Interval]:
 
 def difference(one: Intervals, other: Intervals) -> list[Interval]:
     """Every point of the union ``one`` that is not in the union ``other``."""
-    left: list[Interval] = []
-    j = 0
-    for begin, end in one:
-        while j < len(other) and other[j][1] <= begin:
-            j += 1
-        k = j
-        while k < len(other) and other[k][0] < end:
-            if begin < other[k][0]:
-                left.append((begin, other[k][0]))
-            begin = max(begin, other[k][1])
-            k += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
+    if not one:
+        return []
+    edges = [one[0][0], *(edge for each in other for edge in each), one[-1][1]]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return intersection(one, [(begin, end) for begin, end in gaps if begin < end])
 
 
 def length(intervals: Intervals) -> int:
     """How long a union is."""
     return sum(end - begin for begin, end in intervals)
+
+
+def lanes(spans: Sequence[Interval]) -> list[int]:
+    """The lane of every span: from 0 on, as few as can be, so that no two of a lane overlap.
+
+    Spans that only touch share one.
+    """
+    chosen = [0] * len(spans)
+    free: list[int] = []  # from when on, by lane
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        begin, end = spans[index]
+        assert begin <= end, f"a span ends before it begins: {spans[index]}"
+        lane = next((lane for lane, since in enumerate(free) if since <= begin), len(free))
+        if lane == len(free):
+            free.append(end)
+        free[lane] = end
+        chosen[index] = lane
+    return chosen

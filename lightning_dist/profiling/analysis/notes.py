@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from lightning_dist.profiling.analysis.divergence import growth_of
-from lightning_dist.profiling.analysis.findings import Findings
+from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
+from lightning_dist.profiling.analysis.clock_quality import clock_notes
+from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import format_value
 from lightning_dist.profiling.analysis.parts import Summary, Uneven
-from lightning_dist.profiling.analysis.passes import asks_again, passes_of
 from lightning_dist.profiling.analysis.sample import Sample, spread
-from lightning_dist.profiling.analysis.totals import mean
+from lightning_dist.profiling.analysis.tables import StepTable, mean
 from lightning_dist.profiling.analysis.traffic import ONE_HOST, is_one_host
 from lightning_dist.profiling.folder import Run
 
@@ -85,7 +85,7 @@ def _ms(value: float | None) -> str:
 def notes_of(
     run: Run,
     chosen: Sample,
-    found: Findings,
+    table: StepTable,
     *,
     uneven: Sequence[Uneven],
     overhead: float | None,
@@ -103,9 +103,9 @@ def notes_of(
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
-        *_outside(uneven, len(found.ranks)),
+        *_outside(uneven, len(table.ranks)),
         *_exchanges(chosen),
-        *_doubts(run, chosen, found),
+        *_doubts(run, chosen, table),
         *_divergence(run),
         *_over_budget(run, overhead),
         *([ONE_HOST] if has_rates and is_one_host(run) else []),
@@ -174,12 +174,11 @@ def _exchanges(chosen: Sample) -> list[str]:
     ]
 
 
-def _doubts(run: Run, chosen: Sample, found: Findings) -> list[str]:
-    if not found.steps:
+def _doubts(run: Run, chosen: Sample, table: StepTable) -> list[str]:
+    if not table.steps:
         return []
-    doubts = [found.unknown_wait] if found.unknown_wait else []
-    clocks = found.clocks.notes(run, chosen.detailed)
-    return [*doubts, *_others_differ(chosen, found.duration_ms), *clocks]
+    doubts = [table.unknown_wait] if table.unknown_wait else []
+    return [*doubts, *_others_differ(chosen, table.duration_ms), *clock_notes(run, table)]
 
 
 def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:

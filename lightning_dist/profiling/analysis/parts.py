@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Intervals
@@ -32,6 +33,46 @@ between the last gradient of the backward pass and the mean of all gradients. Wh
 the backward pass is in ``backward``."""
 
 EXPOSED = ("wait", "transfer", "codec", "unattributed")
+
+
+class Unavailable(StrEnum):
+    """Reasons why a figure is None; what is in braces is filled in where one is given."""
+
+    NO_STEP = "no rank has recorded a step"
+    KILLED = "the training was killed in its first second, or has not made a step yet"
+    ENDED = "the training ended before its first step was over"
+    NO_OPTIMIZER_STEP = (
+        "no optimizer has made a step with parameters of the model; profile a training that makes "
+        "a few"
+    )
+    NO_COMMON_STEP = "no step is recorded on all ranks"
+    NO_DETAIL = "no step is recorded in detail on all ranks"
+    NO_STEP_OF_RANK = (
+        "no step of rank {ranks} is there: what it has sent is not known, and waiting for it "
+        "counts as transfer"
+    )
+    NO_RECORD = "exchanges without a record of rank {ranks} count as transfer, waiting included"
+    NO_MEMBERS = "exchanges that do not say who takes part count as transfer, waiting included"
+    NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
+    NO_EXCHANGE = "no exchange was recorded"
+    NO_LINK = "no link was measured"
+    NOT_SENT = "no bucket of gradients was sent"
+    NOT_SAMPLED = "none was sampled"
+    NOT_COMPRESSED = "nothing is compressed"
+    STOCK = "DDP itself exchanges the gradients, without a codec"
+    ALONE = "one rank exchanges nothing"
+    ALONE_SENDS = "one rank sends nothing"
+    IN_BACKWARD = "the passes ran within each other; both are in backward"
+    NO_WAITING = "no rank waited"
+    LITTLE_WAITING = "waiting is {share:.1%} of the step"
+    NOT_MOST = "no rank is clearly the last: only {share:.0%} of it is for rank {rank}, the most"
+    UNCERTAIN = (
+        "no rank is clearly the last: clocks are no more certain than what rank {rank} was late"
+    )
+    CHANCE = (
+        "no rank is clearly the last: rank {rank} was late in too few steps to tell it from chance"
+    )
+    UNEVEN = "ranks are uneven outside of exchanges too, and by more"
 
 
 @dataclass(frozen=True)
@@ -229,7 +270,7 @@ class Summary:
             mean, which is the sum of the parts. None: not measured.
         overlap: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if it is clearly one
-            (:mod:`~lightning_dist.profiling.analysis.stragglers`).
+            (:mod:`~lightning_dist.profiling.analysis.imbalance`).
         exposed_straggler: the same of exposed waiting alone, however little there is.
         overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
@@ -240,7 +281,7 @@ class Summary:
         notes: what is missing or odd.
         whatif: what is predicted of other settings.
         uneven: phases in which ranks differ, and do not wait for each other in exchanges
-            (:mod:`~lightning_dist.profiling.analysis.uneven`).
+            (:mod:`~lightning_dist.profiling.analysis.imbalance`).
     """
 
     headline: str

@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dist.profiling.analysis.totals import MS, mean
+from lightning_dist.profiling.analysis.parts import Unavailable
+from lightning_dist.profiling.analysis.tables import MS, mean
 from lightning_dist.profiling.folder import RankRun, Run
 
 MOST = 500
@@ -15,8 +16,6 @@ MOST = 500
 
 _LEAST_MISSING = 0.05
 """Share of the steps up to which the end of a rank changes nothing: a killed one loses a second."""
-
-_NO_STEP = "no rank has recorded a step"
 
 _FEWEST = 50
 _SPANS = 500_000
@@ -31,7 +30,7 @@ class Sample:
         steps: that all of these have recorded, without the first.
         detailed: those of them to look at span by span.
         skipped: how many first steps were left out.
-        reason: why ``detailed`` is empty, in few words: it stands wherever a figure is missing.
+        reason: why ``detailed`` is empty: it stands wherever a figure is missing.
         advice: where no rank has a step, why, and what to do about it.
         notes: what was left out, for the user to see.
         cut: how many of how many steps all ranks have, where one ends much earlier than another.
@@ -41,7 +40,7 @@ class Sample:
     steps: Sequence[int]
     detailed: Sequence[int]
     skipped: int
-    reason: str
+    reason: Unavailable | None
     notes: Sequence[str]
     cut: tuple[int, int] | None = None
     advice: str = ""
@@ -82,15 +81,15 @@ def sample(run: Run, *, skip: int) -> Sample:
         )
     steps = common[skipped:]
     detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
-    reason = ""
+    reason: Unavailable | None = None
     if 0 < len(detailed) < len(steps):
         notes.append(
             f"parts and communication are of the {_steps(len(detailed))} of {len(steps)} that were "
             "looked at in detail; step times are of all"
         )
     if not detailed:
-        what = "" if not steps else " in detail"
-        reason = f"no step is recorded{what} on all ranks" if everything else _NO_STEP
+        without = Unavailable.NO_DETAIL if steps else Unavailable.NO_COMMON_STEP
+        reason = without if everything else Unavailable.NO_STEP
     elif (most := _most(ranks, detailed[-1])) < len(detailed):
         notes.append(
             f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
@@ -107,17 +106,12 @@ def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -
     return sum(step > end for step in recorded)
 
 
-def _why_no_step(run: Run) -> str:
-    """And what to do about it. What ended a training is told by a note."""
+def _why_no_step(run: Run) -> Unavailable:
+    """What ended a training is told by a note."""
     reasons = {each.end.reason for each in run.ranks.values() if each.end is not None}
     if not reasons:
-        return "the training was killed in its first second, or has not made a step yet"
-    if reasons != {"finished"}:
-        return "the training ended before its first step was over"
-    return (
-        "no optimizer has made a step with parameters of the model; profile a training that makes "
-        "a few"
-    )
+        return Unavailable.KILLED
+    return Unavailable.NO_OPTIMIZER_STEP if reasons == {"finished"} else Unavailable.ENDED
 
 
 def _most(ranks: Mapping[int, RankRun], step: int) -> int:

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_dist.profiling.analysis.breakdown import timeline
-from lightning_dist.profiling.analysis.clock_check import mean_uncertainty, uncertainty_of
-from lightning_dist.profiling.analysis.findings import Findings, look
+from lightning_dist.profiling.analysis.clock_quality import mean_uncertainty, uncertainty_of
+from lightning_dist.profiling.analysis.imbalance import straggler, uneven_phases
 from lightning_dist.profiling.analysis.notes import headline, notes_of
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
@@ -19,13 +19,11 @@ from lightning_dist.profiling.analysis.parts import (
     Series,
     Summary,
     Timeline,
-    Uneven,
+    Unavailable,
 )
 from lightning_dist.profiling.analysis.sample import MOST, Sample, sample, spread
-from lightning_dist.profiling.analysis.stragglers import Waits
-from lightning_dist.profiling.analysis.totals import MS, RankTotals, mean
+from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
 from lightning_dist.profiling.analysis.traffic import gbps, gone, traffic_of
-from lightning_dist.profiling.analysis.uneven import uneven_phases, waits_explain
 from lightning_dist.profiling.capture.records import PHASES, StepRecord
 from lightning_dist.profiling.folder import Run
 
@@ -43,42 +41,21 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         ValueError: ``skip`` is negative.
     """
     chosen = sample(run, skip=skip)
-    found = look(run, chosen)
-    reasons: dict[str, str] = {}
-    if chosen.reason:
-        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "traffic"):
-            reasons[name] = chosen.reason
-    if found.unknown_wait:
-        reasons["wait"] = found.unknown_wait
-    if not chosen.steps:
-        reasons["step_ms"] = reasons["overhead"] = chosen.reason
-        reasons["steps"] = chosen.whole_reason
-    if not found.buckets:
-        reasons["buckets"] = chosen.reason or _why_nothing(run, _no_bucket(run))
-    if found.is_blind and run.world_size > 1:
-        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait"):
-            reasons[name] = _no_bucket(run)
-        found.forget_exposed()
-    if chosen.detailed and run.is_stock:
-        reasons["codec"] = "DDP itself exchanges the gradients, without a codec"
-    elif chosen.detailed and run.unseen:
-        reasons["codec"] = run.unseen
-    if chosen.detailed and not any(map(_has_forward, _records(chosen))):
-        reasons["forward"] = "the passes ran within each other; both are in backward"
-    found.leave_out(reasons)
-    parts_ms = _parts_ms(chosen, found, reasons)
-    step_ms = _step_ms(chosen)
-    under_way = sum(each.union for each in found.ranks.values())
-    hidden = sum(each.hidden for each in found.ranks.values())
-    if not under_way:
-        reasons["overlap"] = chosen.reason or _why_nothing(run)
-    if not any(each.errors for each in run.ranks.values()):
-        reasons["errors"] = _why_no_errors(run, chosen)
-    if not any(each.links for each in run.ranks.values()):
-        reasons["links"] = "no link was measured"
-    traffic = traffic_of(run, found.ranks, reasons, moving_of_hosts=found.moving_of_hosts)
-    uneven = uneven_phases(found)
-    straggler = _straggler(run, found, uneven, reasons)
+    table = step_table(run, chosen.detailed)
+    reasons = _reasons(run, chosen, table)
+    series = _series(chosen, table, reasons)
+    parts_ms = _parts_ms(chosen, table, series, reasons)
+    exchange = table.total("exchange")
+    traffic = traffic_of(run, table, reasons)
+    uneven = uneven_phases(table)
+    uncertainty = mean_uncertainty(run, table.steps)
+    last, why_none = straggler(
+        table, table.late, uneven=uneven, uncertainty=uncertainty, least=_LEAST_WAITING
+    )
+    exposed_last, _ = straggler(table, table.exposed_late, uneven=uneven, uncertainty=uncertainty)
+    if last is None:
+        nobody = reasons.get("wait") or _alone(run) or Unavailable.NO_WAITING
+        reasons["straggler"] = why_none or nobody
     overhead = _overhead(chosen)
     is_unknown = "exposed_ms" in reasons or not chosen.detailed
     summary = Summary(
@@ -86,19 +63,19 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         run=_about(run),
         steps=len(chosen.steps),
         skipped=chosen.skipped,
-        step_ms=step_ms,
+        step_ms=_step_ms(chosen),
         parts_ms=parts_ms,
         exposed_ms=None if is_unknown else sum(parts_ms[name] or 0.0 for name in EXPOSED),
-        hidden_ms=None if is_unknown else hidden / found.steps / MS,
-        overlap=hidden / under_way if under_way else None,
+        hidden_ms=None if is_unknown else table.total("hidden") / table.cells / MS,
+        overlap=table.total("hidden") / exchange if exchange else None,
         traffic=traffic,
-        ranks=_ranks(chosen, found, reasons, missing=bool(gone(run, chosen.ranks))),
-        buckets=[found.buckets[index].summary(index, reasons) for index in sorted(found.buckets)],
-        straggler=straggler,
+        ranks=_ranks(chosen, table, reasons, missing=bool(gone(run, chosen.ranks))),
+        buckets=table.bucket_summaries(reasons),
+        straggler=last,
         parts_steps=len(chosen.detailed or _spread(chosen)) if parts_ms else 0,
-        exposed_straggler=_exposed_straggler(run, found, uneven),
+        exposed_straggler=exposed_last,
         overhead=overhead,
-        series=found.series if chosen.detailed else _series_of_durations(chosen),
+        series=series,
         errors=[
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.errors
         ],
@@ -107,7 +84,7 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
         ],
         reasons=reasons,
         notes=notes_of(
-            run, chosen, found, uneven=uneven, overhead=overhead, has_rates=traffic is not None
+            run, chosen, table, uneven=uneven, overhead=overhead, has_rates=traffic is not None
         ),
         uneven=uneven,
     )
@@ -127,6 +104,48 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     return [timeline(run, step, label) for step, label in picked.items()]
 
 
+def _reasons(run: Run, chosen: Sample, table: StepTable) -> dict[str, str]:
+    """By field, why it is None; all but those of traffic and of the straggler."""
+    reasons: dict[str, str] = {}
+    no_bucket = run.unseen or Unavailable.NO_BUCKET
+    if chosen.reason:
+        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "traffic"):
+            reasons[name] = chosen.reason
+    if table.unknown_wait:
+        reasons["wait"] = table.unknown_wait
+    if not chosen.steps:
+        reasons["step_ms"] = reasons["overhead"] = chosen.reason or ""
+        reasons["steps"] = chosen.whole_reason
+    if not table.buckets:
+        reasons["buckets"] = chosen.reason or _alone(run) or no_bucket
+    if table.is_blind and run.world_size > 1:
+        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait"):
+            reasons[name] = no_bucket
+    if chosen.detailed and (run.is_stock or run.unseen):
+        reasons["codec"] = Unavailable.STOCK if run.is_stock else run.unseen
+    if chosen.detailed and not any(map(_has_forward, _records(chosen))):
+        reasons["forward"] = Unavailable.IN_BACKWARD
+    if not table.total("exchange"):
+        reasons["overlap"] = chosen.reason or _alone(run) or Unavailable.NO_EXCHANGE
+    if not any(each.errors for each in run.ranks.values()):
+        reasons["errors"] = _why_no_errors(run, chosen)
+    if not any(each.links for each in run.ranks.values()):
+        reasons["links"] = Unavailable.NO_LINK
+    return reasons
+
+
+def _alone(run: Run) -> str:
+    return Unavailable.ALONE if run.world_size < 2 else ""
+
+
+def _why_no_errors(run: Run, chosen: Sample) -> str:
+    if run.unseen or run.is_stock:
+        return run.unseen or Unavailable.STOCK
+    last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
+    is_whole = {bucket.codec for step in last for bucket in step.buckets} == {"none"}
+    return Unavailable.NOT_COMPRESSED if is_whole else Unavailable.NOT_SAMPLED
+
+
 def _about(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
@@ -144,14 +163,39 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
-def _parts_ms(
-    chosen: Sample, found: Findings, reasons: Mapping[str, str]
-) -> Mapping[str, float | None]:
+def _series(chosen: Sample, table: StepTable, reasons: Mapping[str, str]) -> Series:
+    """Without parts that are not known, or zero where ``reasons`` say that they are not."""
     if not chosen.detailed:
-        return _phases_ms(chosen)
-    known = found.parts_ms()
+        return Series(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
+
+    def means(part: str) -> list[float]:
+        return [mean(of_ranks) for of_ranks in (table.of(part) / MS).tolist()]
+
     blind = EXPOSED if "parts_ms" in reasons else ()
-    return {name: known.get(name) for name in PARTS if name not in blind}
+    parts_ms = {name: means(name) for name in PARTS if name not in blind}
+    waited = (table.of("waited") / MS).T
+    has_waits = "wait" not in reasons or waited.any()
+    return Series(
+        chosen.detailed,
+        means("duration"),
+        {name: of for name, of in parts_ms.items() if name not in reasons or any(of)},
+        dict(zip(table.ranks, waited.tolist(), strict=True)) if has_waits else {},
+        [table.ranks[int(late.argmax())] if late.any() else None for late in table.late],
+    )
+
+
+def _parts_ms(
+    chosen: Sample, table: StepTable, series: Series, reasons: Mapping[str, str]
+) -> dict[str, float | None]:
+    """Without detail of the phases alone; ``backward`` has the exposed communication in it then."""
+    if not chosen.detailed:
+        return _mean_phases_ms(_records(chosen))
+    blind = EXPOSED if "parts_ms" in reasons else ()
+    return {
+        name: table.total(name) / table.cells / MS if name in series.parts_ms else None
+        for name in PARTS
+        if name not in blind
+    }
 
 
 def _step_ms(chosen: Sample) -> dict[str, float | None]:
@@ -165,27 +209,8 @@ def _step_ms(chosen: Sample) -> dict[str, float | None]:
     }
 
 
-def _phases_ms(chosen: Sample) -> dict[str, float | None]:
-    """Of steps without buckets and spans: ``backward`` has the exposed communication in it.
-
-    Of as many as would be looked at in detail; empty if their phases were not recorded either.
-    """
-    return _mean_phases_ms(_records(chosen))
-
-
-def _phases_of_rank(
-    chosen: Sample, rank: int, totals: RankTotals, reasons: Mapping[str, str]
-) -> dict[str, float | None]:
-    if totals.steps:
-        known: Mapping[str, float | None] = {
-            name: totals.parts[name] / totals.steps / MS for name in PHASES
-        }
-    else:
-        known = _mean_phases_ms([chosen.ranks[rank].steps[step] for step in _spread(chosen)])
-    return {name: known[name] or (None if name in reasons else 0.0) for name in PHASES if known}
-
-
 def _mean_phases_ms(records: Sequence[StepRecord]) -> dict[str, float | None]:
+    """Empty if phases were not recorded."""
     if not any(record.phases for record in records):
         return {}
     sums = dict.fromkeys(PHASES, 0)
@@ -197,94 +222,42 @@ def _mean_phases_ms(records: Sequence[StepRecord]) -> dict[str, float | None]:
     return {name: total / len(records) / MS for name, total in sums.items()}
 
 
-def _series_of_durations(chosen: Sample) -> Series:
-    return Series(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
-
-
 def _ranks(
-    chosen: Sample, found: Findings, reasons: Mapping[str, str], *, missing: bool
+    chosen: Sample, table: StepTable, reasons: Mapping[str, str], *, missing: bool
 ) -> list[RankSummary]:
-    def waiting(nanoseconds: float) -> float | None:
-        return None if not nanoseconds and "wait" in reasons else nanoseconds
+    def known(value: float | None, name: str) -> float | None:
+        return None if not value and name in reasons else value
 
-    summaries = []
     steps_of_parts = chosen.detailed or chosen.steps
-    for rank, of_rank in chosen.ranks.items():
-        totals = found.ranks[rank]
-        steps = max(totals.steps, 1) * MS
+    per_step = max(len(table.steps), 1) * MS
+    summaries = []
+    for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
+        totals = {name: float(table.of_ranks(name)[row]) for name in _OF_RANKS}
         uncertainty = uncertainty_of(of_rank, steps_of_parts)
-        caused = sum(each.waited_for[rank] for each in found.ranks.values())
+        phases: Mapping[str, float | None]
+        if table.steps:
+            phases = {name: totals[name] / len(table.steps) / MS for name in PHASES}
+        else:
+            phases = _mean_phases_ms([of_rank.steps[step] for step in _spread(chosen)])
         summaries.append(
             RankSummary(
                 rank,
                 of_rank.about.host,
                 step_ms=mean([of_rank.head(step).duration / MS for step in steps_of_parts]),
-                exposed_ms=None if "exposed_ms" in reasons else totals.exposed / steps,
-                wait_ms=waiting(totals.waited / steps),
-                caused_ms=waiting(caused / steps),
+                exposed_ms=None if "exposed_ms" in reasons else totals["exposed"] / per_step,
+                wait_ms=known(totals["waited"] / per_step, "wait"),
+                caused_ms=known(float(table.late[:, row].sum()) / per_step, "wait"),
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
                 # With ranks missing it is not known what of the time was waiting for them.
-                intra_gbps=None if missing else gbps(totals.intra, totals.intra_moving),
-                inter_gbps=None if missing else gbps(totals.inter, totals.inter_moving),
-                phases_ms=_phases_of_rank(chosen, rank, totals, reasons),
+                intra_gbps=None if missing else gbps(totals["intra"], totals["intra_moving"]),
+                inter_gbps=None if missing else gbps(totals["inter"], totals["inter_moving"]),
+                phases_ms={name: known(phases[name], name) for name in PHASES if phases},
             )
         )
     return summaries
 
 
-def _straggler(
-    run: Run, found: Findings, uneven: Sequence[Uneven], reasons: dict[str, str]
-) -> int | None:
-    most = found.waits.most()
-    waiting = found.waits.total.total()
-    duration = sum(each.duration for each in found.ranks.values())
-    if most is None:
-        reasons["straggler"] = reasons.get("wait") or _why_nothing(run, "no rank waited")
-    elif waiting < _LEAST_WAITING * duration:
-        reasons["straggler"] = f"waiting is {waiting / duration:.1%} of the step"
-    elif because := _why_not_last(run, found, found.waits, most):
-        reasons["straggler"] = f"no rank is clearly the last: {because}"
-    elif _waits_elsewhere(found, most, uneven):
-        reasons["straggler"] = "ranks are uneven outside of exchanges too, and by more"
-    else:
-        return most
-    return None
-
-
-def _exposed_straggler(run: Run, found: Findings, uneven: Sequence[Uneven]) -> int | None:
-    most = found.exposed_waits.most()
-    if most is None or _why_not_last(run, found, found.exposed_waits, most):
-        return None
-    return None if _waits_elsewhere(found, most, uneven) else most
-
-
-def _waits_elsewhere(found: Findings, rank: int, uneven: Sequence[Uneven]) -> bool:
-    """Whether ``rank`` may be late in exchanges only because it has waited before them."""
-    return any(not waits_explain(found, rank, each.more_ms) for each in uneven)
-
-
-def _why_not_last(run: Run, found: Findings, waits: Waits, rank: int) -> str:
-    uncertainty = mean_uncertainty(run, found.series.steps)
-    return waits.why_not(rank, uncertainty=uncertainty, waiters=max(len(found.ranks) - 1, 1))
-
-
-def _why_nothing(run: Run, otherwise: str = "no exchange was recorded") -> str:
-    return "one rank exchanges nothing" if run.world_size < 2 else otherwise
-
-
-def _no_bucket(run: Run) -> str:
-    return run.unseen or "no bucket of gradients was seen, nor an exchange"
-
-
-def _why_no_errors(run: Run, chosen: Sample) -> str:
-    if run.unseen:
-        return run.unseen
-    if run.is_stock:
-        return "DDP itself exchanges the gradients, without a codec"
-    last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
-    if {bucket.codec for step in last for bucket in step.buckets} == {"none"}:
-        return "nothing is compressed"
-    return "none was sampled"
+_OF_RANKS = (*PHASES, "exposed", "waited", "intra", "intra_moving", "inter", "inter_moving")
 
 
 def _records(chosen: Sample) -> list[StepRecord]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from lightning_dist.profiling.analysis.parts import Traffic
-from lightning_dist.profiling.analysis.totals import RankTotals
+import numpy as np
+
+from lightning_dist.profiling.analysis.parts import Traffic, Unavailable
+from lightning_dist.profiling.analysis.tables import Array, StepTable
 from lightning_dist.profiling.capture.records import LinkRecord, RankRecord
 from lightning_dist.profiling.folder import Run
 
@@ -32,71 +32,41 @@ def gbps(nbytes: float, nanoseconds: float) -> float | None:
     return nbytes * 8 / nanoseconds if nbytes > 0 and nanoseconds > 0 else None
 
 
-@dataclass(frozen=True)
-class LinkUse:
-    """Bytes that went out over one link, and for how many nanoseconds something was on its way."""
+def link_uses(table: StepTable) -> tuple[Array, Array]:
+    """Bytes that went out over a link, and nanoseconds in which something was on its way.
 
-    sent: int
-    moving: int
-
-
-def link_uses(
-    run: Run, totals: Mapping[int, RankTotals], moving: Mapping[str, int]
-) -> list[LinkUse]:
-    """Of every host to others, or where nothing goes to other hosts, of every rank.
-
-    Args:
-        moving: of every host, as in
-            :func:`~lightning_dist.profiling.analysis.totals.moving_of_hosts`.
+    By step and link. A link is that of a host to others, or where nothing goes there, of a rank.
     """
-    if not any(each.inter for each in totals.values()):
-        return [LinkUse(each.intra, each.intra_moving) for each in totals.values()]
-    sent: Counter[str] = Counter()
-    for rank, each in totals.items():
-        sent[run.ranks[rank].about.host] += each.inter
-    return [LinkUse(nbytes, moving[host]) for host, nbytes in sent.items()]
+    inter = table.of("inter")
+    if not inter.any():
+        return table.of("intra"), table.of("intra_moving")
+    hosts = np.array(table.hosts)
+    links = [inter[:, hosts == host].sum(axis=1) for host in dict.fromkeys(table.hosts)]
+    return np.stack(links, axis=1), table.host_moving
 
 
-def traffic_of(
-    run: Run,
-    totals: Mapping[int, RankTotals],
-    reasons: dict[str, str],
-    *,
-    moving_of_hosts: Mapping[str, int],
-) -> Traffic | None:
+def traffic_of(run: Run, table: StepTable, reasons: dict[str, str]) -> Traffic | None:
     """Bytes per step and rank, and rates. What is None has its reason added to ``reasons``."""
-    of_ranks = totals.values()
-    steps = sum(each.steps for each in of_ranks)
-    raw, moving = sum(each.raw for each in of_ranks), sum(each.moving for each in of_ranks)
-    intra, inter = sum(each.intra for each in of_ranks), sum(each.inter for each in of_ranks)
-    if not steps or not raw + intra + inter:
+    raw, intra, inter, moving = map(table.total, ("raw", "intra", "inter", "moving"))
+    if not table.cells or not raw + intra + inter:
         alone = run.world_size < 2
-        reasons.setdefault(
-            "traffic", "one rank sends nothing" if alone else "no bucket of gradients was sent"
-        )
+        reasons.setdefault("traffic", Unavailable.ALONE_SENDS if alone else Unavailable.NOT_SENT)
         return None
-    why_no_rate = "" if moving else "no exchange was recorded"
-    if missing := gone(run, totals):
-        ranks = ", ".join(map(str, missing))
-        why_no_rate = (
-            f"no step of rank {ranks} is there: what it has sent is not known, and waiting for it "
-            "counts as transfer"
-        )
+    why_no_rate: str = "" if moving else Unavailable.NO_EXCHANGE
+    if missing := gone(run, table.ranks):
+        why_no_rate = Unavailable.NO_STEP_OF_RANK.format(ranks=", ".join(map(str, missing)))
     if why_no_rate:
-        for name in ("wire_gbps", "effective_gbps"):
-            reasons[f"traffic.{name}"] = why_no_rate
-    uses = link_uses(run, totals, moving_of_hosts)
+        reasons["traffic.wire_gbps"] = reasons["traffic.effective_gbps"] = why_no_rate
+    sent, under_way = link_uses(table)
     peak = _peak(run)
     if peak is None:
-        reasons["traffic.peak_gbps"] = "no link was measured"
+        reasons["traffic.peak_gbps"] = Unavailable.NO_LINK
     return Traffic(
-        raw_bytes=raw / steps,
-        wire_bytes=(intra + inter) / steps,
-        intra_bytes=intra / steps,
-        inter_bytes=inter / steps,
-        wire_gbps=None
-        if why_no_rate
-        else gbps(sum(each.sent for each in uses), sum(each.moving for each in uses)),
+        raw_bytes=raw / table.cells,
+        wire_bytes=(intra + inter) / table.cells,
+        intra_bytes=intra / table.cells,
+        inter_bytes=inter / table.cells,
+        wire_gbps=None if why_no_rate else gbps(float(sent.sum()), float(under_way.sum())),
         effective_gbps=None if why_no_rate else gbps(raw, moving),
         peak_gbps=peak,
     )

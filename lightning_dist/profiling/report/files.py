@@ -21,7 +21,7 @@ class Wanted:
     Args:
         html: ``report.html``.
         trace: ``trace.json.gz``.
-        csv: ``steps.csv`` and ``buckets.csv``.
+        csv: ``steps.csv``.
     """
 
     html: bool = True
@@ -104,9 +104,9 @@ def _writers(
         write_trace(folder / "trace.json.gz", timelines(), hosts)
 
     def write_tables(folder: Path) -> None:
-        from lightning_dist.profiling.report.csv_files import write_csv
+        from lightning_dist.profiling.report.summary_file import write_csv
 
-        write_csv(folder, run, summary)
+        write_csv(folder / "steps.csv", run, summary)
 
     yield "summary.json", write_json
     if wanted.html:
@@ -114,4 +114,4 @@ def _writers(
     if wanted.trace:
         yield "trace.json.gz", write_perfetto
     if wanted.csv:
-        yield "steps.csv, buckets.csv", write_tables
+        yield "steps.csv", write_tables

@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from lightning_dist.profiling.analysis.lanes import count, lanes
+from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import format_value, why
 from lightning_dist.profiling.analysis.parts import Placed, Summary, Timeline
 from lightning_dist.profiling.capture.records import PHASES
@@ -79,8 +79,8 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
         on_codec, on_exchange = (
             lanes([(span.begin, span.end) for span in of]) for of in (codec, exchanges)
         )
-        middle = top + 1 + count(on_codec)
-        bottom = middle + count(on_exchange)
+        middle = top + 1 + len({*on_codec})
+        bottom = middle + len({*on_exchange})
         for phase, begin, end in step.phases.get(rank, ()):
             name, y = plain(phase), (top + bottom) / 2
             hover = f"rank {rank}: {name}, {_ms(end - begin)}"

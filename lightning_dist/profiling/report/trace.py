@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightning_dist.profiling.analysis.intervals import difference
-from lightning_dist.profiling.analysis.lanes import lanes
+from lightning_dist.profiling.analysis.intervals import difference, lanes
 from lightning_dist.profiling.analysis.parts import Placed, Timeline
 from lightning_dist.profiling.report.files import replace_file
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lightning_dist.profiling.analysis.breakdown import Analysed, analyse
+from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
-from lightning_dist.profiling.analysis.passes import passes_of
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.totals import RankTotals, Reach, mean, moving_of_hosts
+from lightning_dist.profiling.analysis.tables import mean, step_table
 from lightning_dist.profiling.analysis.traffic import link_uses
 from lightning_dist.profiling.folder import Run
 from lightning_dist.profiling.whatif.buckets import begin_of_gradients
@@ -188,20 +187,14 @@ def _link(
     reasons: dict[str, str],
 ) -> tuple[Link, float]:
     """How fast it is, and the bytes over the busiest."""
-    rates, sents = [], []
-    reach = {rank: Reach.of(run, each.about) for rank, each in run.ranks.items()}
-    for ranks in steps:
-        totals = {each.parts.rank: RankTotals() for each in ranks}
-        for each in ranks:
-            totals[each.parts.rank].add(each, reach[each.parts.rank])
-        uses = link_uses(run, totals, moving_of_hosts(run, ranks, reach))
-        sents.append(max(use.sent for use in uses))
-        rates += [use.sent / use.moving for use in uses if use.sent and use.moving]
-    if not rates:
+    table = step_table(run, [ranks[0].record.step for ranks in steps], steps)
+    sent, moving = link_uses(table)
+    used = (sent > 0) & (moving > 0)
+    if not used.any():
         raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
     # Small exchanges leave a link idle between them, and what they reach is less than it can do.
-    rate = max(median(rates) * NS, _measured(run))
-    return _with_bursts(run, Link(rate), steps, reasons), median(sents)
+    rate = max(median((sent[used] / moving[used]).tolist()) * NS, _measured(run))
+    return _with_bursts(run, Link(rate), steps, reasons), median(sent.max(axis=1).tolist())
 
 
 def _measured(run: Run) -> float:

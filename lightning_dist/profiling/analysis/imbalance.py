@@ -1,0 +1,180 @@
+"""Ranks that are late, phases in which ranks differ, and residuals that grow without end."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+
+from lightning_dist.profiling.analysis.parts import Unavailable, Uneven
+from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
+from lightning_dist.profiling.capture.records import ErrorRecord
+
+SHARE = 2 / 3
+"""Of the waiting, that is for a rank which is clearly the last: twice that for all others."""
+
+_DEVIATIONS = 2
+"""By so many standard deviations more than chance would give."""
+
+_ORDER = ("optimizer", "data", "forward", "backward")
+"""As they come after an exchange, which ranks leave together: who is late in one is waited for in
+another that comes later."""
+
+_LEAST_UNEVEN = 0.1
+"""Share of the step up to which ranks are as good as even."""
+
+_EXPLAINED = 0.5
+"""Share of a difference; where so much of it is waiting in exchanges, that is all there is."""
+
+
+def straggler(
+    table: StepTable, late: Array, *, uneven: Sequence[Uneven], uncertainty: int, least: float = 0.0
+) -> tuple[int | None, str]:
+    """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
+
+    Args:
+        late: by step and rank of the table, for how long the others waited for it.
+        uneven: phases in which ranks differ.
+        uncertainty: of the clocks, nanoseconds.
+        least: share of the step below which waiting is too little to name anybody.
+    """
+    total = late.sum(axis=0)
+    if not total.any():
+        return None, ""
+    row = int(total.argmax())  # of several the lowest
+    waiting, duration = total.sum(), table.total("duration")
+    if waiting < least * duration:
+        return None, Unavailable.LITTLE_WAITING.format(share=waiting / duration)
+    waiters = max(len(table.ranks) - 1, 1)
+    if because := why_not_last(late, row, uncertainty=uncertainty * waiters):
+        return None, because.format(share=total[row] / waiting, rank=table.ranks[row])
+    # It may be late in exchanges only because it has waited before them.
+    if any(not waits_explain(table, row, each.more_ms) for each in uneven):
+        return None, Unavailable.UNEVEN
+    return table.ranks[row], ""
+
+
+def why_not_last(late: Array, row: int, *, uncertainty: int) -> Unavailable | None:
+    """The reason why the rank in this row is not clearly the last; None if it is.
+
+    Args:
+        uncertainty: of the clocks, nanoseconds a step, of all ranks that can wait for it together.
+    """
+    total = late.sum(axis=0)
+    if total[row] / total.sum() < SHARE:
+        return Unavailable.NOT_MOST
+    if total[row] <= uncertainty * len(late):
+        return Unavailable.UNCERTAIN
+    # If it were a matter of chance, each step could as well have been the other way round.
+    return Unavailable.CHANCE if may_be_chance(2 * late[:, row] - late.sum(axis=1)) else None
+
+
+def may_be_chance(leads: Array) -> bool:
+    """Whether values of steps may add up to this though each is as likely above zero as below.
+
+    The values are whole numbers, however large.
+    """
+    exact = [int(lead) for lead in leads.tolist()]
+    return sum(exact) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in exact)
+
+
+def uneven_phases(table: StepTable) -> list[Uneven]:
+    """Phases in which ranks differ without waiting for each other in exchanges of gradients.
+
+    Ranks make their steps together: what one of them takes longer the others spend elsewhere. Where
+    that is not in an exchange, they may wait in a collective that nobody has told the profiler of.
+    In the order in which they come after an exchange; none where waiting is not known.
+    """
+    if table.unknown_wait or not table.total("exchange"):
+        return []
+    return [each for phase in _ORDER if (each := _uneven(table, phase)) is not None]
+
+
+def waits_explain(table: StepTable, row: int, more_ms: float) -> bool:
+    """Whether the rank is waited for in exchanges as long as something that takes ``more_ms``."""
+    longest = table.waited_for[:, row].max() / max(len(table.steps), 1)
+    return bool(longest / MS >= _EXPLAINED * more_ms)
+
+
+def _uneven(table: StepTable, phase: str) -> Uneven | None:
+    lengths = table.of(phase)
+    ms = (lengths.sum(axis=0) / len(table.steps) / MS).tolist()
+    by_length = sorted(range(len(ms)), key=lambda row: -ms[row])
+    longest, shortest = by_length[0], ms.index(min(ms))
+    more = ms[longest] - ms[shortest]
+    if more <= _LEAST_UNEVEN * table.duration_ms or _is_explained(table, longest, shortest, more):
+        return None
+    if may_be_chance(lengths[:, longest] - lengths[:, shortest]):
+        return None
+    ranks = [table.ranks[row] for row in by_length if ms[row] - ms[shortest] > more / 2]
+    return Uneven(phase, ranks, table.ranks[shortest], more)
+
+
+def _is_explained(table: StepTable, longest: int, shortest: int, more_ms: float) -> bool:
+    """Ranks wait for the longest in exchanges, or the shortest for one that has waited for it."""
+    waited = table.of_ranks("waited") / len(table.steps) / MS
+    return waits_explain(table, longest, more_ms) or bool(
+        waited[shortest] - waited[longest] >= _EXPLAINED * more_ms
+    )
+
+
+_RECENT = 5
+_FEWEST = 2 * _RECENT
+_MOST = 200
+"""Newest samples of a bucket that are compared."""
+_TIMES = 3.0
+_LEAST_RATIO = 10.0
+"""A residual that is smaller, in gradients, arrives soon enough, however it has grown."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The residual of a bucket was ``before`` times its gradient, and is ``now`` times as large."""
+
+    bucket: int
+    step: int
+    before: float
+    now: float
+
+    def __str__(self) -> str:
+        return (
+            f"the residual of bucket {self.bucket} has grown from {self.before:.3g} to "
+            f"{self.now:.3g} times its gradient (step {self.step}): what the codec leaves out is "
+            "not made up for, and arrives late or never. Use a codec or options that lose less (a "
+            "larger ratio or rank, int8), or a smaller learning rate"
+        )
+
+
+class ResidualAlarm:
+    """Compares the newest residuals of a bucket with those of before.
+
+    A residual fills while training begins, with sparse codecs for hundreds of steps: the first
+    quarter of the samples of a bucket counts for nothing, the second is what was before.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MOST))
+
+    def add(self, error: ErrorRecord) -> Growth | None:
+        """The growth that is there with this sample, if it is alarming."""
+        if error.residual_ratio is None:
+            return None
+        ratios = self._ratios[error.bucket]
+        ratios.append(error.residual_ratio)
+        count = len(ratios)
+        if count < _FEWEST:
+            return None
+        now = median(islice(ratios, count - _RECENT, None))
+        before = median(islice(ratios, count // 4, count // 2))
+        if now <= max(_TIMES * before, _LEAST_RATIO):
+            return None
+        return Growth(error.bucket, error.step, before, now)
+
+
+def growth_of(errors: Iterable[ErrorRecord]) -> Growth | None:
+    """The largest that there was in the samples of a rank, in their order."""
+    alarm = ResidualAlarm()
+    found = [growth for each in errors if (growth := alarm.add(each)) is not None]
+    return max(found, key=lambda growth: growth.now, default=None)
