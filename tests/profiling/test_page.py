@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -326,6 +328,14 @@ def test_of_what_summarize_makes_everything_missing_has_its_reason(run: Run) -> 
 def test_where_nothing_was_measured_there_is_no_plotly(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", summarize(Run({})), [])
     assert (tmp_path / "report.html").stat().st_size < 100_000
+
+
+def test_only_the_page_imports_plotly() -> None:
+    modules = ", ".join(
+        f"lightning_dist.profiling.report.{x}" for x in ("files", "terminal", "trace")
+    )
+    code = f"import sys, {modules}; sys.exit('plotly' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def mixed() -> Run:

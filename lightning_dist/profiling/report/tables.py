@@ -44,7 +44,7 @@ class Fact:
 
     @property
     def missing(self) -> bool:
-        """Whether it was not measured."""
+        """True if it was not measured."""
         return self.value == MISSING
 
 
