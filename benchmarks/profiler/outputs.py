@@ -18,7 +18,7 @@ from lightning_dist.profiling.capture.events import (
     Span,
     StepRecord,
 )
-from lightning_dist.profiling.report.write import Wanted, write_files
+from lightning_dist.profiling.report.files import Wanted, write_files
 from lightning_dist.profiling.run import RankFile, read_run
 
 MS = 1_000_000

@@ -12,12 +12,12 @@ from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import whatif_command
 from lightning_dist.console import print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
-from lightning_dist.profiling.analysis.headline import count
+from lightning_dist.profiling.analysis.metrics import count
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.report.files import Wanted, write_files
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.terminal import print_summary
-from lightning_dist.profiling.report.write import Wanted, write_files
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import read_costs
 from lightning_dist.profiling.whatif.predict import with_whatif

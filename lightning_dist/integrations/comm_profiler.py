@@ -25,7 +25,7 @@ from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
-from lightning_dist.profiling.report.write import Wanted
+from lightning_dist.profiling.report.files import Wanted
 
 _NO_WANDB = (
     "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"

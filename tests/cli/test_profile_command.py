@@ -116,7 +116,7 @@ def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
     folder = save(tmp_path / "none", Planted(steps=0).run())
     result = profile("report", folder, "--no-html")
     assert result.exit_code == 2
-    assert result.stdout.startswith("Nothing to say: no rank has recorded a step: ")
+    assert result.stdout.startswith("No data: no rank has recorded a step: ")
     assert result.stderr == (
         f"lightning-dist: nothing to report of {folder}: no rank has recorded a step: no optimizer "
         "has made a step with parameters of the model; profile a training that makes a few\n"

@@ -65,7 +65,7 @@ def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -
     )
     output = (folder / "output-0.txt").read_text()
     assert summary["headline"] in output
-    assert output.count("PREDICTION, not measured") == 1
+    assert output.count("Predicted step time (simulated)") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from planted import Planted
 
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.profiling.report.write import Wanted
+from lightning_dist.profiling.report.files import Wanted
 from lightning_dist.profiling.run import RankFile
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_dist import CommProfiler
-from lightning_dist.profiling.report.words import DEFINITIONS, PART_WORDS
+from lightning_dist.profiling.analysis.metrics import METRICS
 
 
 def busy(seconds: float) -> None:
@@ -63,9 +63,9 @@ def test_callbacks_and_loggers_are_in_data_and_validation_is_in_no_step(tmp_path
     assert (parts["optimizer"] or 0) >= 30
     assert (parts["other"] or 0) < 1
     assert (profiler.summary.step_ms["median"] or 0) < 300
-    data, optimizer, other = (PART_WORDS[name] for name in ("data", "optimizer", "other"))
-    assert "callbacks" in data.name
+    data, optimizer, other = (METRICS[name] for name in ("data", "optimizer", "other"))
+    assert "callbacks" in data.label
     assert "callbacks, loggers" in data.meaning
     assert "clipping" in optimizer.meaning
     assert not any(word in other.meaning for word in ("callbacks", "logging", "validation"))
-    assert "Validation belongs to no step" in DEFINITIONS["step"]
+    assert "Validation belongs to no step" in METRICS["step_ms"].meaning

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from typing import Any
 
 from lightning_dist.profiling.analysis.parts import Summary, Timeline
-from lightning_dist.profiling.report.html import page
+from lightning_dist.profiling.report.page import page
 
 
 def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
+    """The figures by id; of several to choose from the first."""
+    return {name: choices[0] for name, choices in choices_of(summary, *timelines).items()}
+
+
+def choices_of(summary: Summary, *timelines: Timeline) -> dict[str, list[Any]]:
     (content,) = re.findall(r'id="figures">(.*?)</script>', page(summary, timelines))
     assert "<" not in content, "a tag could end the script"
     figures = json.loads(content)
@@ -20,3 +26,14 @@ def figures_of(summary: Summary, *timelines: Timeline) -> dict[str, Any]:
 
 def body_of(summary: Summary, *timelines: Timeline) -> str:
     return page(summary, timelines).partition("<script")[0]
+
+
+def text_of(summary: Summary, *timelines: Timeline) -> str:
+    """Text of the page, a row of a table in a line."""
+    body = body_of(summary, *timelines).partition("</style>")[2]
+    body = (
+        re.sub(r"\s+", " ", body).replace("</td> <td", "</td> | <td").replace("</th> <th", "| <th")
+    )
+    lines = re.sub(r"</?(div|dl|dt|dd|h\d|li|option|p|section|tr|ul)\b[^>]*>", "\n", body)
+    text = html.unescape(re.sub(r"<[^>]*>", "", lines))
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"

@@ -17,6 +17,7 @@ from lightning_dist.profiling.analysis.parts import (
     Timeline,
     Traffic,
 )
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.whatif.answer import NO_DIFFERENCE, Prediction, WhatIf
 
 MS = 1_000_000
@@ -152,6 +153,7 @@ def a_summary(
                 caused_ms=12.5 * (ranks - 1) if rank == late else rng.random(),
                 clock_uncertainty_ms=0.021 if rank else None,
                 inter_gbps=0.187,
+                phases_ms={name: MEANS[name] for name in PHASES},
             )
             for rank in range(ranks)
         ],
@@ -183,6 +185,7 @@ def a_summary(
         ],
         notes=["rank 1 is missing from step 119 on"],
         whatif=a_whatif(ranks=ranks),
+        parts_steps=steps,
     )
 
 

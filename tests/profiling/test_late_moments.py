@@ -77,6 +77,8 @@ def test_every_step_is_written_down_whole(codec: str | None, tmp_path: Path) -> 
         watching.stop()
         session.end("finished")
         session.close()
+        if reducer is not None:
+            reducer.close()
         return problems
 
     assert run_threads(train, 2) == [[], []]

@@ -254,7 +254,7 @@ def test_a_folder_of_the_first_schema_still_loads() -> None:
     run = read_run(Path(__file__).with_name("kept") / "schema-1")
     assert run.notes == []
     summary = summarize(run)
-    assert summary.headline.startswith("36 % of the step is exposed communication (43 ms)")
+    assert summary.headline.startswith("36 % of the step is exposed communication (43.0 ms)")
     assert (len(summary.errors), len(summary.links)) == (2, 2)
 
 

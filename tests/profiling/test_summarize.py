@@ -198,6 +198,7 @@ def test_series_and_the_steps_to_show() -> None:
     assert [(each.step, each.label) for each in pick_steps(run, summary)] == [
         (2, "median step"),
         (7, "p95 step"),
+        (5, "slowest step"),
     ]
     for name in PARTS:
         assert len(summary.series.parts_ms[name]) == 21

@@ -14,8 +14,8 @@ from lightning_dist.profiling.analysis.compare import compare, measured
 from lightning_dist.profiling.analysis.parts import EXPOSED
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.events import EndRecord
-from lightning_dist.profiling.report.facts import facts
 from lightning_dist.profiling.report.summary_file import to_json, write_summary
+from lightning_dist.profiling.report.tables import facts
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
@@ -76,7 +76,8 @@ def test_no_steps() -> None:
         told = json.loads(to_json(summary.as_dict()))
         assert told["step_ms"] == {"mean": None, "median": None, "p95": None}
         assert told["overhead"] is None
-        assert {each.label for each in facts(summary) if each.missing} >= {"Step", "Profiler"}
+        missing = {each.label for each in facts(summary) if each.missing}
+        assert missing >= {"step", "profiler overhead"}
         assert metrics_of(summary) == {}
         assert pick_steps(run, summary) == []
 
@@ -104,10 +105,10 @@ def test_what_ended_a_training_without_a_step_is_told_once() -> None:
     assert to_json(summary.as_dict()).count(error) == 1
     assert body_of(summary).count(error) == 1
     told = "no rank has recorded a step: the training ended before its first step was over"
-    assert summary.headline == f"Nothing to say: {told}."
+    assert summary.headline == f"No data: {told}."
     for each in compare(measured(run, summary), measured(run, summary)):
         assert each.reason == "A: no rank has recorded a step; B: no rank has recorded a step"
-    assert [each.detail for each in facts(summary) if each.label == "Steps"] == [
+    assert [each.detail for each in facts(summary) if each.label == "step"] == [
         "no rank has recorded a step"
     ]
 
@@ -142,8 +143,8 @@ def test_no_rate_is_told_of_half_a_run() -> None:
         )
     assert summary.traffic.link_utilization is None
     assert {(each.intra_gbps, each.inter_gbps) for each in summary.ranks} == {(None, None)}
-    names = {each.label for each in facts(summary)}
-    assert "Sent per step and rank that has left steps" in names
+    (sent,) = [each for each in facts(summary) if each.label == "bytes sent"]
+    assert sent.detail.startswith("per step and rank with records, ")
     assert not summary.is_of_all
     assert summarize(run).is_of_all
 
@@ -262,6 +263,6 @@ def test_steps_that_were_only_timed_have_no_zeros() -> None:
     metrics = metrics_of(summary)
     assert metrics["comm/step_ms"] > 0
     assert not {"comm/exposed_ms", "comm/exposed_pct", "comm/hidden_ms"} & set(metrics)
-    (exposed,) = [each for each in facts(summary) if each.label == "Exposed communication"]
+    (exposed,) = [each for each in facts(summary) if each.label == "exposed communication"]
     assert exposed.missing
     assert exposed.detail == "no step is recorded in detail on all ranks"

@@ -16,8 +16,8 @@ from summaries import a_summary, a_whatif
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.tables import PREDICTED, whatif_table
 from lightning_dist.profiling.report.terminal import print_summary
-from lightning_dist.profiling.report.whatif import whatif_views
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
 from lightning_dist.profiling.whatif.costs import Costs
@@ -158,8 +158,7 @@ def test_where_nothing_can_be_predicted_there_is_the_reason(
     assert after.as_dict()["whatif"] is None
     assert reason in after.reasons["whatif"]
     assert f"n/a  {after.reasons['whatif']}" in " ".join(printed(after).split(" "))
-    (view,) = whatif_views(after)
-    assert view.missing == f"n/a: {after.reasons['whatif']}."
+    assert whatif_table(after).missing == f"n/a: {after.reasons['whatif']}."
 
 
 def test_a_fault_in_a_prediction_costs_only_the_prediction() -> None:
@@ -176,7 +175,7 @@ def test_what_was_not_measured_is_told() -> None:
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
     assert found.whatif is not None
     assert found.whatif.reasons["costs"] == "no time was left"
-    table, _ = whatif_views(found)
+    table = whatif_table(found)
     assert "Costs: n/a, no time was left." in table.caption
     assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption
     assert "N/a for int8 flat: what int8 costs was not measured." in table.caption
@@ -185,8 +184,8 @@ def test_what_was_not_measured_is_told() -> None:
 def test_what_is_not_known_is_told_once_for_each_reason() -> None:
     run = replace(DDP, world_size=4, hosts=("a",)).run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS))
-    table, _ = whatif_views(found)
-    assert "4 ranks on one host, " in table.caption
+    table = whatif_table(found)
+    assert "4 ranks on 1 host, " in table.caption
     assert (
         "N/a for int8 flat or sharded or leader: what int8 costs was not measured." in table.caption
     )
@@ -195,10 +194,10 @@ def test_what_is_not_known_is_told_once_for_each_reason() -> None:
 
 def test_the_terminal_has_the_best_few() -> None:
     text = printed(a_summary(steps=4))
-    (label,) = [line for line in text.splitlines() if line.startswith(LABEL)]
-    assert "The model says 112.0 ms of it, -1.9 %. Steps within 2.0 % are not told" in label
-    rows = [line.split() for line in text.splitlines() if "ms" in line]
-    assert ["1", "int4", "92", "ms", "22", "ms", "-17.9", "%"] in rows
+    assert f"{PREDICTED}, ms:" in text.splitlines()
+    assert "measured 114 ms; error of the simulation -1.9 %" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["1", "int4", "92.0", "22.0", "8.20", "-17.9", "%"] in rows
     assert [row[:7] for row in rows if "buckets" in row] == [
         ["3", "int8", "in", "buckets", "of", "5", "MB"]
     ]

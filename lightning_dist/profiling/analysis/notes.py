@@ -1,4 +1,4 @@
-"""What a reader of a summary has to know beside its numbers."""
+"""Headline and notes of a summary: the sentences a reader needs beside its numbers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,78 @@ from collections.abc import Sequence
 
 from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
 from lightning_dist.profiling.analysis.clock_quality import clock_notes
-from lightning_dist.profiling.analysis.headline import longer, two_digits
 from lightning_dist.profiling.analysis.imbalance import growth_of
-from lightning_dist.profiling.analysis.parts import Uneven
+from lightning_dist.profiling.analysis.metrics import format_value
+from lightning_dist.profiling.analysis.parts import Summary, Uneven
 from lightning_dist.profiling.analysis.sample import Sample, spread
 from lightning_dist.profiling.analysis.tables import StepTable, mean
 from lightning_dist.profiling.analysis.traffic import ONE_HOST, is_one_host
 from lightning_dist.profiling.run import Run
 
+_LEAST = 0.005
+"""Share of the step below which communication counts as hidden."""
 _ENOUGH = 50
 """Steps of each rank that tell how often gradients travel."""
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
 _LEAST_DIFFERENCE = 0.01
-"""Share of a step below which steps in detail are said to be as long as all steps."""
+"""Share of a step below which detailed steps are said to be as long as all steps."""
+_MOST_NAMED = 4
+"""Of more ranks only the number is told."""
+
+
+def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> str:
+    """The most important figures, in one or two sentences.
+
+    Args:
+        of_steps: how many of how many steps count, where the rest has to be mentioned.
+    """
+    here, world_size = len(summary.ranks), summary.run.get("world_size", 0)
+    found = [f"{here} of {world_size} ranks"] if 0 < here < world_size else []
+    found += [f"{of_steps[0]} of {of_steps[1]} steps"] if of_steps is not None else []
+    partial = f"Partial data ({', '.join(found)}): " if found else ""
+    return f"{partial}{_measured(summary)}"
+
+
+def _measured(summary: Summary) -> str:
+    reasons = summary.reasons
+    if not summary.steps:
+        return f"No data: {reasons.get('steps', 'no step was recorded')}."
+    step = f"the step takes {_ms(summary.step_ms['mean'])}"
+    if "parts_ms" in reasons:
+        return f"T{step[1:]}; its parts are unavailable: {reasons['parts_ms']}."
+    if summary.run.get("world_size", 1) < 2:
+        return f"A single rank does not communicate; {step}."
+    assert summary.exposed is not None
+    assert summary.exposed_ms is not None
+    if summary.exposed < _LEAST and summary.overlap is None:
+        return f"No communication: {reasons.get('overlap', 'nothing was exchanged')}; {step}."
+    exposed = _ms(summary.exposed_ms)
+    if summary.exposed < _LEAST:
+        hidden = _ms(summary.hidden_ms)
+        return (
+            f"Communication is hidden: {hidden} under the backward pass, {exposed} exposed; {step}."
+        )
+    rank = summary.exposed_straggler
+    names = {
+        # Where waiting is not known, all of it may be in what counts as transfer.
+        "transfer": "transfer or unknown waiting" if "wait" in reasons else "transfer",
+        "wait": f"waiting for {'each other' if rank is None else f'rank {rank}'}",
+        "codec": "codec",
+        "unattributed": "unattributed",
+    }
+    shares = {name: (summary.parts_ms[name] or 0.0) / summary.exposed_ms for name in names}
+    told = [
+        f"{format_value(shares[name], '%')} {names[name]}"
+        for name in names
+        if shares[name] >= _LEAST
+    ]
+    share = format_value(summary.exposed, "%")
+    return f"{share} of the step is exposed communication ({exposed}): {', '.join(told)}."
+
+
+def _ms(value: float | None) -> str:
+    return format_value(value, "ms")
 
 
 def notes_of(
@@ -68,19 +126,25 @@ def _ended_by(run: Run) -> list[str]:
 
 
 def _outside(uneven: Sequence[Uneven], ranks: int) -> list[str]:
-    """Whether ranks may wait where nobody sees it, and who is late then."""
+    """Phases in which ranks differ, and who is late where that can be told."""
     if not uneven:
         return []
+    phases = [f"{each.phase} ({_who(each.ranks, ranks)}: +{_ms(each.more_ms)})" for each in uneven]
     note = (
-        f"{longer(uneven, of=ranks)}: ranks may wait there for each other, in collectives other "
-        "than those of gradients (DDP's buffers, such as those of BatchNorm; `sync_dist=True`; "
-        "your own), which are not counted as communication"
+        f"ranks differ in {', '.join(phases)}: waiting in collectives other than gradient "
+        "exchanges (DDP buffers such as those of BatchNorm, `sync_dist=True`, your own) is "
+        "counted in these phases"
     )
     first, *rest = uneven
     if any(each.than in first.ranks for each in rest):  # where others wait, who is late does not
-        note += f"; who is late is then rank {', '.join(map(str, sorted(first.ranks)))}, "
-        note += f"by what it takes longer in {first.phase}"
+        note += f"; late: {_who(first.ranks, ranks)} in {first.phase}"
     return [note]
+
+
+def _who(ranks: Sequence[int], of: int) -> str:
+    if len(ranks) > _MOST_NAMED:
+        return f"{len(ranks)} of {of} ranks"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _exchanges(chosen: Sample) -> list[str]:
@@ -149,7 +213,7 @@ def _over_budget(run: Run, overhead: float | None) -> list[str]:
     budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
     if overhead is None or not 0 < budget < overhead:
         return []
-    took, may = two_digits(overhead), two_digits(budget)
+    took, may = format_value(overhead, "%"), format_value(budget, "%")
     if took == may:
         return []
     note = f"the profiler took {took} of the time, and its budget is {may}"

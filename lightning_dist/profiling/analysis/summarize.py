@@ -12,9 +12,8 @@ from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.clock_quality import mean_uncertainty, uncertainty_of
-from lightning_dist.profiling.analysis.headline import headline
 from lightning_dist.profiling.analysis.imbalance import straggler, uneven_phases
-from lightning_dist.profiling.analysis.notes import notes_of
+from lightning_dist.profiling.analysis.notes import headline, notes_of
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
     PARTS,
@@ -95,13 +94,14 @@ def summarize(run: Run, *, skip: int = 2) -> Summary:
 
 
 def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
-    """The steps whose durations are nearest to the median and to the 95th percentile."""
+    """The steps whose durations are nearest to the median and to the p95, and the slowest."""
     steps, step_ms = summary.series.steps, summary.series.step_ms
     picked: dict[int, str] = {}
-    for name in ("median", "p95"):
-        typical = summary.step_ms[name]
-        if typical is not None and step_ms:
-            distances = [abs(each - typical) for each in step_ms]
+    wanted = {**summary.step_ms, "slowest": max(step_ms, default=None)}
+    for name in ("median", "p95", "slowest"):
+        duration = wanted[name]
+        if duration is not None and step_ms:
+            distances = [abs(each - duration) for each in step_ms]
             picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
     return [timeline(run, step, label) for step, label in picked.items()]
 

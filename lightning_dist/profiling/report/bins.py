@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from lightning_dist.profiling.report.text import finite
+from lightning_dist.profiling.analysis.metrics import finite
 
 MOST_BARS = 250
 """Half of the steps that a summary is of: where those are spread evenly, no column is empty."""
@@ -20,12 +20,6 @@ FEW_BARS = 80
 BLANK = " Steps that were not looked at in detail are blank."
 
 T = TypeVar("T")
-
-
-def bins(count: int, *, most: int = MOST_BARS) -> list[slice]:
-    """``count`` neighbours in at most ``most`` runs, whose lengths differ by one at most."""
-    number = min(count, most)
-    return [slice(i * count // number, (i + 1) * count // number) for i in range(number)]
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -43,11 +37,6 @@ def most_frequent(values: Sequence[T | None]) -> T | None:
     """The first of the most frequent ones, None left out."""
     counted = Counter(value for value in values if value is not None).most_common(1)
     return counted[0][0] if counted else None
-
-
-def middles(steps: Sequence[int], runs: Sequence[slice]) -> list[float]:
-    """Where the runs are on an axis of steps."""
-    return [(steps[run][0] + steps[run][-1]) / 2 for run in runs]
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,3 @@ def columns(steps: Sequence[int], *, most: int = MOST_BARS) -> Columns:
     begins = range(steps[0], steps[-1] + 1, width)
     cuts = [*(bisect_left(steps, begin) for begin in begins), len(steps)]
     return Columns(steps[0], width, [slice(a, b) for a, b in pairwise(cuts)])
-
-
-def of_steps(steps: Sequence[int], *, run: slice) -> str:
-    """``"step 7"``, ``"steps 7 to 9"``."""
-    first, last = steps[run][0], steps[run][-1]
-    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,153 +1,274 @@
-"""Tables: parts, ranks, buckets, and what ran."""
+"""Facts and tables of a summary, as the page and the terminal show them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lightning_dist.profiling.analysis.headline import count
-from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, RankSummary, Summary
+from lightning_dist.profiling.analysis.metrics import (
+    METRICS,
+    MISSING,
+    TEXT,
+    Metric,
+    count,
+    finite,
+    format_value,
+    why,
+)
+from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.report.text import MISSING, finite, ms, number, percent, why
-from lightning_dist.profiling.report.view import Column, Table
-from lightning_dist.profiling.report.words import PART_WORDS
+from lightning_dist.profiling.whatif.answer import Prediction
+from lightning_dist.profiling.whatif.told import error_of, name_of, remarks, sources, untold
+
+PREDICTED = "Predicted step time (simulated)"
+
+RANK_COLUMNS = (
+    *("rank", "host", "step_ms", "exposed_ms", "wait_ms", "caused_ms"),
+    *PHASES,
+    *("clock_uncertainty_ms", "intra_gbps", "inter_gbps"),
+)
+_BUCKET_COLUMNS = ("raw_mb", "wire_mb", "ready_ms", "encode_ms", "wait_ms", "transfer_ms")
+_WHATIF_COLUMNS = ("position", "setting", "step_ms", "exposed_ms", "sent_mb", "change", "remark")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure of the whole run; ``detail`` of a missing one is the reason."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """True if it was not measured."""
+        return self.value == MISSING
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, or a sentence that says why there are none."""
+
+    id: str
+    title: str
+    columns: Sequence[Metric]
+    rows: Sequence[Sequence[str]] = ()
+    caption: str = ""
+    missing: str = ""
+
+
+def facts(summary: Summary) -> list[Fact]:
+    """The figures of the whole run that are read first."""
+
+    def fact(key: str, value: float | None, detail: str = "", *reasons: str) -> Fact:
+        label, unit = METRICS[key].label, METRICS[key].unit
+        if value is None:
+            return Fact(label, MISSING, why(summary.reasons, key, *reasons))
+        return Fact(label, format_value(value, unit), detail)
+
+    step, traffic = summary.step_ms, summary.traffic
+    of_ranks = f" and {len(summary.ranks)} ranks" if len(summary.ranks) > 1 else ""
+    mean = f"mean of {count(summary.steps, 'step')}{of_ranks}"
+    spread = [f"{name} {_ms(step[name])}" for name in ("median", "p95") if name in step]
+    warm_up = f"{count(summary.skipped, 'warm-up step')} excluded" if summary.skipped else ""
+    found = [
+        fact(
+            "exposed",
+            summary.exposed,
+            f"{_ms(summary.exposed_ms)} of {_ms(summary.parts_step_ms)}, the mean of "
+            f"{count(summary.parts_steps, 'detailed step')}",
+            "exposed_ms",
+            "step_ms",
+        ),
+        fact("step_ms", step.get("mean"), "; ".join(filter(None, (mean, *spread, warm_up)))),
+        fact("overlap", summary.overlap, f"{_ms(summary.hidden_ms)} per step hidden"),
+    ]
+    if traffic is None:
+        found.append(fact("traffic", None))
+    else:
+        ratio = f"{traffic.ratio:.1f}x less than" if traffic.ratio >= 1.05 else "compared to"
+        found += [
+            fact(
+                "traffic",
+                traffic.wire_bytes,
+                f"per step and rank{'' if summary.is_of_all else ' with records'}, {ratio} "
+                f"{format_value(traffic.raw_bytes, 'B')} of uncompressed DDP; "
+                f"{format_value(traffic.inter_bytes, 'B')} to other hosts",
+            ),
+            fact("traffic.wire_gbps", traffic.wire_gbps),
+            fact("traffic.effective_gbps", traffic.effective_gbps, "uncompressed DDP, equal time"),
+            fact(
+                "traffic.peak_gbps",
+                traffic.peak_gbps,
+                f"{format_value(traffic.link_utilization, '%')} used"
+                + (", inside one host: no network" if _is_one_host(summary) else ""),
+            ),
+        ]
+    return [*found, _straggler(summary), fact("overhead", summary.overhead, "of the time")]
+
+
+def _ms(value: float | None) -> str:
+    return format_value(value, "ms")
+
+
+def _is_one_host(summary: Summary) -> bool:
+    return len(set(summary.run.get("hosts", ()))) == 1
+
+
+def _straggler(summary: Summary) -> Fact:
+    label = METRICS["straggler"].label
+    if summary.straggler is None:
+        is_known = summary.steps and "wait" not in summary.reasons
+        reason = why(summary.reasons, "straggler", "wait", "step_ms")
+        return Fact(label, "none" if is_known else MISSING, reason)
+    (rank,) = [each for each in summary.ranks if each.rank == summary.straggler]
+    detail = f"{rank.host}; other ranks waited {_ms(rank.caused_ms)} per step for it"
+    return Fact(label, f"rank {rank.rank}", detail)
 
 
 def parts_table(summary: Summary) -> Table:
-    """The mean step, in parts."""
-    title, short = "Parts of the mean step", "Parts"
+    """The mean of the detailed steps, in parts."""
     columns = (
-        Column("part", is_number=False),
-        Column("time", "ms"),
-        Column("of the step"),
-        Column("what it is", is_number=False),
+        *(Metric("part", "part", TEXT), Metric("time", "time", "ms")),
+        *(Metric("share", "of the step"), Metric("meaning", "meaning", TEXT)),
     )
-    total = summary.parts_step_ms
-    known = [name for name in PARTS if finite(summary.parts_ms.get(name)) is not None]
-    if not summary.steps or not known:
-        missing = f"n/a: {why(summary, 'parts_ms', 'step_ms')}."
-        return Table("parts", title, short, columns, (), missing=missing)
+    title, total = "Mean step", summary.parts_step_ms
+    if not summary.steps or total is None:
+        missing = f"n/a: {why(summary.reasons, 'parts_ms', 'step_ms')}."
+        return Table("parts", title, columns, missing=missing)
     rows = []
     for name in (each for each in PARTS if each in summary.parts_ms):
-        value, words = finite(summary.parts_ms[name]), PART_WORDS[name]
-        share = percent(value / total) if total and value is not None else percent(None)
-        meaning = words.meaning if name in known else f"{MISSING}: {why(summary, name)}"
-        rows.append((words.name, number(value), share, meaning))
-    how = "with its phases" if "parts_ms" in summary.reasons else "in detail"
-    of_steps = f"of {count(summary.parts_steps, 'step')}"
-    rows.append((f"a step {how}", number(total), percent(1.0 if total else None), of_steps))
-    if any(name in EXPOSED for name in known):
-        exposed = number(summary.exposed_ms)
-        caption = f"The exposed parts are {exposed} ms together."
+        value, meaning = finite(summary.parts_ms[name]), METRICS[name].meaning
+        if value is None:
+            meaning = f"n/a: {why(summary.reasons, name)}"
+        share = None if value is None or not total else value / total
+        rows.append((METRICS[name].label, format_value(value), format_value(share, "%"), meaning))
+    of_steps = f"mean of {count(summary.parts_steps, 'step')}"
+    if "parts_ms" in summary.reasons:
+        caption = f"Exposed communication is n/a: {why(summary.reasons, 'parts_ms')}."
+        rows.append(("step", format_value(total), "100 %", of_steps))
     else:
-        caption = f"What of it is exposed is {MISSING}: {why(summary, 'parts_ms')}."
-    of_all = " and ".join(
-        f"{name} {ms(summary.step_ms[name])}"
-        for name in ("mean", "median")
-        if name in summary.step_ms
-    )
-    caption += (
-        f" Shares are of the mean step {how}, which is the sum of its parts; all "
-        f"{count(summary.steps, 'step')}: {of_all}."
-    )
-    return Table("parts", title, short, columns, rows, caption)
+        caption = f"Exposed communication is {_ms(summary.exposed_ms)}."
+        rows.append(("detailed step", format_value(total), "100 %", of_steps))
+    caption += f" Shares are of these steps; the mean of all is {_ms(summary.step_ms['mean'])}."
+    return Table("parts", title, columns, rows, caption)
 
 
-def ranks_table(summary: Summary) -> Table:
-    """Every rank."""
-    columns = (
-        Column("rank"),
-        Column("host", is_number=False),
-        Column("step", "ms"),
-        Column("exposed", "ms"),
-        Column("waited", "ms"),
-        Column("others waited for it", "ms"),
-        *(Column(PART_WORDS[name].name, "ms") for name in PHASES),
-        Column("clock, give or take", "ms"),
-        Column("inside its host", "Gbit/s"),
-        Column("to other hosts", "Gbit/s"),
-    )
+def ranks_table(summary: Summary, *, ranks: Sequence[int] | None = None) -> Table:
+    """Every rank, or ``ranks`` in that order."""
+    columns = [METRICS[key] for key in RANK_COLUMNS]
     if not summary.ranks:
-        missing = f"n/a: {why(summary, 'step_ms')}."
-        return Table("ranks", "Ranks", "Ranks", columns, (), missing=missing)
-    caption = "Per step in detail. Waiting is hidden or not; that of others is added up over them."
-    if summary.straggler is not None:
-        caption += f" Most of the waiting is for rank {summary.straggler}."
-    rows = [_rank(each) for each in summary.ranks]
-    return Table("ranks", "Ranks", "Ranks", columns, rows, caption)
-
-
-def _rank(each: RankSummary) -> Sequence[str]:
-    return (
-        str(each.rank),
-        each.host,
-        *map(number, (each.step_ms, each.exposed_ms, each.wait_ms, each.caused_ms)),
-        *(number(each.phases_ms.get(name)) for name in PHASES),
-        "reference" if each.rank == 0 else number(each.clock_uncertainty_ms),
-        *map(number, (each.intra_gbps, each.inter_gbps)),
-    )
+        missing = f"n/a: {why(summary.reasons, 'step_ms')}."
+        return Table("ranks", "Ranks", columns, missing=missing)
+    rows = []
+    by_rank = {each.rank: each for each in summary.ranks}
+    for each in (by_rank[rank] for rank in (by_rank if ranks is None else ranks)):
+        values = {**vars(each), **each.phases_ms}
+        cells = {key: format_value(values.get(key)) for key in RANK_COLUMNS}
+        cells |= {"rank": str(each.rank), "host": each.host}
+        if each.rank == 0:
+            cells["clock_uncertainty_ms"] = "reference"
+        rows.append(tuple(cells.values()))
+    caption = "Means per detailed step. Waits are hidden or exposed."
+    return Table("ranks", "Ranks", columns, rows, caption)
 
 
 def buckets_table(summary: Summary) -> Table:
     """Every bucket, with the error of its compression if it was measured."""
-    columns = [
-        Column("bucket"),
-        Column("codec", is_number=False),
-        Column("raw", "MB"),
-        Column("wire", "MB"),
-        Column("ready", "ms"),
-        Column("encode", "ms"),
-        Column("wait", "ms"),
-        Column("transfer", "ms"),
-        Column("decode", "ms"),
-        Column("end after last gradient", "ms"),
-    ]
+    keys = ("bucket", "bucket_codec", *_BUCKET_COLUMNS, "decode_ms", "end_after_last_gradient_ms")
+    errors = defaultdict(list)
+    for error in summary.errors:
+        if (value := finite(error.get("relative_l2"))) is not None:
+            errors[int(error["bucket"])].append(value)
+    columns = [METRICS[key] for key in (*keys, *(["relative_l2"] if errors else []))]
     if not summary.buckets:
-        missing = f"n/a: {why(summary, 'buckets')}."
-        return Table("buckets", "Buckets", "Buckets", columns, (), missing=missing)
-    errors = _error_of_bucket(summary.errors)
-    if errors:
-        columns.append(Column("relative error, median"))
+        missing = f"n/a: {why(summary.reasons, 'buckets')}."
+        return Table("buckets", "Buckets", columns, missing=missing)
     rows = []
     for each in summary.buckets:
-        times = each.ready_ms, each.encode_ms, each.wait_ms, each.transfer_ms, each.decode_ms
+        values = {**vars(each), "end_after_last_gradient_ms": each.exposed_ms}
         row = [str(each.index), each.codec or "none"]
-        row += map(number, (each.raw_mb, each.wire_mb, *times, each.exposed_ms))
-        rows.append([*row, number(errors.get(each.index))] if errors else row)
+        row += [format_value(values[key]) for key in keys[2:]]
+        median_error = median(errors[each.index]) if errors[each.index] else None
+        rows.append([*row, format_value(median_error)] if errors else row)
     caption = (
-        "Means over steps and ranks. Buckets share the link: times of several do not add up to "
-        "time of the step. Ready counts from the begin of the step."
+        "Means over ranks and detailed steps; errors are medians. Buckets share the link, so times "
+        "of several do not add up to time of the step. Ready counts from the begin of the step."
     )
-    return Table("buckets", "Buckets", "Buckets", columns, rows, caption)
+    return Table("buckets", "Buckets", columns, rows, caption)
 
 
-def _error_of_bucket(errors: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    values = defaultdict(list)
-    for error in errors:
-        if (value := finite(error.get("relative_l2"))) is not None:
-            values[int(error["bucket"])].append(value)
-    return {bucket: median(found) for bucket, found in values.items()}
+def groups_table(summary: Summary) -> Table | None:
+    """Collectives measured on the idle link, by group; None if there were none."""
+    rates = defaultdict(list)
+    for link in summary.links:
+        if link.get("peer") is None and (seconds := finite(link.get("seconds"))):
+            rates[str(link["group"])].append(link["sent"] * 8e-9 / seconds)
+    if not rates:
+        return None
+    columns = [Metric("group", "group", TEXT), Metric("measurements", "measurements")]
+    columns += [Metric(name, name) for name in ("slowest", "fastest")]
+    rows = [
+        (group, str(len(of)), *(format_value(each, "Gbit/s") for each in (min(of), max(of))))
+        for group, of in sorted(rates.items())
+    ]
+    caption = "Rate at which a rank sent in a collective of its group, on the idle link."
+    return Table("groups", "Bandwidth of groups", columns, rows, caption)
+
+
+def whatif_table(summary: Summary, *, most: int | None = None) -> Table:
+    """Predictions for the run and for other settings, the fastest first."""
+    columns, found = [METRICS[key] for key in _WHATIF_COLUMNS], summary.whatif
+    if found is None:
+        missing = f"n/a: {why(summary.reasons, 'whatif', 'steps')}."
+        return Table("whatif", PREDICTED, columns, missing=missing)
+    current = found.current
+
+    def row(place: str, name: str, each: Prediction, change: str, remark: str) -> Sequence[str]:
+        figures = (each.step_ms, each.exposed_ms, each.sent_mb)
+        return place, name, *map(format_value, figures), change, remark
+
+    error = format_value(found.error, "%", signed=True)
+    own = f"measured {_ms(found.measured_ms)}; error of the simulation {error}"
+    rows = [row("", f"{name_of(current, current)} (this run)", current, "", own)]
+    for each in [each for each in found.others if each.step_ms is not None][:most]:
+        change = format_value(each.change, "%", signed=True)
+        place = "" if each.place is None else str(each.place)
+        rows.append(row(place, name_of(each, current), each, change, remarks(each)))
+    hosts = f"{count(current.world_size, 'rank')} on {count(current.hosts, 'host')}"
+    rate = format_value(current.gbps, "Gbit/s")
+    sentences = [
+        f"This step simulated with other settings: {hosts}, {rate} "
+        + ("between them" if current.hosts > 1 else "per rank, no network"),
+        error_of(found).rstrip("."),
+        "Settings that share a position are too close to be ranked. Accuracy is not predicted",
+        *sources([current, *found.others]),
+        *(f"{name}: n/a, {reason}" for name, reason in found.reasons.items()),
+        *untold(found.others),
+    ]
+    caption = " ".join(f"{each[:1].upper()}{each[1:]}." for each in sentences)
+    return Table("whatif", PREDICTED, columns, rows, caption)
 
 
 def run_table(summary: Summary) -> Table:
-    """What ran, and with which versions."""
-    columns = Column("setting", is_number=False), Column("value", is_number=False)
-    rows = list(_settings("", summary.run))
-    missing = "" if rows else f"n/a: {why(summary, 'step_ms')}."
+    """Settings and versions of the run."""
+    columns = Metric("setting", "setting", TEXT), Metric("value", "value", TEXT)
+    missing = "" if summary.run else f"n/a: {why(summary.reasons, 'step_ms')}."
     title = "Configuration and versions"
-    return Table("run", title, "Configuration", columns, rows, missing=missing)
+    return Table("run", title, columns, _settings("", summary.run), missing=missing)
 
 
-def _settings(prefix: str, settings: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+def _settings(prefix: str, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in settings.items():
-        words = f"{prefix}{str(name).replace('_', ' ')}"
+        label = f"{prefix}{str(name).replace('_', ' ')}"
         if isinstance(value, Mapping):
-            rows += _settings(f"{words}: ", value)
+            rows += _settings(f"{label}: ", value)
         elif isinstance(value, (list, tuple)):
-            rows.append((words, ", ".join(map(str, value)) or "none"))
+            rows.append((label, ", ".join(map(str, value)) or "none"))
         else:
-            rows.append((words, "none" if value in (None, "") else str(value)))
+            rows.append((label, "none" if value in (None, "") else str(value)))
     return rows

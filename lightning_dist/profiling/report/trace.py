@@ -2,27 +2,33 @@
 
 Chrome's trace event format, of which viewers agree on this much: complete events (``X``) of one
 thread nest or do not overlap; a flow (``s`` to ``f``) ties the slices that are open where it begins
-and ends, and its ``id`` is a number; of events at one time the first in the file came first.
+and ends, and its ``id`` is a number; of events at one time the first in the file came first. Times
+are whole microseconds: viewers multiply fractions by 1000 and cut, and slices that touch would
+overlap.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from lightning_dist.profiling.analysis.intervals import lanes
-from lightning_dist.profiling.analysis.parts import Timeline
+from lightning_dist.profiling.analysis.intervals import difference, lanes
+from lightning_dist.profiling.analysis.parts import Placed, Timeline
 from lightning_dist.profiling.report.files import replace_file
-from lightning_dist.profiling.report.trace_slices import (
-    TRACKS,
-    Clock,
-    Event,
-    Slice,
-    rates_of,
-    slices_of,
-)
+
+Event: TypeAlias = dict[str, Any]
+_Clock: TypeAlias = Callable[[int], int]
+"""From nanoseconds of a step to microseconds of the trace."""
+_Slice: TypeAlias = tuple[int, str, list[Event]]
+"""Rank, track, and a slice with what is inside it."""
+
+_TRACKS = ("step", "phases", "codec", "exchange")
+"""In the order in which they are drawn."""
 
 _FIRST_THREAD = 100_000
 """No rank is that high: viewers take the thread whose number is its process's for the main one."""
@@ -37,10 +43,10 @@ _ORDER = ("M", "X", "i", "C", "s", "f")
 def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[int, str]) -> None:
     """Write ``trace.json.gz``: the steps one after the other, all ranks below each other.
 
-    A rank has its phases, with the exposed exchange cut out of the backward pass, what the codec
-    did, its exchanges on as many lanes as there were at once, and the rate at which it sent. Where
-    an exchange waited for the rank that came last, waiting and transfer are in it, and an arrow
-    leads from that rank's exchange to the transfer.
+    A rank has its phases, with exposed communication cut out of the backward pass, codec work,
+    exchanges on as many lanes as were in flight at once, and the rate at which it sent. Where an
+    exchange waited for the last rank, wait and transfer are nested in it, and an arrow leads from
+    the last rank's exchange to the transfer.
 
     Args:
         about: host by rank.
@@ -58,68 +64,149 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[
 
 
 def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Event]:
-    slices: dict[int, list[Slice]] = {rank: [] for rank in about}
-    counters: list[Event] = []
-    for timeline, clock in zip(timelines, _clocks(timelines), strict=True):
-        for each in slices_of(timeline, clock):
-            slices.setdefault(each.rank, []).append(each)
-        counters += rates_of(timeline, clock)
-    ranks = [
-        event
-        for rank, of_rank in sorted(slices.items())
-        for event in (*_process(rank, about.get(rank)), *_threads(rank, of_rank))
-    ]
-    # A slice comes before those in it, which begin no earlier: sorting keeps that.
-    events = sorted([*ranks, *counters], key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
-    return list(_numbered(events))
-
-
-def _numbered(events: Sequence[Event]) -> Iterator[Event]:
-    numbers: dict[str, int] = {}
-    for event in events:
-        flow = event.get("id")
-        yield event if flow is None else {**event, "id": numbers.setdefault(flow, len(numbers) + 1)}
-
-
-def _clocks(timelines: Sequence[Timeline]) -> Iterator[Clock]:
-    bounds = [_bounds(timeline) for timeline in timelines]
+    slices: dict[tuple[int, str], list[list[Event]]] = defaultdict(list)
+    events: list[Event] = []
+    flows = itertools.count(1)
+    bounds = [_bounds(each) for each in timelines]
     gap = max((end - begin for begin, end in bounds), default=0) // _GAP + 1000
     at = 0
-    for begin, end in bounds:
-        yield Clock(at - begin)
+    for timeline, (begin, end) in zip(timelines, bounds, strict=True):
+
+        def clock(time: int, shift: int = at - begin) -> int:
+            return round((time + shift) / 1000)
+
+        for rank, track, inside in (*_phases(timeline, clock), *_spans(timeline, clock, flows)):
+            slices[rank, track].append(inside)
+        events += _rates(timeline, clock)
         at += end - begin + gap
+    for rank in sorted({*about, *(of for of, _ in slices)}):
+        host = f" @ {about[rank]}" if about.get(rank) else ""
+        events.append(_metadata("process_name", rank, name=f"rank {rank}{host}"))
+        events.append(_metadata("process_sort_index", rank, sort_index=rank))
+        thread = _FIRST_THREAD
+        for track in _TRACKS:
+            of_track = slices.get((rank, track), [])
+            chosen = lanes([(each["ts"], each["ts"] + each["dur"]) for each, *_ in of_track])
+            for lane in sorted({*chosen}):
+                name, order = f"{track} {lane + 1}" if lane else track, thread - _FIRST_THREAD
+                named = _metadata("thread_name", rank, name=name)
+                placed = _metadata("thread_sort_index", rank, sort_index=order + lane)
+                events += [{**each, "tid": thread + lane} for each in (named, placed)]
+            for inside, lane in zip(of_track, chosen, strict=True):
+                events += [{**each, "pid": rank, "tid": thread + lane} for each in inside]
+            thread += len({*chosen})
+    # A slice comes before those in it, which begin no earlier: sorting keeps that.
+    return sorted(events, key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
 
 
 def _bounds(timeline: Timeline) -> tuple[int, int]:
-    phases = [times for each in timeline.phases.values() for _, *times in each]
-    ready = [[ready] for each in timeline.buckets.values() for _, ready, _ in each]
-    spans = [[span.begin, span.end] for each in timeline.spans.values() for span in each]
-    exposed = [times for each in timeline.exposed.values() for times in each]
-    times = [time for each in (*phases, *ready, *spans, *exposed) for time in each]
+    times = [time for of in timeline.phases.values() for _, *both in of for time in both]
+    times += [ready for of in timeline.buckets.values() for _, ready, _ in of]
+    times += [at for of in timeline.spans.values() for span in of for at in (span.begin, span.end)]
+    times += [time for of in timeline.exposed.values() for both in of for time in both]
     return min(times, default=0), max(times, default=0)
 
 
-def _process(rank: int, host: str | None) -> Iterator[Event]:
-    name = f"rank {rank} @ {host}" if host else f"rank {rank}"
-    yield _about(rank, "process_name", name=name)
-    yield _about(rank, "process_sort_index", sort_index=rank)
+def _metadata(kind: str, rank: int, **args: str | int) -> Event:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": rank, "args": args}
 
 
-def _threads(rank: int, slices: Sequence[Slice]) -> Iterator[Event]:
-    """Slices and what is inside them, on one thread for every lane of every track."""
-    thread = _FIRST_THREAD
-    for track in TRACKS:
-        of_track = [each for each in slices if each.track == track]
-        chosen = lanes([(each.begin, each.end) for each in of_track])
-        for lane in range(max(chosen, default=-1) + 1):
-            name = f"{track} {lane + 1}" if lane else track
-            yield {**_about(rank, "thread_name", name=name), "tid": thread + lane}
-            index = thread + lane - _FIRST_THREAD
-            yield {**_about(rank, "thread_sort_index", sort_index=index), "tid": thread + lane}
-        for each, lane in zip(of_track, chosen, strict=True):
-            yield from ({**event, "pid": rank, "tid": thread + lane} for event in each.events())
-        thread += max(chosen, default=-1) + 1
+def _slice(name: str, category: str, begin: int, end: int, **more: Any) -> Event:
+    return {"name": name, "cat": category, "ph": "X", "ts": begin, "dur": end - begin, **more}
 
 
-def _about(rank: int, what: str, **args: str | int) -> Event:
-    return {"name": what, "ph": "M", "ts": 0, "pid": rank, "args": args}
+def _phases(timeline: Timeline, clock: _Clock) -> Iterator[_Slice]:
+    """Steps and phases; exposed communication is a phase of its own."""
+    for rank, phases in timeline.phases.items():
+        exposed = timeline.exposed.get(rank, ())
+        cut = [("exposed communication", *each) for each in exposed]
+        for name, begin, end in phases:
+            whole = [(begin, end)]
+            left = difference(whole, exposed) if name == "backward" else whole
+            cut += [(name, *each) for each in left]
+        for name, begin, end in cut:
+            yield rank, "phases", [_slice(name, "phases", clock(begin), clock(end))]
+        ready = [
+            {"name": f"ready {index}", "cat": "ready", "ph": "i", "s": "t", "ts": clock(time)}
+            for index, time, _ in timeline.buckets.get(rank, ())
+        ]
+        ends = [clock(time) for _, *both in phases for time in both]
+        ends += [clock(time) for _, time, _ in timeline.buckets.get(rank, ())]
+        if ends:
+            name = f"step {timeline.step} ({timeline.label})"
+            yield rank, "step", [_slice(name, "step", min(ends), max(ends)), *ready]
+
+
+def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[_Slice]:
+    """Codec work, and exchanges by collective."""
+    collectives: dict[object, dict[int, Placed]] = {}
+    for rank, spans in timeline.spans.items():
+        for number, span in enumerate(spans):
+            if span.phase == "exchange":
+                key = (rank, number) if span.meeting is None else span.meeting
+                collectives.setdefault(key, {})[rank] = span
+            else:
+                args = {"args": {"bucket": span.bucket}}
+                name, begin, end = f"{span.phase} {span.bucket}", clock(span.begin), clock(span.end)
+                yield rank, "codec", [_slice(name, "codec", begin, end, **args)]
+    for members in collectives.values():
+        yield from _collective(members, clock, flows)
+
+
+def _collective(
+    members: Mapping[int, Placed], clock: _Clock, flows: Iterator[int]
+) -> Iterator[_Slice]:
+    (last, *others) = {span.last if span.last in members else None for span in members.values()}
+    if others:
+        last = None  # not known, or not shown
+    heads: list[Event] = []  # at the last rank, of the arrows to the others
+    for rank, span in members.items():
+        begin, moves, end = clock(span.begin), clock(_moves_from(span)), clock(span.end)
+        inside: list[Event] = heads if rank == last else []
+        if begin < moves:
+            waits = "wait" if last is None else f"wait for rank {last}"
+            inside.append(_slice(waits, "wait", begin, moves))
+        if begin < moves < end:
+            inside.append(_slice("transfer", "transfer", moves, end))
+            if last is not None and clock(members[last].begin) < clock(members[last].end):
+                # Into a slice that begins there: Perfetto turns an arrow round whose head is in
+                # one that began before the one with its tail.
+                arrow = {"name": "arrival", "cat": "arrival", "id": next(flows), "ts": moves}
+                heads.append({**arrow, "ph": "s"})
+                inside.append({**arrow, "ph": "f", "bp": "e"})
+        wait, rate = (_moves_from(span) - span.begin) / 1e6, _mbit_per_s(span)
+        unknown = "not known: not every member has recorded this step"
+        args = {
+            **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
+            "wait_ms": unknown if span.arrival is None else wait,
+            "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
+        }
+        title = f"{span.op or span.phase} {span.bucket}"
+        inside.insert(0, _slice(title, "exchange", begin, end, args=args))
+        yield rank, "exchange", inside  # to which later members may add
+
+
+def _moves_from(span: Placed) -> int:
+    """When an exchange no longer waited for others, as far as is known."""
+    return span.begin if span.arrival is None else min(max(span.arrival, span.begin), span.end)
+
+
+def _mbit_per_s(span: Placed) -> float | None:
+    lasted = span.end - _moves_from(span)
+    return span.sent * 8000 / lasted if lasted > 0 else None
+
+
+def _rates(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
+    """Counters: what every rank sends in each group, were every exchange even."""
+    for rank, spans in timeline.spans.items():
+        moving = [
+            (_moves_from(span), span.end, span.group, rate)
+            for span in spans
+            if span.phase == "exchange" and (rate := _mbit_per_s(span))
+        ]
+        for now in sorted({time for begin, end, _, _ in moving for time in (begin, end)}):
+            args = dict.fromkeys(sorted({group for _, _, group, _ in moving}), 0.0)
+            for begin, end, group, rate in moving:
+                args[group] += rate * (begin <= now < end)
+            rates = {group: round(rate, 2) for group, rate in args.items()}
+            yield {"name": "sends, Mbit/s", "ph": "C", "ts": clock(now), "pid": rank, "args": rates}

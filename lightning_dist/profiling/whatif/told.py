@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lightning_dist.profiling.analysis.metrics import format_value
 from lightning_dist.profiling.whatif.answer import Prediction, WhatIf, is_faster
 from lightning_dist.profiling.whatif.simulator import FLAT, LEADER
 
@@ -104,4 +105,4 @@ def untold(others: Iterable[Prediction]) -> list[str]:
 
 def signed(share: float) -> str:
     """Such as ``+1.9 %``."""
-    return f"{100 * share:+z.1f} %"
+    return format_value(share, "%", signed=True)

@@ -1,0 +1,200 @@
+"""Metrics of a profile: keys, labels, units and meanings, and how their values are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MISSING = "n/a"
+"""Text of a value that was not measured."""
+
+TEXT = "text"
+"""Unit of a column that holds no number."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, or a column of a table.
+
+    Args:
+        key: name in ``summary.json``.
+        unit: as :func:`format_value` takes it; :data:`TEXT` for a column without numbers.
+        meaning: definition, as the report prints it.
+    """
+
+    key: str
+    label: str
+    unit: str = ""
+    meaning: str = ""
+
+
+def metric(key: str, label: str = "", unit: str = "", meaning: str = "") -> Metric:
+    """A metric; label and unit as the key says them, such as those of ``ready_ms``."""
+    stem, _, suffix = key.rpartition("_")
+    known = {"ms": "ms", "mb": "MB", "gbps": "Gbit/s"}.get(suffix, "")
+    label = label or (stem if known else key).replace("_", " ")
+    return Metric(key, label, unit or known, meaning)
+
+
+METRICS: Mapping[str, Metric] = {
+    each[0]: metric(*each)
+    for each in (
+        # Parts of a step, in the order in which they are drawn.
+        ("data", "data, callbacks", "ms", "waiting for a batch, callbacks, loggers, checkpoints"),
+        ("forward", "", "ms", "forward pass and loss"),
+        ("backward", "", "ms", "backward pass, with the communication that is hidden under it"),
+        ("wait", "exposed wait", "ms", "gradients are complete, but another rank is late"),
+        ("transfer", "exposed transfer", "ms", "all ranks are there, the collective is in flight"),
+        ("codec", "exposed codec", "ms", "encoding and decoding, with no collective in flight"),
+        ("unattributed", "exposed unattributed", "ms", "exposed, but none of the three above"),
+        ("optimizer", "", "ms", "clipping, callbacks before the step, updating the parameters"),
+        ("other", "", "ms", "none of the parts above"),
+        # Of the run.
+        (
+            "step_ms",
+            "",
+            "",
+            "From the end of one optimizer step to the end of the next. Validation belongs to no "
+            "step. Step times are of all steps; all else is the mean over ranks and detailed "
+            "steps, of which every collective was recorded.",
+        ),
+        (
+            "exposed_ms",
+            "",
+            "",
+            "Communication that compute does not hide: from the last gradient of the backward pass "
+            "to the mean of all gradients.",
+        ),
+        ("exposed", "exposed communication", "%", "Exposed time over that of the step."),
+        (
+            "overlap",
+            "",
+            "%",
+            "Share of the time with a collective in flight that is hidden under the backward pass.",
+        ),
+        (
+            "traffic",
+            "bytes sent",
+            "B",
+            "Per step and rank. 1 MB is a million bytes, 1 Gbit/s a billion bits per second.",
+        ),
+        (
+            "traffic.wire_gbps",
+            "wire bandwidth",
+            "",
+            "Bits sent over the time with a collective in flight, without waiting: of a host to "
+            "other hosts, or of a rank where there is one host.",
+        ),
+        (
+            "traffic.effective_gbps",
+            "effective bandwidth",
+            "",
+            "Bus bandwidth at which uncompressed DDP would take the same time.",
+        ),
+        ("traffic.peak_gbps", "link bandwidth", "", "Highest rate measured on the idle link."),
+        (
+            "straggler",
+            "",
+            "",
+            "The rank that two thirds of the waiting is for, in more steps than chance would give, "
+            "and by more than the clock uncertainty.",
+        ),
+        ("overhead", "profiler overhead", "%", "Time the profiler took, as measured by itself."),
+        # Of ranks and buckets.
+        ("rank",),
+        ("host", "", TEXT),
+        (
+            "wait_ms",
+            "",
+            "",
+            "From the launch of a collective on this rank to that on the last, hidden or exposed.",
+        ),
+        ("caused_ms", "waited for", "", "Time for which the other ranks waited for this one."),
+        ("clock_uncertainty_ms", "", "", "Bound of a clock's error against that of rank 0."),
+        ("intra_gbps", "inside its host"),
+        ("inter_gbps", "to other hosts"),
+        ("bucket",),
+        ("bucket_codec", "codec", TEXT),
+        *((key,) for key in ("raw_mb", "wire_mb", "ready_ms", "encode_ms")),
+        *((key,) for key in ("transfer_ms", "decode_ms", "end_after_last_gradient_ms")),
+        (
+            "relative_l2",
+            "relative error",
+            "",
+            "|p - C(p)| / |p| of p, what a rank encoded (gradient and residual), and C(p), what "
+            "its payload says: of one bucket in turn, on a random sample of its elements.",
+        ),
+        ("cosine", "", "", "Cosine of the angle between p and C(p)."),
+        (
+            "residual_ratio",
+            "",
+            "",
+            "Norm of the residual over that of the gradient. If it keeps growing, the codec loses "
+            "too much.",
+        ),
+        # Of predictions.
+        ("position",),
+        ("setting", "", TEXT),
+        ("sent_mb",),
+        ("change",),
+        ("remark", "", TEXT),
+    )
+}
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float; None if it is not a finite number."""
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def format_value(value: float | None, unit: str = "", *, signed: bool = False) -> str:
+    """A number with three significant digits and its unit; ``"n/a"`` if it is not finite.
+
+    Args:
+        unit: ``"%"`` of a share from 0 to 1, ``"B"`` and ``"Gbit/s"`` choose their prefix, any
+            other is appended.
+    """
+    value = finite(value)
+    if value is None:
+        return MISSING
+    if unit == "%" and signed:
+        return f"{100 * value:+z.1f} %"
+    if unit == "%":
+        value *= 100
+        return f"{value:.0f} %" if abs(value) >= 10 else f"{float(f'{value:.2g}'):g} %"
+    if unit == "B":
+        size, unit = next(
+            (each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if value >= each[0]),
+            (1, "bytes"),
+        )
+        value /= size
+    elif unit == "Gbit/s" and value < 1:
+        value, unit = 1e3 * value, "Mbit/s"
+    return f"{_digits(value)} {unit}".rstrip()
+
+
+def _digits(value: float) -> str:
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 1:
+        return f"{value:.2f}"
+    if size >= 0.001:
+        return f"{value:#.3g}"
+    return f"{value:.1g}" if size else "0"
+
+
+def count(number: int, what: str) -> str:
+    """Such as ``1 step`` and ``2 steps``."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def why(reasons: Mapping[str, str], *keys: str) -> str:
+    """The reason of the first of these keys that has one."""
+    return next((reasons[key] for key in keys if key in reasons), "no reason was recorded")

@@ -1,0 +1,97 @@
+"""``report.html``: one file that opens without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+from plotly.offline import get_plotlyjs
+
+from lightning_dist.profiling.analysis.metrics import METRICS
+from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
+from lightning_dist.profiling.report import figures, tables
+from lightning_dist.profiling.report.figures import DARK, Picture
+from lightning_dist.profiling.report.files import replace_file
+from lightning_dist.profiling.report.tables import Table
+from lightning_dist.profiling.report.timeline import timeline
+
+
+def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timeline]) -> None:
+    """Write the page; equal arguments give equal bytes.
+
+    Args:
+        timelines: the steps to choose from in the time line, in this order.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Text from a damaged file may hold half characters, which no encoding knows.
+    replace_file(path, page(summary, timelines).encode(errors="replace"))
+
+
+def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
+    """The text of the page."""
+    environment = Environment(
+        loader=PackageLoader("lightning_dist.profiling", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["code"] = _code
+    views = _views(summary, timelines)
+    drawn = {
+        each.id: [figure.to_plotly_json() for figure in each.figures.values()]
+        for each in views
+        if isinstance(each, Picture) and each.figures
+    }
+    script = Path(str(summary.run.get("script") or "")).name
+    started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
+    metrics = [each for each in METRICS.values() if each.meaning and each.key not in PARTS]
+    return environment.get_template("page.html").render(
+        summary=summary,
+        origin=", ".join(filter(None, (script, started and f"started {started}"))),
+        facts=tables.facts(summary),
+        views=views,
+        unavailable=[
+            (METRICS[key].label if key in METRICS else key, reason)
+            for key, reason in sorted(summary.reasons.items())
+        ],
+        metrics=metrics,
+        figures=_json(drawn),
+        dark=_json(DARK),
+        plotly=get_plotlyjs() if drawn else "",
+    )
+
+
+def _views(summary: Summary, timelines: Sequence[Timeline]) -> list[Picture | Table]:
+    views: list[Picture | Table | None] = [
+        figures.steps_over_time(summary),
+        tables.parts_table(summary),
+        timeline(summary, timelines),
+        tables.ranks_table(summary),
+        figures.waits_over_time(summary),
+        tables.whatif_table(summary),
+        figures.predicted_steps(summary),
+        figures.links_between_hosts(summary),
+        tables.groups_table(summary),
+        tables.buckets_table(summary),
+        figures.errors_over_time(summary),
+        tables.run_table(summary),
+    ]
+    return [each for each in views if each is not None]
+
+
+def _code(text: str) -> Markup:
+    """Text with what is between backticks as code; all else of it is only text."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _json(content: object) -> str:
+    """JSON that cannot end the script that it is in."""
+    text = json.dumps(content, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    return text.replace("<", "\\u003c")

@@ -1,0 +1,400 @@
+"""The page of a report, without a browser."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import Planted, replace, replaced
+from report_pages import body_of, choices_of, figures_of, text_of
+from snapshots import assert_snapshot
+from summaries import a_summary, a_timeline, sampled
+
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Placed, Timeline, Traffic
+from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
+from lightning_dist.profiling.report.bins import columns, mean, most_frequent
+from lightning_dist.profiling.report.page import write_report
+from lightning_dist.profiling.report.tables import buckets_table, facts, parts_table, ranks_table
+from lightning_dist.profiling.report.timeline import most_telling
+from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.whatif.costs import Costs
+from lightning_dist.profiling.whatif.predict import with_whatif
+
+
+def test_the_text_of_the_page() -> None:
+    assert_snapshot("page.txt", text_of(a_summary(), a_timeline(), a_timeline(label="p95 step")))
+
+
+@pytest.mark.parametrize(
+    ("steps", "width"),
+    [
+        ([7], 1),
+        (range(2, 252), 1),
+        (range(2, 253), 2),
+        ([2, 3, 9, 40], 1),
+        (range(5, 5000, 16), 20),
+        ([0, 100_000], 401),
+    ],
+)
+def test_columns_are_equal_parts_of_the_axis(steps: Sequence[int], width: int) -> None:
+    found = columns(steps, most=250)
+    assert found.width == width
+    assert len(found.runs) <= 250
+    assert [step for run in found.runs for step in steps[run]] == list(steps)
+    low, high = found.range
+    edges = [(x - width / 2, x + width / 2) for x in found.middles]
+    assert (edges[0][0], edges[-1][1]) == (low, high)
+    assert all(left[1] == right[0] for left, right in pairwise(edges))
+    for run, (begin, end) in zip(found.runs, edges, strict=True):
+        assert all(begin < step < end for step in steps[run])
+
+
+def test_steps_that_were_not_looked_at_are_gaps() -> None:
+    steps = [2, 6, 7, 8, 20]
+    drawn = figures_of(sampled(a_summary(steps=24), steps))
+    heat, marks = drawn["waits"]["data"]
+    assert heat["x"] == list(range(2, 21))
+    for row in heat["z"]:
+        assert [x for x, z in zip(heat["x"], row, strict=True) if z is not None] == steps
+    assert not heat["hoverongaps"]
+    assert drawn["waits"]["layout"]["xaxis"]["range"] == [1.5, 20.5]
+    for bars in drawn["steps"]["data"]:
+        assert bars["x"] == steps
+        assert bars["width"] == 0.85
+    assert set(marks["x"]) <= set(steps)
+    blank = "Steps that were not looked at in detail are blank."
+    assert text_of(sampled(a_summary(steps=24), steps)).count(blank) == 2
+    assert blank not in text_of(a_summary(steps=24))
+
+
+def test_bars_of_many_steps_are_no_wider_than_what_they_are_of() -> None:
+    steps = [*range(2, 302), *range(900, 1002)]
+    drawn = figures_of(sampled(a_summary(steps=1000), steps))
+    for bars in drawn["steps"]["data"]:
+        edges = [(x - bars["width"] / 2, x + bars["width"] / 2) for x in bars["x"]]
+        assert not [edge for edge in edges if 305 < edge[1] < 899]
+        assert all(end - begin == 4 for begin, end in edges)
+
+
+def test_means_and_counts_leave_out_what_is_no_number() -> None:
+    assert mean([1.0, None, 3.0, float("nan")]) == 2.0
+    assert mean([None]) is None
+    assert most_frequent([None, 2, 1, 1, None, None]) == 1
+    assert most_frequent([None]) is None
+
+
+def test_every_part_is_a_metric_with_a_meaning() -> None:
+    assert tuple(METRICS)[: len(PARTS)] == PARTS
+    assert all(METRICS[name].meaning for name in PARTS)
+    assert len({METRICS[name].label for name in PARTS}) == len(PARTS)
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    expected = {
+        (1234.5, ""): "1,234",
+        (12.34, ""): "12.3",
+        (1.0, ""): "1.00",
+        (0.17, ""): "0.170",
+        (0.00004, ""): "4e-05",
+        (0, ""): "0",
+        (None, "ms"): "n/a",
+        (float("nan"), ""): "n/a",
+        (float("inf"), "%"): "n/a",
+        (0.5, "ms"): "0.500 ms",
+        (411.6, "ms"): "412 ms",
+        (0.314, "%"): "31 %",
+        (0.0421, "%"): "4.2 %",
+        (0.0104, "%"): "1 %",
+        (0, "%"): "0 %",
+        (1, "%"): "100 %",
+        (16.3e6, "B"): "16.3 MB",
+        (999, "B"): "999 bytes",
+        (0.187, "Gbit/s"): "187 Mbit/s",
+        (9.4, "Gbit/s"): "9.40 Gbit/s",
+    }
+    assert {each: format_value(*each) for each in expected} == expected
+    assert format_value(-0.0193, "%", signed=True) == "-1.9 %"
+    assert format_value(-1e-9, "%", signed=True) == "+0.0 %"
+
+
+def test_many_steps_are_few_bars_with_the_same_mean() -> None:
+    summary = a_summary(steps=1000)
+    traces = figures_of(summary)["steps"]["data"]
+    transfer = next(each for each in traces if each["name"] == "exposed transfer")
+    assert len(transfer["y"]) == 250
+    assert transfer["width"] * 250 == 1000
+    assert sum(transfer["y"]) / 250 == pytest.approx(
+        sum(summary.series.parts_ms["transfer"]) / 1000
+    )
+    assert "up to 4 consecutive steps" in text_of(summary)
+
+
+def test_of_many_ranks_the_worst_are_shown_and_it_says_so() -> None:
+    summary = a_summary(ranks=40, steps=4, late=33)
+    timeline = a_timeline(ranks=40, buckets=2, late=33)
+    ranks = most_telling(summary, range(40))
+    assert len(ranks) == 16
+    assert 33 in ranks
+    assert max(summary.ranks, key=lambda each: each.wait_ms or 0).rank in ranks
+    assert most_telling(summary, range(16)) == list(range(16))
+    assert "Shown are 16 of 40 ranks" in text_of(summary, timeline)
+    ticks = figures_of(summary, timeline)["timeline"]["layout"]["yaxis"]["ticktext"]
+    assert [int(each.split("<br>")[0].removeprefix("rank ")) for each in ticks] == ranks
+
+
+def test_a_bar_splits_where_the_last_rank_has_come() -> None:
+    spans = {
+        0: [
+            Placed("exchange", 0, 1_000_000, 9_000_000, arrival=4_000_000, op="x", group="g"),
+            Placed("exchange", 1, 1_000_000, 3_000_000, op="x", group="g"),
+        ]
+    }
+    timeline = Timeline(1, "a step", {0: [("forward", 0, 9_000_000)]}, {}, spans)
+    traces = {each["name"]: each for each in figures_of(a_summary(), timeline)["timeline"]["data"]}
+    wait, transfer = traces["wait for the last rank"], traces["transfer"]
+    assert (wait["base"], wait["x"]) == ([1.0], [3.0])
+    assert (transfer["base"], transfer["x"]) == ([4.0], [5.0])
+    unknown = traces["collective, launches not known"]
+    assert (unknown["base"], unknown["x"]) == ([1.0], [2.0])
+
+
+def test_the_step_of_the_time_line_is_chosen() -> None:
+    run = Planted(steps=40, slow_steps={7: 3}).run()
+    summary = summarize(run)
+    picked = pick_steps(run, summary)
+    assert [each.label for each in picked] == ["median step", "p95 step", "slowest step"][
+        :: 2 if summary.step_ms["median"] == summary.step_ms["p95"] else 1
+    ]
+    assert picked[-1].step == 7
+    drawn = choices_of(summary, *picked)["timeline"]
+    assert len(drawn) == len(picked)
+    ends = [each["layout"]["xaxis"]["range"][1] for each in drawn]
+    assert ends == [pytest.approx(each, abs=0.01) for each in (summary.step_ms["median"], 220)]
+    assert "slowest step (7)" in text_of(summary, *picked)
+
+
+@pytest.mark.parametrize(
+    ("timeline", "sentence"),
+    [
+        (Timeline(1, "a step", {0: [("forward", 0, 0)]}, {}, {}), "Only phases: buckets"),
+        (Timeline(1, "a step", {}, {}, {}), "Nothing was recorded inside this step"),
+        (Timeline(1, "a step", {0: [("forward", 0, 9)]}, {}, {}), "Only phases: buckets"),
+    ],
+)
+def test_a_time_line_with_less_says_what_is_missing(timeline: Timeline, sentence: str) -> None:
+    assert sentence in text_of(a_summary(), timeline)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ranks": 1, "late": 0}, "There is one rank, and nobody it could wait for."),
+        ({"links": [{"rank": 0, "peer": None, "group": "flat", "sent": 10, "seconds": 1.0}]},
+         "n/a between two hosts: only whole groups of ranks were."),
+        ({"links": [], "reasons": {"links": "no time"}}, "n/a: no time."),
+        ({"errors": [], "reasons": {"errors": "not asked for"}}, "n/a: not asked for."),
+        ({"overlap": None, "reasons": {"overlap": "no exchange"}}, "overlap\nn/a\nno exchange\n"),
+        ({"straggler": None, "reasons": {"straggler": "all alike"}},
+         "straggler\nnone\nall alike\n"),
+        ({"notes": []}, "Warnings\nNo warnings.\n"),
+        ({"traffic": Traffic(8e6, 8e6, 0, 8e6), "reasons": {"traffic.peak_gbps": "not calibrated"}},
+         "link bandwidth\nn/a\nnot calibrated\n"),
+    ],
+)  # fmt: skip
+def test_a_view_without_data_says_why(changes: dict[str, Any], sentence: str) -> None:
+    shape = {name: changes[name] for name in ("ranks", "late") if name in changes}
+    rest = {name: value for name, value in changes.items() if name not in shape}
+    assert sentence in text_of(replace(a_summary(steps=4, **shape), **rest))
+
+
+def test_series_without_a_number_are_sentences() -> None:
+    summary = a_summary(steps=4)
+    nothing = {0: [float("nan")] * 4, 1: [0.0] * 4}
+    series = replace(summary.series, parts_ms={"wait": [0.0] * 4}, wait_ms=nothing)
+    text = text_of(replace(summary, series=series, reasons={"parts_ms": "no phases"}))
+    assert "n/a: no phases." in text
+    assert "No rank has waited for another." in text
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [(0.0, ", compared to 0 bytes of"), (8.3e6, "compared to"), (3.2e7, "4.0x less")],
+)
+def test_bytes_are_compared_with_ddp(raw: float, words: str) -> None:
+    found = facts(replace(a_summary(), traffic=Traffic(raw, 8e6, 0, 8e6)))
+    (sent,) = [each for each in found if each.label == "bytes sent"]
+    assert words in sent.detail
+
+
+def test_the_matrix_has_all_bits_over_all_seconds() -> None:
+    link = {"rank": 0, "peer": 1, "group": "flat"}
+    links = [{**link, "sent": 1e8, "seconds": 1.0}, {**link, "sent": 3e8, "seconds": 1.0}]
+    (heat,) = figures_of(replace(a_summary(), links=links))["links"]["data"]
+    assert heat["z"] == [[None, 1.6], [None, None]]
+
+
+def test_numbers_that_are_none_do_not_break_it() -> None:
+    nan, error = float("nan"), {"step": 1, "bucket": 0, "rank": 0}
+    summary = replace(
+        a_summary(steps=4),
+        errors=[
+            {**error, "relative_l2": nan, "cosine": float("inf"), "residual_ratio": None},
+            {**error, "relative_l2": 0.5, "cosine": 0.9, "residual_ratio": None},
+        ],
+    )
+    curves = figures_of(summary)["errors"]["data"]
+    assert [each["y"] for each in curves if each["mode"] != "lines"] == [[0.5], [0.9]]
+    assert "no residual was kept" in text_of(summary)
+
+
+def test_equal_arguments_give_equal_bytes(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.html", tmp_path / "other.html"
+    write_report(one, a_summary(), [a_timeline()])
+    write_report(other, a_summary(), [a_timeline()])
+    assert one.read_bytes() == other.read_bytes()
+    assert one.stat().st_size < 5_200_000
+    text = one.read_text()
+    assert text.count("plotly.js v") == 1
+    before = text.partition("<script>")[0] + text.rpartition("<script>")[2]
+    assert not re.findall(r"(?:src|href)=\"(?!#)|url\(|@import|https?://", before), "self-contained"
+
+
+def test_half_a_character_is_no_reason_to_have_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, a_summary(hosts=["host-\ud83d", "b"]), [a_timeline()])
+    assert "host-?" in path.read_bytes().decode()
+
+
+def test_commands_in_texts_are_code_and_nothing_else_is() -> None:
+    summary = replace(
+        a_summary(), notes=["run `lightning-dist doctor <x>` now"], headline="`a` and `<b>`"
+    )
+    text = body_of(summary)
+    assert "run <code>lightning-dist doctor &lt;x&gt;</code> now" in text
+    assert "<code>a</code> and <code>&lt;b&gt;</code>" in text
+    assert "`" not in text
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"report\.html"):
+        write_report(tmp_path / "report.html", summarize(Run({})), [])
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+def bare(run: Run, **changes: object) -> Run:
+    for rank, of_rank in run.ranks.items():
+        steps = {step: replace(each, **changes) for step, each in of_rank.steps.items()}
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run({}),
+        Planted(steps=0).run(),
+        bare(Planted().run(), buckets=(), spans=(), detailed=False),
+        bare(Planted().run(), buckets=(), spans=(), phases=(), detailed=False),
+        Planted(world_size=1, buckets=0).run(),
+        Planted(buckets=0, codec="ddp").run(),
+        bare(Planted().run(), spans=()),
+    ],
+    ids=["no rank", "no step", "no detail", "no phases", "one rank", "blind", "no exchange"],
+)
+def test_of_what_summarize_makes_everything_missing_has_its_reason(run: Run) -> None:
+    summary = with_whatif(summarize(run), run, lambda observed: Costs(reason="not asked"))
+    text = text_of(summary, *pick_steps(run, summary))
+    assert "no reason was recorded" not in text
+    assert "nan" not in text.lower().replace("finance", "")
+    assert all(reason in text for reason in summary.reasons.values())
+    tables = parts_table(summary), ranks_table(summary)
+    cells = [cell for table in tables for row in table.rows for cell in row]
+    if "parts_ms" in summary.reasons:
+        assert not {METRICS[name].label for name in EXPOSED} & set(cells)
+        assert "communication is 0" not in text
+        assert all(row[3:6] == ("n/a", "n/a", "n/a") for row in tables[1].rows)
+        assert not any(each.value == "none" for each in facts(summary))
+
+
+def test_where_nothing_was_measured_there_is_no_plotly(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", summarize(Run({})), [])
+    assert (tmp_path / "report.html").stat().st_size < 100_000
+
+
+def test_only_the_page_imports_plotly() -> None:
+    modules = ", ".join(
+        f"lightning_dist.profiling.report.{x}" for x in ("files", "terminal", "trace")
+    )
+    code = f"import sys, {modules}; sys.exit('plotly' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def mixed() -> Run:
+    """Every second of 36 steps is looked at in detail, and all of those are slower."""
+    run = Planted(steps=38, slow_steps=dict.fromkeys(range(0, 38, 2), 2)).run()
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: replace(each, buckets=(), spans=(), detailed=False) if step % 2 else each
+            for step, each in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+def test_the_page_of_a_run_says_when_it_began_and_what_ran() -> None:
+    run = Planted(world_size=1).run()
+    about = replace(run.ranks[0].about, script="jobs/train.py")
+    new = Run({0: replace(run.ranks[0], about=about)})
+    broken = Run({0: replace(run.ranks[0], about=replace(about, unix=1e300))})
+    origins = [text_of(summarize(each)).splitlines()[1] for each in (new, run, broken)]
+    started = "started 2027-01-15 08:00:00 UTC"
+    assert origins == [f"train.py, {started}", started, "train.py"]
+
+
+def test_shares_of_the_parts_are_of_their_sum() -> None:
+    summary = summarize(mixed())
+    assert (summary.step_ms["mean"], summary.parts_step_ms) == pytest.approx((130, 160))
+    table = parts_table(summary)
+    *parts, total = table.rows
+    assert sum(float(row[1]) for row in parts) == pytest.approx(160)
+    assert sum(float(row[2].removesuffix(" %")) for row in parts) == pytest.approx(100, abs=1)
+    assert total == ("detailed step", "160", "100 %", "mean of 18 steps")
+    assert table.caption.endswith("the mean of all is 130 ms.")
+    exposed, of_all = facts(summary)[:2]
+    assert exposed.value == "58 %"
+    assert exposed.detail == "93.0 ms of 160 ms, the mean of 18 detailed steps"
+    assert of_all.value == "130 ms"
+    assert of_all.detail.startswith("mean of 36 steps and 2 ranks; median 130 ms; p95 ")
+    assert all(row[2:4] == ("160", "93.0") for row in ranks_table(summary).rows)
+
+
+def test_waiting_for_a_rank_without_lines_is_no_zero_on_the_page() -> None:
+    run = Planted(late={1: 50}).run()
+    run = Run({0: run.ranks[0]})
+    summary = summarize(run)
+    rows = {row[0]: row for row in parts_table(summary).rows}
+    assert rows["exposed wait"][1:3] == ("n/a", "n/a")
+    assert rows["exposed wait"][3].startswith("n/a: exchanges without a record of rank 1")
+    assert [row[6] for row in buckets_table(summary).rows] == ["n/a"] * 4
+    assert not summary.series.wait_ms
+    drawn = figures_of(summary, *pick_steps(run, summary))
+    assert "waits" not in drawn
+    assert "exposed wait" not in {trace["name"] for trace in drawn["steps"]["data"]}
+    (sent,) = [each for each in facts(summary) if each.label == "bytes sent"]
+    assert sent.detail.startswith("per step and rank with records, ")
+
+
+def test_ddp_has_no_times_of_a_codec_on_the_page() -> None:
+    summary = summarize(Planted(codec="ddp", encode=0, decode=0).run())
+    rows = {row[0]: row for row in parts_table(summary).rows}
+    assert rows["exposed codec"][1:3] == ("n/a", "n/a")
+    assert rows["exposed wait"][1:3] == ("0", "0 %")  # this was measured
+    assert {(row[5], row[8]) for row in buckets_table(summary).rows} == {("n/a", "n/a")}
