@@ -121,11 +121,26 @@ KINDS: dict[str, Callable[[], None]] = {
 Places = Sequence[tuple[Fault, Callable[[], None]]]
 
 
+def await_siblings(folder: Path) -> None:
+    """Wait until the agent has forked all its ranks; on each of them, before it connects to it.
+
+    The store's thread in the agent asks for the name of whoever connects, and a rank that is forked
+    meanwhile inherits glibc's lock of the resolver as it is held, and stays in its first connect.
+    """
+    of_start = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    here = folder / "forked" / of_start
+    here.mkdir(parents=True, exist_ok=True)
+    (here / os.environ["LOCAL_RANK"]).touch()
+    while len(os.listdir(here)) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        time.sleep(0.002)  # the job has a limit
+
+
 def rank_main(job: Job, start: int) -> str:
     """One rank of one start."""
     import logging
     import warnings
 
+    await_siblings(Path(job.folder))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's, which a fork inherits
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")

@@ -92,6 +92,7 @@ def strategy_of(setup: Setup) -> Any:
 
 def rank_main(job: Job, start: int) -> None:
     """One rank of one start."""
+    elastic_jobs.await_siblings(Path(job.folder))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has its agent's handler; torchrun's not
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
