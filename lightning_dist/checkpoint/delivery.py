@@ -83,6 +83,7 @@ class Delivery:
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: dict[str, bool] = {}  # whether others are kept out
         self._writer: WriterHandle | None = None
+        self._loss = "the checkpoint writer has ended"  # or how
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-delivery")
 
     @property
@@ -260,7 +261,7 @@ class Delivery:
         origin = job.origin if isinstance(job, Save) else None
         try:
             if writer is None:
-                raise CheckpointError("the checkpoint writer has ended")
+                raise CheckpointError(self._loss)
             if origin is not None:
                 with self._changed:
                     self._in_flight[origin.save_id].writer = writer
@@ -268,7 +269,7 @@ class Delivery:
         except CheckpointError as error:
             with self._changed:
                 if self._writer is writer:  # it ended before it was ours
-                    self._writer = None
+                    self._writer, self._loss = None, str(error)
             if isinstance(job, Save) or self._is_missing(job):
                 self._report(Failed(job.target, origin, str(error)))
             else:
@@ -313,7 +314,7 @@ class Delivery:
             links = [e for e, with_ in self._errands if with_ is writer and self._is_missing(e)]
             self._errands = [each for each in self._errands if each[1] is not writer]
             if self._writer is writer:
-                self._writer = None
+                self._writer, self._loss = None, reason
             self._changed.notify_all()
         for save in lost:
             self._report(Failed(save.target, save.origin, reason))

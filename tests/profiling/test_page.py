@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from planted import Planted, replace, replaced
+from rendered import assert_snapshot
 from report_pages import body_of, choices_of, figures_of, text_of
-from snapshots import assert_snapshot
 from summaries import a_summary, a_timeline, sampled
 
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value

@@ -4,8 +4,8 @@ import io
 
 import pytest
 from planted import Planted, replace
+from rendered import assert_snapshot
 from rich.console import Console
-from snapshots import assert_snapshot
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
