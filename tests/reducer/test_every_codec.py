@@ -20,7 +20,7 @@ from feeding import (
     feed,
     step_digest,
 )
-from layouts import FORMS, Layout, flat
+from layouts import FORMS, PAIRS, UNEVEN, Layout, flat
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, resolve_codec
@@ -91,7 +91,14 @@ def is_wide(codec: str) -> bool:
 
 @pytest.mark.parametrize(
     ("layout", "codecs"),
-    [(flat(2), EVERY_CODEC), *((layout, [*FEW, *PER_LEVEL]) for layout in FORMS)],
+    [
+        (flat(2), EVERY_CODEC),
+        *((layout, [*FEW, *PER_LEVEL]) for layout in FORMS),
+        *(
+            pytest.param(layout, EVERY_CODEC, marks=pytest.mark.slow)
+            for layout in (Layout(PAIRS), Layout(UNEVEN))
+        ),
+    ],
     ids=lambda value: str(value) * isinstance(value, Layout),
 )
 def test_zeros_in_are_zeros_out(layout: Layout, codecs: Sequence[str]) -> None:
