@@ -271,17 +271,17 @@ class Delivery:
                 if self._writer is writer:  # it ended before it was ours
                     self._writer, self._loss = None, str(error)
             if isinstance(job, Save) or self._is_missing(job):
-                self._report(Failed(job.target, origin, str(error)))
+                self._report(writer, Failed(job.target, origin, str(error)))
             else:
-                self._end_errand(job.target)
+                self._end_errand(job.target, writer)
 
-    def _report(self, event: Event) -> None:
+    def _report(self, writer: WriterHandle | None, event: Event) -> None:
         with self._changed:
             if isinstance(event, Done):
                 self._removals.answered(event.target, waits=event.waits)
-                self._end_errand(event.target)
+                self._end_errand(event.target, writer)
             elif event.origin is None:
-                self._end_errand(event.target)
+                self._end_errand(event.target, writer)
             elif event.origin.save_id not in self._in_flight:
                 return  # reported already, when its writer ended
             else:
@@ -300,9 +300,11 @@ class Delivery:
                 self._events.append(event)
             self._changed.notify_all()
 
-    def _end_errand(self, target: str) -> None:
+    def _end_errand(self, target: str, writer: WriterHandle | None) -> None:
+        """Forget an errand of ``writer``; another writer may have one for the same target."""
         with self._changed:
-            ended = next((each for each in self._errands if each[0].target == target), None)
+            of_writer = (each for each in self._errands if each[1] is writer)
+            ended = next((each for each in of_writer if each[0].target == target), None)
             if ended is not None:  # not lost with its writer
                 self._errands.remove(ended)
             self._changed.notify_all()
@@ -317,9 +319,9 @@ class Delivery:
                 self._writer, self._loss = None, reason
             self._changed.notify_all()
         for save in lost:
-            self._report(Failed(save.target, save.origin, reason))
+            self._report(writer, Failed(save.target, save.origin, reason))
         for link in links:
-            self._report(Failed(link.target, None, reason))
+            self._report(writer, Failed(link.target, None, reason))
 
     def _is_missing(self, errand: Errand) -> bool:
         """Whether something is missing because ``errand`` was lost with its writer.

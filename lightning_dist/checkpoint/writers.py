@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightning_dist.checkpoint.memory import SnapshotMemory
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[Event], None]
+Report = Callable[["WriterHandle", Event], None]
 
 _START_TIMEOUT = 60.0
 """Seconds; a tenth of one is needed on an idle machine."""
@@ -63,7 +64,7 @@ class WriterThread:
     """Writes on a thread of this process: what is in memory here is seen by others here."""
 
     def __init__(self, *, report: Report, read_back: bool) -> None:
-        self._writer = Writer(report=report, read_back=read_back)
+        self._writer = Writer(report=partial(report, self), read_back=read_back)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._last: Future[None] | None = None
 
@@ -198,7 +199,7 @@ class WriterProcess:
             if isinstance(event, Owned):
                 self._owned.put(event)
             else:
-                self._report(event)
+                self._report(self, event)
         self._owned.put(None)
         if not self._closing:
             self._lost(self, self._ended())
