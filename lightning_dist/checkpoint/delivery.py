@@ -33,7 +33,7 @@ Errand = Link | Remove | Keep
 
 _NOTHING = Keep("")
 _FAREWELL = 1.0
-"""Seconds to tell the writer that a copy is given up."""
+"""Seconds for the writer to be sent what was given up."""
 _PATIENCE = 600.0
 """Seconds for which a save may wait for an earlier one, beyond what a slow upload takes."""
 
@@ -226,7 +226,7 @@ class Delivery:
         targets = self._targets()
         if stuck:
             self._give_copies_up()
-            wait(last, _FAREWELL)  # the writer and the other ranks are told
+            wait(last, _FAREWELL)  # so that the writer and the other ranks learn of it
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
@@ -301,7 +301,7 @@ class Delivery:
             self._changed.notify_all()
 
     def _end_errand(self, target: str, writer: WriterHandle | None) -> None:
-        """Forget an errand of ``writer``; another writer may have one for the same target."""
+        """Removes one errand for ``target`` that ``writer`` had; another writer may have one too."""
         with self._changed:
             of_writer = (each for each in self._errands if each[1] is writer)
             ended = next((each for each in of_writer if each[0].target == target), None)

@@ -162,8 +162,8 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
     ):
         for path, why in items:
             description = known[path]
-            told = [_summary(description)] if description is not None else []
-            _print_item(word, path, "; ".join([*told, *filter(None, [why])]), color=color)
+            about = _summary(description) if description is not None else ""
+            _print_item(word, path, "; ".join(filter(None, [about, why])), color=color)
     if not planned.removed:
         typer.echo("nothing to remove")
 
@@ -293,7 +293,7 @@ def _cells(found: Found) -> tuple[str, ...]:
 
 
 def _summary(description: Description) -> str:
-    """What a checkpoint is, in a few words."""
+    """Step, kind and size of a checkpoint."""
     parts = [description.kind, decimal(description.nbytes)]
     if description.origin is not None:
         parts.insert(0, f"step {description.origin.step}")

@@ -134,8 +134,7 @@ def _real(path: str) -> str:
 
 
 def is_ours(storage: Storage, inside: str) -> bool:
-    """Whether this package wrote what is left of a damaged checkpoint, under the name that it has;
-    in doubt it did not."""
+    """True if this package wrote a damaged checkpoint under this name; in doubt False."""
     if storage.is_folder(inside):
         names = storage.names(inside)
         text = storage.read(f"{inside}/{NAME}") if NAME in names else b""

@@ -1,4 +1,4 @@
-"""What ``lightning-dist launch`` runs: the words of a launch, and options added for torchrun."""
+"""The command that ``lightning-dist launch`` runs, with the options it adds for torchrun."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Interface:
         return self.has_address and not all(map(_is_loopback, self.addresses))
 
     def __str__(self) -> str:
-        speed = "speed not told" if self.mbit is None else f"{self.mbit} Mbit/s"
+        speed = "speed unknown" if self.mbit is None else f"{self.mbit} Mbit/s"
         address = ", ".join(self.addresses) or "no address"
         return f"{self.name} {'up' if self.is_up else 'down'}, {address}, MTU {self.mtu}, {speed}"
 
