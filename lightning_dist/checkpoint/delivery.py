@@ -301,7 +301,7 @@ class Delivery:
             self._changed.notify_all()
 
     def _end_errand(self, target: str, writer: WriterHandle | None) -> None:
-        """Removes one errand for ``target`` that ``writer`` had; another writer may have one too."""
+        """Removes one errand for ``target`` of ``writer``; another writer may have one too."""
         with self._changed:
             of_writer = (each for each in self._errands if each[1] is writer)
             ended = next((each for each in of_writer if each[0].target == target), None)
