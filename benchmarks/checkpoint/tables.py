@@ -1,0 +1,85 @@
+"""Tables of the cost of a save and of the campaign of crashes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.harness.sections import (
+    NA,
+    Result,
+    caption,
+    markdown,
+)
+from benchmarks.harness.tables import Column, Row
+
+
+def checkpoint(result: Result) -> str | None:
+    """Costs of a save, one line for every way to save; then the goals."""
+    rows, meta = [row for row in result["rows"] if "stall_ms" in row], result["meta"]
+    if not rows:
+        return None
+    text = (
+        f"A state of {meta['state_mb']:.0f} MB in 96 tensors, medians of "
+        f"{rows[0]['rounds']} interleaved rounds, one thread, local disk. Standing still: the "
+        "call, and what the next optimizer step was held back. Steps meanwhile: how much longer "
+        "small training steps take while it is written. Memory: of all processes."
+    )
+    return "\n\n".join(
+        [markdown(_SAVES, rows), markdown(_GOALS, meta["goals"]), caption(text, meta)]
+    )
+
+
+def crash_campaign(result: Result) -> str | None:
+    """What was done to checkpoints, how often, and what went wrong."""
+    rows, meta = result["rows"], result["meta"]
+    if not rows:
+        return None
+    counts = [name for name, value in rows[0].items() if isinstance(value, int)]
+    text = (
+        "After every trial: the newest checkpoint that was reported complete, or a later one, is "
+        "found and whole; damaged ones are detected; files of others are as they were; a resumed "
+        "training ends with the same bits as one that was not disturbed. A trial counts under "
+        f"every problem it had. {meta['seconds'] / 60:.0f} minutes, seed {meta['seed']}."
+    )
+    columns = [("", "{kind}"), *((name, f"{{{name}:,}}") for name in counts)]
+    return f"{markdown(columns, rows)}\n\n{caption(text, meta)}"
+
+
+def _figure(value: Mapping[str, Any] | None, unit: str = " ms") -> str:
+    if value is None:
+        return NA
+    number = value["median"]
+    return (f"{number:,.1f}" if number < 100 else f"{number:,.0f}") + unit
+
+
+def _stall(row: Row) -> str:
+    held = row["held_ms"]
+    return _figure(row["stall_ms"]) + (f" + {_figure(held)}" if held else "")
+
+
+def _way(row: Row) -> str:
+    ours = row["row"].removeprefix("ours ")
+    return row["row"] if ours == row["row"] else f"ours, `{ours}`"
+
+
+def _goal(goal: Row, *, key: str) -> str:
+    return f"{goal[key]:.2f}{'' if goal['unit'] in 'x%' else ' '}{goal['unit']}"
+
+
+_SAVES: list[Column] = [
+    ("", _way),
+    ("training stands still", _stall),
+    ("complete after", lambda row: _figure(row["total_ms"])),
+    ("steps meanwhile", "{slowdown_pct[median]:+.1f} %"),
+    ("memory", "{memory_mb:,.0f} MB"),
+]
+
+
+_GOALS: list[Column] = [
+    ("goal", "{name}"),
+    ("measured", partial(_goal, key="measured")),
+    ("at most", partial(_goal, key="goal")),
+    ("", lambda goal: "met" if goal["met"] else "missed"),
+]

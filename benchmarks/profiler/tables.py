@@ -1,0 +1,184 @@
+"""Tables of the profiler: planted truths, rates, clocks, costs, predictions."""
+
+from __future__ import annotations
+
+from benchmarks.harness.sections import (
+    NA,
+    Result,
+    Table,
+    caption,
+    links_of,
+    markdown,
+)
+from benchmarks.harness.tables import Column, Row, of_link, pivot
+
+
+def whatif_errors(result: Result) -> str | None:
+    """Each setting at each rate: what was measured, and the error of the prediction."""
+    pairs = [row for row in result["rows"] if row["kind"] == "pair"]
+    if not pairs:
+        return None
+
+    def pair(row: Row) -> str:
+        error = row["relative_error"]
+        off = NA if error is None else f"{100 * error:+.0f} %"
+        return f"{row['measured_ms']:,.0f} ms" + (
+            " (the profile)" if row["is_base"] else f", {off}"
+        )
+
+    columns: list[Column] = [("gradients", "`{setting}`")]
+    columns += [(f"{link:g} Mbit/s", pair, link) for link in links_of(pairs)]
+    meta = result["meta"]
+    base, of, any_of = meta["base"], meta["errors"], meta["errors_from_any"]
+    text = (
+        "A step as measured, medians, and by how much its prediction is off. All from one profile, "
+        f"of `{base['setting']}` at {base['link_mbit']:g} Mbit/s, with costs of codecs and small "
+        "collectives that were measured before the first step. 2 hosts of one rank with one core, "
+        f"42 MB of gradients. Error over {of['rows']:g} predictions: median "
+        f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %. From each of the "
+        f"{len(pairs)} runs as the profile, {any_of['rows']:g} predictions: median "
+        f"{100 * any_of['median']:.1f} %, largest {100 * any_of['largest']:.1f} %."
+    )
+    lines = pivot(pairs, of=["setting"], by="link_mbit")
+    return f"{markdown(columns, lines)}\n\n{caption(text, meta)}"
+
+
+def whatif_scaling(result: Result) -> str | None:
+    """What the same profile says of many hosts."""
+    rows = [row for row in result["rows"] if row["kind"] == "scaling"]
+    if not rows:
+        return None
+    columns: list[Column] = [("PREDICTION", "`{codec}`")]
+    for hosts in sorted({row["hosts"] for row in rows}):
+        columns.append((f"{hosts:,} hosts", "{step_ms:,.0f}", hosts))
+    text = (
+        "Predicted, not measured: milliseconds of a step by the number of hosts, one rank each, "
+        f"flat, at {result['meta']['base']['link_mbit']:g} Mbit/s, from the same profile of 2 "
+        "hosts. `topk` gathers what every rank has sent: its bytes grow with the number of ranks."
+    )
+    lines = pivot(rows, of=["form", "codec"], by="hosts")
+    return f"{markdown(columns, lines)}\n\n{caption(text, result['meta'])}"
+
+
+def _planted(row: Row) -> str:
+    if row["kind"] == "skew":
+        return f"rank 1 late by {row['planted_ms']:g} ms, `{row['codec']}`"
+    return f"{row['planted_ms']:g} ms in every encoding, {row['known_ms']:.0f} ms a step"
+
+
+def _load(row: Row) -> str:
+    return {"idle": "nothing", "both ways": "allreduces", "one way": "messages one way"}[
+        row["load"]
+    ]
+
+
+def _wire_columns(own: str) -> list[Column]:
+    """own: the congestion control that is not named."""
+
+    def link(row: Row) -> str:
+        control = row["congestion_control"]
+        return of_link(row["link_mbit"]) + ("" if control == own else f", {control}")
+
+    def peak(row: Row) -> str:
+        ends = (100 * row[f"peak_gbps_{end}"] / row["payload_gbps"] for end in ("low", "high"))
+        return f"{100 * row['peak_of_payload']:.0f} % ({' to '.join(f'{end:.0f}' for end in ends)})"
+
+    share = "{{{0}:x100.{1}f}} % ({{{0}_low:x100.{1}f}} to {{{0}_high:x100.{1}f}})"
+    return [
+        ("link", link),
+        ("gradients", "`{codec}`"),
+        ("planted", "{payload_gbps:x1000,.1f}"),
+        ("interface", "{link_gbps:x1000,.1f}"),
+        ("of planted", share.format("link_of_payload", 0)),
+        ("`wire_gbps`", "{wire_gbps:x1000,.1f}"),
+        ("of interface", share.format("of_link", 1)),
+        ("`peak_gbps`", "{peak_gbps:x1000,.1f}"),
+        ("of planted", peak),
+    ]
+
+
+def wire(result: Result) -> str | None:
+    """Rates of links: planted, by the packets of the links, and as the profile has them."""
+    rows = [row for row in result["rows"] if row["kind"] == "wire"]
+    own = rows[0]["congestion_control"] if rows else ""
+    text = (
+        "2 hosts, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
+        "bytes of a frame. Interface: what those of both hosts have sent in just the time over "
+        "which the profile takes its rate, from the packets with the kernel's time. "
+        f"Medians of {rows[0]['runs'] if rows else 0} runs, with the lowest and the highest. "
+        f"TCP's congestion control is {own} where no other is named."
+    )
+    return Table(kinds=["wire"], columns=_wire_columns(own), text=text)(result)
+
+
+def _more(name: str) -> str:
+    return (
+        f"{{{name}_more_ms:+.1f}} ({{{name}_more_low_ms:+.1f}} to {{{name}_more_high_ms:+.1f}}) ms"
+    )
+
+
+TRUTH = Table(
+    kinds=["skew", "codec"],
+    columns=[
+        ("planted", _planted),
+        ("times", "{count}"),
+        ("median miss", "{median_ms:.2f} ms"),
+        ("worst miss", lambda row: f"{abs(row['worst_ms']):.2f} ms"),
+    ],
+    text="Every step in detail, against what the ranks themselves timed at the same places. The "
+    "two are not read at the same instant: a rank that loses its core between them misses by that.",
+)
+
+
+CLOCKS = Table(
+    kinds=["clocks"],
+    columns=[
+        ("on the link", _load),
+        ("readings", "{count}"),
+        ("median error", "{median_us:,.0f} µs"),
+        ("worst", "{worst_us:,.0f} µs"),
+        ("says of itself", "± {uncertainty_us:,.0f} µs"),
+        ("error within", "{within:x100.0f} %"),
+    ],
+    text=lambda meta, rows: (
+        "2 hosts that share a clock and compare it as if they did not, "
+        f"{rows[0]['link_mbit']:g} Mbit/s; within: readings that are off by no more than they say."
+    ),
+)
+
+
+COST = Table(
+    kinds=["cost"],
+    columns=[
+        ("gradients", "`{codec}`"),
+        ("buckets", "{buckets}"),
+        ("step", "{step_ms:.1f} ms"),
+        ("more", _more("step")),
+        ("CPU", "{cpu_ms:.1f} ms"),
+        ("more CPU", _more("cpu")),
+        ("counted", "{overhead:x100.1f} %"),
+        ("in detail", "{detailed:x100.0f} %"),
+    ],
+    text=lambda meta, rows: (
+        f"2 ranks, `budget=0.01`, blocks with and without in turn, {rows[0]['rounds']} of each, "
+        "after steps in which the profiler finds out how many it may look at; "
+        "medians over blocks, of the differences with quartiles; CPU of all threads of a rank. "
+        "Counted: what the profiler says it took; in detail: steps in which it looked at buckets. "
+        "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which scales the "
+        "gradients in a pass of its own; the switch to Python is not counted. The load of the "
+        f"machine was {meta['machine']['load_before']:g} at the begin."
+    ),
+)
+
+
+OUTPUTS = Table(
+    kinds=["outputs"],
+    columns=[
+        ("ranks", "{ranks}"),
+        ("steps", "{steps:,}"),
+        ("lines", "{lines_mb:.1f} MB"),
+        *((name, f"{{{name}_s:.1f}} s") for name in ("read", "summarize")),
+        *((name, f"{{{name}_s:.1f}} s, {{{name}_mb:.1f}} MB") for name in ("html", "trace", "csv")),
+    ],
+    text="8 buckets of 3 spans, every step in detail; on one core.",
+)

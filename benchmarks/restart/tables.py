@@ -1,0 +1,120 @@
+"""Tables of restarts: campaigns of faults, times, rendezvous, cost without faults."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+from benchmarks.harness.sections import (
+    Result,
+    Rows,
+    Table,
+    caption,
+    markdown,
+)
+from benchmarks.harness.tables import Column, Row, cell_of
+
+
+def loop_campaign(result: Result) -> str | None:
+    """One line for all kinds of fault."""
+    rows = [row for row in result["rows"] if "struck" in row]
+    if not rows:
+        return None
+    found = [seconds for row in rows for seconds in row["recoveries_s"]]
+    line = {"kinds": len(rows), **_sums(rows), "median": median(found), "most": max(found)}
+    text = (
+        "`ElasticLoop` around plain DDP: the faults of the table above before the start, in "
+        "passes, between `backward` and `step`, after steps and epochs, drawn at random from seed "
+        f"{result['meta']['seed']}; judged in the same way."
+    )
+    columns: list[Column] = [
+        ("kinds of fault", "{kinds}"),
+        *_COUNTS,
+        ("to a new step", "{median:.1f} s"),
+        ("at most", "{most:.1f} s"),
+    ]
+    return f"{markdown(columns, [line])}\n\n{caption(text, result['meta'])}"
+
+
+def _exact(row: Row) -> str:
+    if row["ids_exact"]:
+        return "yes"
+    return f"no: {row['samples_missed']:.0f} missed, {row['samples_twice']:.0f} twice"
+
+
+def _seconds(row: Row, *, key: str) -> str:
+    """Nothing for the sum of all rows."""
+    return cell_of(("", f"{{{key}:.1f}} s"), row) if key in row else ""
+
+
+def _sums(rows: Rows) -> dict[str, int]:
+    return {key: sum(row[key] for row in rows) for key in ("trials", "struck", "failed")}
+
+
+_COUNTS: list[Column] = [
+    ("trials", "{trials}"),
+    ("met it", "{struck}"),
+    ("broken", "{failed}"),
+]
+
+
+CAMPAIGN = Table(
+    has="struck",
+    columns=[
+        ("fault", "{kind}"),
+        *_COUNTS,
+        ("to a new step", partial(_seconds, key="new_step_s")),
+        ("at most", partial(_seconds, key="new_step_max_s")),
+    ],
+    total=lambda rows: {"kind": "all", **_sums(rows)},
+    text=lambda meta, rows: (
+        "Small trainings of 1 to 4 ranks under torch's elastic agent, drawn at random from seed "
+        f"{meta['seed']}. Broken would be: hangs, lost or repeated samples, ranks that differ, "
+        "weights that differ. To a new step: from the last fault to a step not done before, by "
+        "ranks forked from a process that has imported everything; median. The 20 s are of sharded "
+        "checkpoints written on a thread, which waits for what the dead had to write; a writer "
+        "process, the default, does not keep the survivors."
+    ),
+)
+
+
+FIGURES = Table(
+    has="recovery_s",
+    columns=[
+        ("", "{way}"),
+        ("fault", "{fault}"),
+        ("to the first new step", "{recovery_s:.1f} s"),
+        ("samples redone", "{samples_redone:,.0f}"),
+        ("every sample once", _exact),
+    ],
+    text="Real torchrun, 2 ranks, a checkpoint every 10 steps, rank 1 struck after step 25; "
+    "medians. The others are started again at once, as by somebody who waits for it.",
+)
+
+
+RENDEZVOUS = Table(
+    has="finished",
+    columns=[
+        ("rendezvous", "{backend}"),
+        ("strategy", "`{strategy}`"),
+        ("finished", "{finished}"),
+        ("failed", "{failed}"),
+        ("hung", "{hung}"),
+        ("median", "{median_s:.1f} s"),
+    ],
+    text="Plain torchrun, 2 ranks; hung: still running at the bound. Median of those that "
+    "finished.",
+)
+
+
+OVERHEAD = Table(
+    has="step_ms",
+    columns=[
+        ("fit", "{fit}"),
+        ("step", "{step_ms:,.2f} ms"),
+        ("least", "{least:,.2f} ms"),
+        ("most", "{most:,.2f} ms"),
+    ],
+    text="2 ranks, medians of fits that take turns; least and most of the rounds; in the hooks: "
+    "median, 5th and 95th percentile of all steps, the vote of all ranks included.",
+)

@@ -1,0 +1,91 @@
+"""Tables of step times: by codec, by form of the exchange, and for more hosts by the cost model."""
+
+from __future__ import annotations
+
+from benchmarks.harness.launch import Layout
+from benchmarks.harness.sections import (
+    Result,
+    caption,
+    faster,
+    links_of,
+    markdown,
+    reasons,
+)
+from benchmarks.harness.tables import Column, Row, megabytes, name_of, of_link, pivot
+
+
+def step_times(result: Result, *, hosts: int) -> str | None:
+    """Time of a step and bytes per codec: a column pair for every link, slowest link first."""
+    rows = [row for row in result["rows"] if row["hosts"] == hosts]
+    measured = [row for row in rows if row.get("reason") is None]
+    if not measured:
+        return None
+    links = links_of(measured)
+    columns: list[Column] = [(f"{hosts} hosts", "{codec!n}"), ("MB sent", "{wire_bytes!b}")]
+    for link in links:
+        columns.append((f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link))
+        columns.append(("faster than fp32 / fp16 hook", faster, link))
+    by_link = sorted(measured, key=lambda row: links.index(row["link_mbit"]))
+    order = list(dict.fromkeys(row["codec"] for row in measured))
+    lines = sorted(
+        pivot(by_link, of=["codec"], by="link_mbit"), key=lambda row: order.index(row["codec"])
+    )
+    rounds = {row["link_mbit"]: row["rounds"] for row in measured}
+    timed = ", ".join(f"{rounds[link]} at {of_link(link)}" for link in links)
+    text = (
+        f"Median step of 10 x Linear(1024, 1024), 42 MB of gradients, {hosts} hosts x "
+        f"{rows[0]['ranks_per_host']} ranks; MB sent per rank and step, over the slowest of these "
+        f"links. Codecs with their default options. Timed steps: {timed}."
+    )
+    return "\n\n".join([markdown(columns, lines), *reasons(rows), caption(text, result["meta"])])
+
+
+def forms(result: Result) -> str | None:
+    """Step times by form and codec, a table for every layout."""
+    rows = [row for row in result["rows"] if row["reason"] is None]
+    tables = []
+    for layout in dict.fromkeys(row["layout"] for row in rows):
+        shape = Layout.parse(layout)
+        of_layout = [row for row in rows if row["layout"] == layout]
+        mean_ranks = shape.world_size / shape.hosts
+        columns: list[Column] = [
+            (shape.title, _form_and_codec),
+            ("MB to others", lambda row, n=mean_ranks: megabytes(row["wire_bytes"] * n)),
+            ("MB inside", "{lo_bytes!b}"),
+        ]
+        for link in links_of(of_layout):
+            columns.append((f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link))
+            columns.append(("faster than fp32 / fp16 hook", faster, link))
+            columns.append(("% of the link", "{wire_limit_pct:,.0f}", link))
+        tables.append(markdown(columns, pivot(of_layout, of=["form", "codec"], by="link_mbit")))
+    text = (
+        "Median step of 10 x Linear(1024, 1024), 42 MB of gradients; MB that a host sends to "
+        "others (interface) and to itself (loopback) in a step; % of the link: bytes over the "
+        "link's rate, by the time that communication adds to the step. All ranks share two cores."
+    )
+    return "\n\n".join([*tables, caption(text, result["meta"])]) if tables else None
+
+
+def curve(result: Result) -> str | None:
+    """What the cost model says of more hosts."""
+    rows, meta = result["rows"], result["meta"]
+    if not rows:
+        return None
+    rows = [{**row, "line": (row["form"], row["codec"])} for row in rows]
+    columns: list[Column] = [("PREDICTION: hosts", "{hosts:,}")]
+    for line in dict.fromkeys(row["line"] for row in rows):
+        cell = "{predicted_ms:,.0f} ms ({speedup_vs_flat_fp32:.1f}x)"
+        columns.append((f"{line[0]} `{line[1]}`", cell, line))
+    errors = meta["errors"]
+    text = (
+        f"{meta['label']}: communication of a step of 42 MB, {rows[0]['ranks_per_host']} ranks per "
+        f"host, {rows[0]['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
+        f"for the codecs, {rows[0]['round_us']:.0f} us per round between hosts (too few ranks to "
+        f"tell). Error of the fit over {errors['rows']} measured rows: median "
+        f"{errors['median'] * 100:.1f} %, largest {errors['largest'] * 100:.0f} %."
+    )
+    return f"{markdown(columns, pivot(rows, of=['hosts'], by='line'))}\n\n<sub>{text}</sub>"
+
+
+def _form_and_codec(row: Row) -> str:
+    return name_of(row["codec"]) if row["form"] is None else f"{row['form']} `{row['codec']}`"
