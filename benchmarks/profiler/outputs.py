@@ -18,8 +18,9 @@ from lightning_dist.profiling.capture.events import (
     Span,
     StepRecord,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.report.files import Wanted, write_files
-from lightning_dist.profiling.run import RankFile, read_run
+from lightning_dist.profiling.run import read_run
 
 MS = 1_000_000
 _BUCKETS = 8

@@ -5,15 +5,12 @@ The lines are the truth; everything else in the folder can be made again from th
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +28,6 @@ from lightning_dist.profiling.capture.events import (
     Record,
     StepRecord,
     from_line,
-    to_line,
 )
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
@@ -40,46 +36,6 @@ _HEAD = struct.Struct("qqq?qq")
 _TAIL = 4096
 """Bytes; the last line is a short one."""
 _Kind = TypeVar("_Kind", bound=Record)
-
-
-class RankFile:
-    """Appends the records of one rank. Whole lines reach the file when they are written.
-
-    Writing raises ``OSError`` where not all of it reaches the file. Nothing may follow then,
-    because the last line may be incomplete.
-
-    What an older run has left under its name goes: only rank 0 sees whether the number of a run is
-    taken, and only on its own disk.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
-
-    def __init__(self, folder: str | Path, *, rank: int) -> None:
-        self.path = Path(folder) / f"rank{rank}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-        self._handle: int | None = os.open(self.path, flags, 0o644)
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Append them."""
-        self.write_lines([to_line(each) for each in records])
-
-    def write_lines(self, lines: Sequence[bytes]) -> None:
-        """The same of what :func:`to_line` has made of them."""
-        assert self._handle is not None
-        content = memoryview(b"".join(each + b"\n" for each in lines))
-        while content:  # nearly full disks, quotas and signals let it take a part only
-            content = content[os.write(self._handle, content) :]
-
-    def close(self) -> None:
-        """Make what was written durable."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -216,22 +172,6 @@ def run_folder(folder: str | Path) -> Path:
 
 def _runs_in(folder: Path) -> list[Path]:
     return sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
-
-
-def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
-    """The first ``run-<n>`` that is not there yet, or a temporary one."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for number in count():
-            folder = parent / f"run-{number}"
-            with suppress(FileExistsError):
-                folder.mkdir()
-                return folder
-    except OSError as error:
-        folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
-        on_problem(f"{error.filename}: {error.strerror}; the profile is in {folder}")
-        return folder
-    raise AssertionError("there are numbers enough")
 
 
 def read_run(folder: str | Path) -> Run:

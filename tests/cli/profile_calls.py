@@ -7,7 +7,8 @@ from pathlib import Path
 from calls import program
 from click.testing import Result
 
-from lightning_dist.profiling.run import RankFile, Run
+from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.run import Run
 
 
 def profile(*arguments: str | Path) -> Result:

@@ -10,11 +10,11 @@ from typing import Any
 from lightning_dist.profiling.analysis.parts import (
     PARTS,
     BucketSummary,
-    Placed,
     RankSummary,
     Series,
     Summary,
     Timeline,
+    TimelineSpan,
     Traffic,
 )
 from lightning_dist.profiling.capture.events import PHASES
@@ -78,9 +78,9 @@ def a_timeline(
         placed, of_buckets, now = [], [], ends[-1]
         for index in range(buckets):
             begin = at[rank][index]
-            placed.append(Placed("encode", index, ns(begin), ns(begin + 1)))
+            placed.append(TimelineSpan("encode", index, ns(begin), ns(begin + 1)))
             placed.append(
-                Placed(
+                TimelineSpan(
                     "exchange",
                     index,
                     ns(begin + 1),
@@ -92,7 +92,7 @@ def a_timeline(
                 )
             )
         for index in range(buckets):
-            placed.append(Placed("decode", index, ns(now), ns(now + 1.5)))
+            placed.append(TimelineSpan("decode", index, ns(now), ns(now + 1.5)))
             now += 1.5
             of_buckets.append((index, ns(at[rank][index]), ns(now)))
         phases[rank] = [

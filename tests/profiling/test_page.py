@@ -17,7 +17,7 @@ from report_pages import body_of, choices_of, figures_of, text_of
 from summaries import a_summary, a_timeline, sampled
 
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
-from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Placed, Timeline, Traffic
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan, Traffic
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.report.bins import columns, mean, most_frequent
 from lightning_dist.profiling.report.page import write_report
@@ -152,8 +152,8 @@ def test_of_many_ranks_the_worst_are_shown_and_it_says_so() -> None:
 def test_a_bar_splits_where_the_last_rank_has_come() -> None:
     spans = {
         0: [
-            Placed("exchange", 0, 1_000_000, 9_000_000, arrival=4_000_000, op="x", group="g"),
-            Placed("exchange", 1, 1_000_000, 3_000_000, op="x", group="g"),
+            TimelineSpan("exchange", 0, 1_000_000, 9_000_000, arrival=4_000_000, op="x", group="g"),
+            TimelineSpan("exchange", 1, 1_000_000, 3_000_000, op="x", group="g"),
         ]
     }
     timeline = Timeline(1, "a step", {0: [("forward", 0, 9_000_000)]}, {}, spans)

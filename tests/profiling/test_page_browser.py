@@ -13,7 +13,7 @@ import pytest
 from browsers import LIMIT_MS
 from summaries import a_summary, a_timeline, a_whatif, sampled
 
-from lightning_dist.profiling.analysis.parts import PARTS, Placed, Summary, Timeline
+from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.page import write_report
 from lightning_dist.profiling.run import Run
@@ -275,7 +275,7 @@ def hostile() -> Summary:
 
 def hostile_timeline() -> Timeline:
     spans = [
-        Placed(text, 0, 10, 20 + index, 15, op=text, group=text)
+        TimelineSpan(text, 0, 10, 20 + index, 15, op=text, group=text)
         for index, text in enumerate([*HOSTILE, "exchange"])
     ]
     phases = [(text, index, index + 1) for index, text in enumerate(HOSTILE)]

@@ -23,7 +23,8 @@ from lightning_dist.profiling.capture.events import (
     from_line,
     to_line,
 )
-from lightning_dist.profiling.run import RankFile, RankRun, read_run
+from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.run import RankRun, read_run
 
 
 def records_of(run: RankRun) -> list[Record]:

@@ -13,7 +13,7 @@ from trace_rules import Event, events_of, problems
 
 from lightning_dist.profiling.analysis.breakdown import parts_of, timeline
 from lightning_dist.profiling.analysis.intervals import lanes, length, union
-from lightning_dist.profiling.analysis.parts import Placed, Timeline
+from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
 from lightning_dist.profiling.report.trace import write_trace
 
 MS = 1_000_000
@@ -22,16 +22,16 @@ US = 1_000
 
 def gather(
     begin: float, end: float, *, bucket: int = 0, arrival: float | None = None, **kwargs: Any
-) -> Placed:
+) -> TimelineSpan:
     """An exchange; times in milliseconds."""
     came = None if arrival is None else round(arrival * MS)
-    known = {} if arrival is None else {"last": 1, "meeting": bucket}
+    known = {} if arrival is None else {"last": 1, "collective_id": bucket}
     values = {"op": "all_gather", "group": "flat", "sent": 1_000_000, **known, **kwargs}
-    return Placed("exchange", bucket, round(begin * MS), round(end * MS), came, **values)
+    return TimelineSpan("exchange", bucket, round(begin * MS), round(end * MS), came, **values)
 
 
 def step(
-    spans: dict[int, list[Placed]], *, number: int = 7, label: str = "median step"
+    spans: dict[int, list[TimelineSpan]], *, number: int = 7, label: str = "median step"
 ) -> Timeline:
     """Ranks with these spans, whose backward pass takes 100 ms."""
     return Timeline(
@@ -69,14 +69,14 @@ def of(events: list[Event], *, rank: int | None = None, **wanted: Any) -> list[E
 
 LATE = {  # rank 1 comes 30 ms after rank 0; both encode for 2 ms and decode for 1 ms
     0: [
-        Placed("encode", 0, 40 * MS, 42 * MS),
+        TimelineSpan("encode", 0, 40 * MS, 42 * MS),
         gather(42, 92, arrival=72),
-        Placed("decode", 0, 92 * MS, 93 * MS),
+        TimelineSpan("decode", 0, 92 * MS, 93 * MS),
     ],
     1: [
-        Placed("encode", 0, 70 * MS, 72 * MS),
+        TimelineSpan("encode", 0, 70 * MS, 72 * MS),
         gather(72, 92, arrival=72),
-        Placed("decode", 0, 92 * MS, 93 * MS),
+        TimelineSpan("decode", 0, 92 * MS, 93 * MS),
     ],
 }
 
@@ -164,8 +164,8 @@ def test_no_arrow_begins_where_nothing_lasts(drawn: Any) -> None:
 
 
 def test_groups_of_two_hosts_are_not_mixed_up(drawn: Any) -> None:
-    def within(begin: float, last: int) -> list[Placed]:
-        return [gather(begin, 90, arrival=70, group="intra", last=last, meeting=last)]
+    def within(begin: float, last: int) -> list[TimelineSpan]:
+        return [gather(begin, 90, arrival=70, group="intra", last=last, collective_id=last)]
 
     events = drawn(step({0: within(40, 1), 1: within(70, 1), 2: within(70, 2), 3: within(45, 2)}))
     pairs = zip(of(events, ph="s"), of(events, ph="f"), strict=True)
@@ -282,7 +282,9 @@ def timelines(draw: st.DrawFn) -> Timeline:
         buckets={rank: [(0, draw(TIMES), 9)] for rank in ranks},
         spans={
             rank: [
-                Placed(phase, index % 2, min(one, two), max(one, two), at, "all_reduce", "flat", 9)
+                TimelineSpan(
+                    phase, index % 2, min(one, two), max(one, two), at, "all_reduce", "flat", 9
+                )
                 for index, (phase, one, two, at) in enumerate(draw(of_rank))
             ]
             for rank in ranks

@@ -17,9 +17,9 @@ from lightning_dist.profiling.analysis.intervals import (
 )
 from lightning_dist.profiling.analysis.parts import (
     PARTS,
-    Placed,
     StepParts,
     Timeline,
+    TimelineSpan,
     Unavailable,
 )
 from lightning_dist.profiling.capture.events import PHASES, BucketTimes, StepRecord
@@ -85,18 +85,22 @@ def timeline(run: Run, step: int, label: str) -> Timeline:
     return Timeline(step, label, phases, buckets, spans, exposed)
 
 
-def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[Placed]:
+def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[TimelineSpan]:
     found = []
     of_spans = iter(exchanges)
     for span in record.spans if record.detailed else ():
-        placed = Placed(
+        placed = TimelineSpan(
             span.phase, span.bucket, span.begin + at, span.end + at, None, span.op, span.group
         )
         if span.phase == "exchange":
             each = next(of_spans)
             arrival = None if each.arrival is None else each.arrival + at
             placed = replace(
-                placed, arrival=arrival, sent=span.sent, last=each.last, meeting=each.meeting
+                placed,
+                arrival=arrival,
+                sent=span.sent,
+                last=each.last,
+                collective_id=each.collective_id,
             )
         found.append(placed)
     return found

@@ -24,7 +24,7 @@ class Exchange:
         last: the member that came last; the lowest of several.
         shortest: the least that it took any member, which no clock can falsify; None: not known.
         missing: members of which there is no record of it.
-        meeting: its number among the collectives of the step, equal on all members; None: the rank
+        collective_id: its number in the step, equal on all members; None: the rank
             does not say which one it is.
         over: when the last member was done; None: not known.
     """
@@ -34,7 +34,7 @@ class Exchange:
     last: int | None = None
     shortest: int | None = None
     missing: Members = ()
-    meeting: int | None = None
+    collective_id: int | None = None
     over: int | None = None
 
     @property
@@ -102,7 +102,9 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
     begins = {rank: begin_of(run, rank, step) for rank in own}
     strangers = uncompared(run)
     known = {
-        key: replace(_collective(members_of[key[0]], spans, begins, strangers), meeting=number)
+        key: replace(
+            _collective(members_of[key[0]], spans, begins, strangers), collective_id=number
+        )
         for number, (key, spans) in enumerate(together.items())
     }
     return {
@@ -139,8 +141,10 @@ def _collective(
 def _seen(each: Exchange, span: Span, begin: int) -> Exchange:
     """The collective as a rank saw it that began the step at ``begin``."""
     if each.shortest is None:
-        return Exchange(span, missing=each.missing, meeting=each.meeting)
+        return Exchange(span, missing=each.missing, collective_id=each.collective_id)
     # Without clocks: all leave a collective together, so who took longer has waited.
     arrival = span.end - each.shortest if each.arrival is None else each.arrival - begin
     over = None if each.over is None else each.over - begin
-    return Exchange(span, arrival, each.last, each.shortest, meeting=each.meeting, over=over)
+    return Exchange(
+        span, arrival, each.last, each.shortest, collective_id=each.collective_id, over=over
+    )

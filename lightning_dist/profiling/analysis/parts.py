@@ -105,7 +105,7 @@ class StepParts:
 
 
 @dataclass(frozen=True)
-class Placed:
+class TimelineSpan:
     """A span on the time line of a step that all ranks share, in nanoseconds.
 
     It counts from the begin of the step on the first rank that began it.
@@ -113,7 +113,7 @@ class Placed:
     Args:
         arrival: of an exchange, when the last member had come to it.
         last: that member.
-        meeting: of an exchange: its number in the step, equal on all members; None: not known.
+        collective_id: of an exchange, its number in the step, equal on all members; None: unknown.
     """
 
     phase: str
@@ -125,7 +125,7 @@ class Placed:
     group: str = ""
     sent: int = 0
     last: int | None = None
-    meeting: int | None = None
+    collective_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Timeline:
     label: str
     phases: Mapping[int, Sequence[tuple[str, int, int]]]
     buckets: Mapping[int, Sequence[tuple[int, int, int]]]
-    spans: Mapping[int, Sequence[Placed]]
+    spans: Mapping[int, Sequence[TimelineSpan]]
     exposed: Mapping[int, Intervals] = field(default_factory=dict)
 
 

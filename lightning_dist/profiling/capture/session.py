@@ -17,9 +17,9 @@ from lightning_dist.profiling.capture.events import (
     StepRecord,
     to_line,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
 from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
-from lightning_dist.profiling.run import RankFile
 from lightning_dist.reducer.moments import HostMoments, Moments
 
 _FOR_ERRORS = 0.25

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # these modules write with replace_file themselves
-    from lightning_dist.profiling.analysis.parts import Summary, Timeline
-    from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.analysis.parts import Summary, Timeline
+from lightning_dist.profiling.analysis.summarize import pick_steps
+from lightning_dist.profiling.report.summary_file import write_csv, write_summary
+from lightning_dist.profiling.run import Run
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,6 @@ class Written:
 
     names: tuple[str, ...]
     problems: tuple[str, ...]
-
-
-def replace_file(path: str | Path, content: bytes) -> None:
-    """Write a file; what was there is replaced when all of the new one is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write_files(folder: str | Path, run: Run, summary: Summary, *, wanted: Wanted) -> Written:
@@ -79,17 +60,13 @@ def _why(error: Exception) -> str:
 def _writers(
     run: Run, summary: Summary, wanted: Wanted
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Each imports what it needs when it writes: plotly takes long, and may be missing."""
+    """The page and the trace are imported when they are written: plotly takes long."""
 
     @cache
     def timelines() -> list[Timeline]:
-        from lightning_dist.profiling.analysis.summarize import pick_steps
-
         return pick_steps(run, summary)
 
     def write_json(folder: Path) -> None:
-        from lightning_dist.profiling.report.summary_file import write_summary
-
         write_summary(folder / "summary.json", summary)
 
     def write_html(folder: Path) -> None:
@@ -104,8 +81,6 @@ def _writers(
         write_trace(folder / "trace.json.gz", timelines(), hosts)
 
     def write_tables(folder: Path) -> None:
-        from lightning_dist.profiling.report.summary_file import write_csv
-
         write_csv(folder / "steps.csv", run, summary)
 
     yield "summary.json", write_json

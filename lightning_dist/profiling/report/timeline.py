@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import format_value, why
-from lightning_dist.profiling.analysis.parts import Placed, Summary, Timeline
+from lightning_dist.profiling.analysis.parts import Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.report import figures
 from lightning_dist.profiling.report.figures import HOVER, INK, LINE, Picture, plain
@@ -120,7 +120,7 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
     )
 
 
-def _collective(span: Placed, rank: int) -> list[tuple[str, int, int, str, str]]:
+def _collective(span: TimelineSpan, rank: int) -> list[tuple[str, int, int, str, str]]:
     """A bar, or two where it is known when the last rank launched it."""
     hover = f"rank {rank}, bucket {span.bucket}<br>{plain(span.op)} in {plain(span.group)}, "
     hover += f"{format_value(span.sent, 'B')} sent<br>"

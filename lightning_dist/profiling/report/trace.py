@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_dist.profiling.analysis.intervals import difference, lanes
-from lightning_dist.profiling.analysis.parts import Placed, Timeline
-from lightning_dist.profiling.report.files import replace_file
+from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
+from lightning_dist.profiling.capture.files import replace_file
 
 Event: TypeAlias = dict[str, Any]
 _Clock: TypeAlias = Callable[[int], int]
@@ -139,11 +139,11 @@ def _phases(timeline: Timeline, clock: _Clock) -> Iterator[_Slice]:
 
 def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[_Slice]:
     """Codec work, and exchanges by collective."""
-    collectives: dict[object, dict[int, Placed]] = {}
+    collectives: dict[object, dict[int, TimelineSpan]] = {}
     for rank, spans in timeline.spans.items():
         for number, span in enumerate(spans):
             if span.phase == "exchange":
-                key = (rank, number) if span.meeting is None else span.meeting
+                key = (rank, number) if span.collective_id is None else span.collective_id
                 collectives.setdefault(key, {})[rank] = span
             else:
                 args = {"args": {"bucket": span.bucket}}
@@ -154,7 +154,7 @@ def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[
 
 
 def _collective(
-    members: Mapping[int, Placed], clock: _Clock, flows: Iterator[int]
+    members: Mapping[int, TimelineSpan], clock: _Clock, flows: Iterator[int]
 ) -> Iterator[_Slice]:
     (last, *others) = {span.last if span.last in members else None for span in members.values()}
     if others:
@@ -186,12 +186,12 @@ def _collective(
         yield rank, "exchange", inside  # to which later members may add
 
 
-def _moves_from(span: Placed) -> int:
+def _moves_from(span: TimelineSpan) -> int:
     """When an exchange no longer waited for others, as far as is known."""
     return span.begin if span.arrival is None else min(max(span.arrival, span.begin), span.end)
 
 
-def _mbit_per_s(span: Placed) -> float | None:
+def _mbit_per_s(span: TimelineSpan) -> float | None:
     lasted = span.end - _moves_from(span)
     return span.sent * 8000 / lasted if lasted > 0 else None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from lightning_dist.profiling.report.files import replace_file
+from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.run import Run
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
