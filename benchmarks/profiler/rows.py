@@ -73,9 +73,9 @@ def wire_row(
     traffic = summary.traffic
     assert traffic is not None
     assert traffic.wire_gbps
-    assert traffic.peak_gbps
+    assert traffic.link_gbps
     carried = lasted = 0
-    for step in summary.series.steps:
+    for step in summary.per_step.steps:
         for each in analyse(run, step):
             begin = each.record.begin
             for since, until in each.moving:
@@ -88,10 +88,10 @@ def wire_row(
         "payload_gbps": link_mbit / 1000 * PAYLOAD,
         "link_gbps": carried * 8 / lasted,
         "wire_gbps": traffic.wire_gbps,
-        "peak_gbps": traffic.peak_gbps,
+        "peak_gbps": traffic.link_gbps,
         "step_gbps": traffic.wire_bytes * 8 / (summary.step_ms["mean"] * MS),
         "step_ms": summary.step_ms["median"],
-        "transfer_ms": summary.parts_ms["transfer"],
+        "transfer_ms": summary.breakdown_ms["exposed_transfer"],
         "steps": summary.steps,
     }
 

@@ -12,7 +12,7 @@ from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import whatif_command
 from lightning_dist.console import print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
-from lightning_dist.profiling.analysis.metrics import count
+from lightning_dist.profiling.analysis.metrics import METRICS, count
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import Wanted, write_files
@@ -105,7 +105,7 @@ def compare_command(
     if as_json:
         content = {"schema": SCHEMA, "verdict": verdict(found)}
         for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
-            steps = {"steps": len(each.series.steps), "all_steps": each.steps}
+            steps = {"steps": len(each.per_step.steps), "all_steps": each.steps}
             content[name.lower()] = {"folder": folder, "run": each.run, **steps}
         derived = ("difference", "is_explained")
         content["differences"] = [
@@ -134,7 +134,7 @@ def _require_steps(summaries: Mapping[str, Summary]) -> None:
     """Of each folder; what there is has been shown."""
     empty = {folder: each for folder, each in summaries.items() if not each.steps}
     for folder, each in empty.items():
-        reason = each.reasons["steps"]
+        reason = each.unavailable["steps"]
         typer.echo(f"lightning-dist: nothing to report of {folder}: {reason}", err=True)
     if empty:
         raise typer.Exit(BAD_INPUT)
@@ -144,7 +144,7 @@ def describe(summary: Summary) -> str:
     """What ran, in a few words."""
     run = summary.run
     steps = count(summary.steps, "step")
-    if (in_detail := len(summary.series.steps)) < summary.steps:
+    if (in_detail := len(summary.per_step.steps)) < summary.steps:
         steps = f"{in_detail} of {steps} in detail"
     ranks, hosts = run.get("world_size", 0), len(set(run.get("hosts", ())))
     codec = str(run.get("codec") or "codec not known")
@@ -159,7 +159,7 @@ def print_differences(differences: Sequence[Difference]) -> None:
 
 def _cells(each: Difference) -> tuple[str, ...]:
     name, _, unit = each.name.rpartition("_")
-    label = f"  {name}" if name in PARTS else name.replace("_", " ")
+    label = f"  {METRICS[name].label}" if name in PARTS else name.replace("_", " ")
 
     def figure(value: float | None, sign: str = "") -> str:
         return "n/a" if value is None else f"{value:{sign}.2f} {'MB' if unit == 'mb' else unit}"

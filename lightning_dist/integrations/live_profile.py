@@ -95,28 +95,32 @@ def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: 
 
 def metrics_of(summary: Summary) -> dict[str, float]:
     """What is a number in a summary, by the name it has in loggers; what is None is left out."""
-    parts, traffic = summary.parts_ms, summary.traffic
-    of_all, in_detail = summary.step_ms.get("mean"), summary.parts_step_ms
+    parts, traffic = summary.breakdown_ms, summary.traffic
+    of_all, in_detail = summary.step_ms.get("mean"), summary.detailed_step_ms
     found: dict[str, float | None] = {
         # What stands beside exposed_ms is the step that it is a share of.
         "comm/step_ms": of_all if in_detail is None else in_detail,
         "comm/all_steps_ms": of_all,
         "comm/exposed_ms": summary.exposed_ms,
-        "comm/exposed_pct": None if summary.exposed is None else 100 * summary.exposed,
+        "comm/exposed_pct": _percent(summary.exposed),
         "comm/hidden_ms": summary.hidden_ms,
-        "comm/overlap_pct": None if summary.overlap is None else 100 * summary.overlap,
-        "comm/wait_ms": parts.get("wait"),
-        "comm/transfer_ms": parts.get("transfer"),
+        "comm/overlap_pct": None
+        if summary.overlap_fraction is None
+        else 100 * summary.overlap_fraction,
+        "comm/wait_ms": parts.get("exposed_wait"),
+        "comm/transfer_ms": parts.get("exposed_transfer"),
         "comm/straggler_rank": summary.straggler,
-        "comm/profiler_overhead_pct": None if summary.overhead is None else 100 * summary.overhead,
+        "comm/profiler_overhead_pct": None
+        if summary.profiler_overhead is None
+        else 100 * summary.profiler_overhead,
     }
     if traffic is not None:
         found |= {
             "comm/raw_mb": traffic.raw_bytes / 1e6,
             "comm/wire_mb": traffic.wire_bytes / 1e6,
-            "comm/ratio": traffic.ratio,
+            "comm/ratio": traffic.compression_ratio,
             "comm/wire_busbw_gbps": traffic.wire_gbps,
-            "comm/effective_busbw_gbps": traffic.effective_gbps,
+            "comm/effective_busbw_gbps": traffic.ddp_equivalent_busbw_gbps,
         }
         if traffic.link_utilization is not None:
             found["comm/link_util_pct"] = 100 * traffic.link_utilization
@@ -177,3 +181,7 @@ def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             if error[field] is not None:
                 values[name].append(error[field])
     return {name: median(found) for name, found in values.items() if found}
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

@@ -274,8 +274,8 @@ class ProfileRun:
         run = read_run(self.folder)
         summary = summarize(run)
         if because := self._why_no_prediction():  # and SIGTERM leaves no time to look at all steps
-            reasons = {**summary.reasons, "whatif": f"{because}; {MEASURES}"}
-            summary = replace(summary, reasons=reasons)
+            unavailable = {**summary.unavailable, "predictions": f"{because}; {MEASURES}"}
+            summary = replace(summary, unavailable=unavailable)
         else:
             summary = with_whatif(summary, run, partial(self._costs, run))
         return summary, write_files(self.folder, run, summary, wanted=wanted)

@@ -192,7 +192,9 @@ def test_compare_does_not_make_much_of_little(folder: Path, tmp_path: Path) -> N
     assert result.exit_code == 0
     nothing = "There is no difference that the spread of the steps would not explain."
     assert nothing in result.stdout.splitlines()
-    (row,) = [line for line in result.stdout.splitlines() if line.lstrip().startswith("transfer")]
+    (row,) = [
+        line for line in result.stdout.splitlines() if line.lstrip().startswith("exposed transfer")
+    ]
     assert row.rstrip().endswith("within the spread")
 
 

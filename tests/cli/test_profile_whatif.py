@@ -217,4 +217,4 @@ def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
     told = profile("report", folder, "--no-html").stdout
     assert told.splitlines()[0].endswith(" Predicted with fp16: 1.7x.")
     found = json.loads((folder / "summary.json").read_text())
-    assert found["whatif"]["others"][0]["source"] == "on a after this run"
+    assert found["predictions"]["others"][0]["source"] == "on a after this run"

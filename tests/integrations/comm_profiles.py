@@ -44,7 +44,7 @@ def require_report_of_failure(folder: Path, reason: str) -> None:
 def require_no_prediction(folder: Path, reason: str) -> None:
     """Codecs were not measured at the end, and it is said why."""
     _, summary = profile(folder)
-    assert summary["whatif"] is None
-    found = summary["reasons"]["whatif"]
+    assert summary["predictions"] is None
+    found = summary["unavailable"]["predictions"]
     assert found == f"{reason}; `lightning-dist profile whatif DIR` measures"
     assert not (folder / "run-0" / "costs.json").exists()

@@ -48,8 +48,8 @@ def test_a_run_that_failed_has_a_report(name: str, reason: str, folders: dict[st
 def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -> None:
     folder = folders["lightning predicted"]
     _, summary = profile(folder / "comm_profile")
-    found = summary["whatif"]
-    assert "whatif" not in summary["reasons"]
+    found = summary["predictions"]
+    assert "predictions" not in summary["unavailable"]
     assert found["label"] == "PREDICTION, not measured"
     assert found["current"]["codec"] == "ddp"
     assert abs(found["error"]) <= found["margin"]
@@ -125,7 +125,10 @@ def test_every_optimizer_step_of_manual_optimization_is_a_step(
         for each in parts_of(profiled, step):
             assert sum(each.parts.values()) == each.duration
     assert summary["exposed_ms"] > 0
-    assert summary["reasons"]["forward"] == "the passes ran within each other; both are in backward"
+    assert (
+        summary["unavailable"]["forward"]
+        == "the passes ran within each other; both are in backward"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])

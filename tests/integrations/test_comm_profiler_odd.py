@@ -79,7 +79,9 @@ def test_a_compiled_ddp_has_its_steps_in_detail_and_no_word_of_the_compiler(
     profiled, summary = profile(folders["compiled"])
     assert profiled.common_steps == list(range(12))
     assert all(step.buckets for step in profiled.ranks[0].steps.values())
-    assert all(summary["parts_ms"][part] > 0 for part in ("forward", "backward", "transfer"))
+    assert all(
+        summary["breakdown_ms"][part] > 0 for part in ("forward", "backward", "exposed_transfer")
+    )
     for each in truth(folders["compiled"]):
         assert [said for said in each["said"] if "Dynamo" in said] == []
         assert each["model"] == truth(folders["compiled"])[0]["model"]
@@ -107,8 +109,8 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
     (note,) = (note for note in summary["notes"] if "gradients are exchanged" in note)
     assert "evaluates its closure several times" in note
     assert "no_sync" not in note
-    assert "exchange gradients several times" in summary["reasons"]["whatif"] or (
-        "shorter than 30 s" in summary["reasons"]["whatif"]
+    assert "exchange gradients several times" in summary["unavailable"]["predictions"] or (
+        "shorter than 30 s" in summary["unavailable"]["predictions"]
     )
 
 
@@ -168,7 +170,7 @@ def test_a_run_that_ends_within_a_zoom_leaves_its_steps_out(folders: dict[str, P
 def test_one_rank_has_nothing_to_exchange(folders: dict[str, Path]) -> None:
     _, summary = profile(folders["alone"] / "0")
     assert summary["traffic"] is None
-    assert summary["reasons"]["traffic"] == "one rank sends nothing"
+    assert summary["unavailable"]["traffic"] == "one rank sends nothing"
     assert summary["step_ms"]["mean"] > 0
 
 
@@ -180,10 +182,10 @@ def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:
     assert summary["notes"][0].startswith(
         "buckets: n/a, the model has a communication hook already"
     )
-    for name in ("buckets", "codec", "exposed_ms", "errors"):
-        assert "fp16_compress_hook" in summary["reasons"][name]
+    for name in ("buckets", "exposed_codec", "exposed_ms", "errors"):
+        assert "fp16_compress_hook" in summary["unavailable"][name]
     assert not any("gradients of ddp" in note for note in summary["notes"])
-    assert summary["reasons"]["traffic"]
+    assert summary["unavailable"]["traffic"]
     assert summary["step_ms"]["mean"] > 0
 
 

@@ -47,5 +47,8 @@ def test_why_nothing_is_predicted_is_known_without_looking(
     run = ProfileRun.__new__(ProfileRun)
     run.folder, run._has_finished, run._asks = tmp_path, has_finished, asks
     summary, _ = run.report(Wanted(html=False, trace=False))
-    assert summary.reasons["whatif"] == f"{reason}; `lightning-dist profile whatif DIR` measures"
-    assert summary.whatif is None
+    assert (
+        summary.unavailable["predictions"]
+        == f"{reason}; `lightning-dist profile whatif DIR` measures"
+    )
+    assert summary.predictions is None

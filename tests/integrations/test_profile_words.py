@@ -58,7 +58,7 @@ def test_callbacks_and_loggers_are_in_data_and_validation_is_in_no_step(tmp_path
     )
     trainer.fit(Net(), make_loader(), make_loader(shuffle=False))
     assert profiler.summary is not None
-    parts = profiler.summary.parts_ms
+    parts = profiler.summary.breakdown_ms
     assert (parts["data"] or 0) >= 45  # 60 but for steps that follow a validation
     assert (parts["optimizer"] or 0) >= 30
     assert (parts["other"] or 0) < 1

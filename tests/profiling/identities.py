@@ -9,4 +9,6 @@ def check_identities(parts: StepParts) -> None:
     assert tuple(parts.parts) == PARTS
     assert sum(parts.parts.values()) == parts.duration
     assert min(parts.parts.values()) >= 0
-    assert parts.hidden + parts.parts["wait"] + parts.parts["transfer"] == parts.union
+    assert (
+        parts.hidden + parts.parts["exposed_wait"] + parts.parts["exposed_transfer"] == parts.union
+    )

@@ -10,8 +10,8 @@ from typing import Any
 from lightning_dist.profiling.analysis.parts import (
     PARTS,
     BucketSummary,
+    PerStep,
     RankSummary,
-    Series,
     Summary,
     Timeline,
     TimelineSpan,
@@ -29,7 +29,7 @@ def hosts_of(ranks: int) -> list[str]:
     return [f"node-{rank // 2 if ranks > 2 else rank:02d}.cluster" for rank in range(ranks)]
 
 
-def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) -> Series:
+def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) -> PerStep:
     """Steps around :data:`MEANS`, in which ``late`` is waited for."""
     rng = random.Random(seed)
     parts = {
@@ -42,25 +42,25 @@ def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) 
     }
     slowest = [None if rng.random() < 0.1 else late for _ in range(steps)]
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    return Series(list(range(2, 2 + steps)), totals, parts, waits, slowest)
+    return PerStep(list(range(2, 2 + steps)), totals, parts, waits, slowest)
 
 
 def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
     """The same where only these ``steps`` were looked at in detail."""
-    series = summary.series
-    at = [series.steps.index(step) for step in steps]
+    per_step = summary.per_step
+    at = [per_step.steps.index(step) for step in steps]
 
     def of(values: Sequence[Any]) -> list[Any]:
         return [values[i] for i in at]
 
-    few = Series(
+    few = PerStep(
         list(steps),
-        of(series.step_ms),
-        {name: of(values) for name, values in series.parts_ms.items()},
-        {rank: of(values) for rank, values in series.wait_ms.items()},
-        of(series.slowest),
+        of(per_step.step_ms),
+        {name: of(values) for name, values in per_step.breakdown_ms.items()},
+        {rank: of(values) for rank, values in per_step.wait_ms.items()},
+        of(per_step.slowest),
     )
-    return replace(summary, series=few, parts_steps=len(at))
+    return replace(summary, per_step=few, detailed_steps=len(at))
 
 
 def a_timeline(
@@ -136,12 +136,12 @@ def a_summary(
             "versions": {"torch": "2.13.0", "lightning": "2.6.6"},
         },
         steps=steps,
-        skipped=2,
+        warmup_steps=2,
         step_ms={"mean": sum(MEANS.values()), "median": 114.2, "p95": 139.8},
-        parts_ms=MEANS,
+        breakdown_ms=MEANS,
         exposed_ms=46.9,
         hidden_ms=25.2,
-        overlap=0.35,
+        overlap_fraction=0.35,
         traffic=Traffic(64e6, 16.3e6, 4.1e6, 12.2e6, 0.187, 0.734, 0.196),
         ranks=[
             RankSummary(
@@ -150,7 +150,7 @@ def a_summary(
                 step_ms=116.3 + rng.random(),
                 exposed_ms=46 + rng.random(),
                 wait_ms=0.4 if rank == late else 12 + rng.random(),
-                caused_ms=12.5 * (ranks - 1) if rank == late else rng.random(),
+                waited_for_ms=12.5 * (ranks - 1) if rank == late else rng.random(),
                 clock_uncertainty_ms=0.021 if rank else None,
                 inter_gbps=0.187,
                 phases_ms={name: MEANS[name] for name in PHASES},
@@ -162,8 +162,8 @@ def a_summary(
             for index in range(4)
         ],
         straggler=late,
-        overhead=0.00052,
-        series=a_series(ranks=ranks, steps=steps, late=late),
+        profiler_overhead=0.00052,
+        per_step=a_series(ranks=ranks, steps=steps, late=late),
         errors=[
             {
                 "step": step,
@@ -184,8 +184,8 @@ def a_summary(
             for seconds in [0.004 if hosts[a] == hosts[b] else 0.33 + 0.1 * rng.random()]
         ],
         notes=["rank 1 is missing from step 119 on"],
-        whatif=a_whatif(ranks=ranks),
-        parts_steps=steps,
+        predictions=a_whatif(ranks=ranks),
+        detailed_steps=steps,
     )
 
 

@@ -30,10 +30,10 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
         "data": 2,
         "forward": 20,
         "backward": 40,
-        "wait": late - 29,
-        "transfer": 60,
-        "codec": 2,
-        "unattributed": 0,
+        "exposed_wait": late - 29,
+        "exposed_transfer": 60,
+        "exposed_codec": 2,
+        "exposed_other": 0,
         "optimizer": 5,
         "other": 0,
     }
@@ -41,8 +41,8 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
     assert punctual.union == (late + 60) * MS
     assert punctual.begin == tardy.begin == 0
     # Rank 1's last gradient was there after 30 of the 60 ms of transfer, less 1 of encoding.
-    assert in_ms(tardy)["wait"] == 0
-    assert in_ms(tardy)["transfer"] == 31
+    assert in_ms(tardy)["exposed_wait"] == 0
+    assert in_ms(tardy)["exposed_transfer"] == 31
     assert tardy.hidden == 29 * MS
     for each in (punctual, tardy):
         check_identities(each)
@@ -56,20 +56,20 @@ def test_planted_transfer_and_codec_times(transfer: float, encode: float, decode
         # The first exchange is launched 30 ms before the last gradient is there, less encoding.
         assert parts.union == 4 * transfer * MS
         assert parts.hidden == (30 - encode) * MS
-        assert in_ms(parts)["transfer"] == 4 * transfer - 30 + encode
-        assert in_ms(parts)["codec"] == decode
+        assert in_ms(parts)["exposed_transfer"] == 4 * transfer - 30 + encode
+        assert in_ms(parts)["exposed_codec"] == decode
         assert parts.waited_for == {}
         check_identities(parts)
 
 
-def test_what_nothing_covers_is_unattributed() -> None:
+def test_what_nothing_covers_is_other() -> None:
     run = Planted(encode=1, decode=2).run()
     record = run.ranks[0].steps[0]
     spans = [span for span in record.spans if span.phase == "exchange"]
     stock = replaced(run, 0, steps={0: replace(record, spans=spans)})
-    assert in_ms(parts_of(stock, 0)[0])["unattributed"] == 2
+    assert in_ms(parts_of(stock, 0)[0])["exposed_other"] == 2
     bare = replaced(run, 0, steps={0: replace(record, spans=())})
-    assert in_ms(parts_of(bare, 0)[0])["unattributed"] == 33
+    assert in_ms(parts_of(bare, 0)[0])["exposed_other"] == 33
     assert parts_of(bare, 0)[0].union == 0
 
 
@@ -103,8 +103,8 @@ def test_where_a_member_is_missing_all_is_transfer() -> None:
     run = Planted(world_size=3, late={1: 50}).run()
     del run.ranks[1]
     for parts in parts_of(run, 0):
-        assert parts.parts["wait"] == 0
-        assert parts.parts["transfer"] == (60 + 21) * MS
+        assert parts.parts["exposed_wait"] == 0
+        assert parts.parts["exposed_transfer"] == (60 + 21) * MS
         assert parts.waited_for == {}
         check_identities(parts)
     reason = "exchanges without a record of rank 1 count as transfer, waiting included"
@@ -119,7 +119,7 @@ def test_a_member_without_the_step_or_without_detail_is_missing() -> None:
     run = replaced(run, 1, steps=steps)
     for step in (0, 1):
         (parts,) = parts_of(run, step)
-        assert (parts.rank, parts.parts["wait"]) == (0, 0)
+        assert (parts.rank, parts.parts["exposed_wait"]) == (0, 0)
         assert "rank 1" in unknown_wait(analyse(run, step))
     assert unknown_wait(analyse(run, 2)) == ""
     assert len(parts_of(run, 2)) == 2
@@ -134,7 +134,7 @@ def test_an_exchange_that_does_not_say_who_takes_part_is_transfer(
         record = run.ranks[rank].steps[0]
         spans = [replace(s, **change) if s.phase == "exchange" else s for s in record.spans]
         run = replaced(run, rank, steps={0: replace(record, spans=spans)})
-    assert [each.parts["wait"] for each in parts_of(run, 0)] == [0, 0]
+    assert [each.parts["exposed_wait"] for each in parts_of(run, 0)] == [0, 0]
     assert "do not say who takes part" in unknown_wait(analyse(run, 0))
 
 
@@ -150,7 +150,7 @@ def test_without_a_comparison_of_clocks_durations_say_who_waited() -> None:
     run = Planted(late={1: 50}, shift={1: 1e6}, uncertainty=None).run()
     punctual, tardy = parts_of(run, 0)
     assert punctual.waited_for == {1: 50 * MS}
-    assert punctual.parts["transfer"] == 60 * MS
+    assert punctual.parts["exposed_transfer"] == 60 * MS
     assert tardy.waited_for == {}
     # On one host all processes read the same clock.
     same = Planted(late={1: 50}, hosts=["host-a"], uncertainty=None).run()
@@ -173,8 +173,8 @@ def test_a_clock_that_drifts_within_a_run() -> None:
 def test_an_arrival_after_the_end_is_the_clocks_fault() -> None:
     run = Planted(misread={1: -500}).run()
     waiting, waited_for = parts_of(run, 0)
-    assert waiting.parts["transfer"] == 0
-    assert waiting.union == waiting.hidden + waiting.parts["wait"]
+    assert waiting.parts["exposed_transfer"] == 0
+    assert waiting.union == waiting.hidden + waiting.parts["exposed_wait"]
     assert waited_for.waited_for == {}
     for each in (waiting, waited_for):
         check_identities(each)

@@ -123,9 +123,9 @@ class Twin:
             codec = any(s.phase != "exchange" and s.begin <= now < s.end for s in record.spans)
             if exposed:
                 name = (
-                    ("transfer" if moves else "wait")
+                    ("exposed_transfer" if moves else "exposed_wait")
                     if here
-                    else ("codec" if codec else "unattributed")
+                    else ("exposed_codec" if codec else "exposed_other")
                 )
             else:
                 name = phases[0] if phases else "other"
@@ -158,7 +158,9 @@ def test_every_instant_is_where_the_twin_has_it() -> None:
             parts = each.parts
             check_identities(parts)
             waited = sum(parts.waited_for.values())
-            assert parts.parts["wait"] <= waited <= parts.parts["wait"] + parts.hidden, seed
+            assert (
+                parts.parts["exposed_wait"] <= waited <= parts.parts["exposed_wait"] + parts.hidden
+            ), seed
             seen |= {name for name in EXPOSED if parts.parts[name]}
             seen |= {"hidden"} if parts.hidden else set()
             seen |= {"several"} if len(parts.waited_for) > 1 else set()

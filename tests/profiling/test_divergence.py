@@ -71,9 +71,9 @@ def test_the_summary_has_the_worst_rank() -> None:
 
 
 def test_reasons_for_having_none() -> None:
-    assert summarize(Planted(codec="ddp").run()).reasons["errors"].startswith("DDP itself")
-    assert summarize(Planted(codec="none").run()).reasons["errors"] == "nothing is compressed"
-    assert summarize(Planted().run()).reasons["errors"] == "none was sampled"
+    assert summarize(Planted(codec="ddp").run()).unavailable["errors"].startswith("DDP itself")
+    assert summarize(Planted(codec="none").run()).unavailable["errors"] == "nothing is compressed"
+    assert summarize(Planted().run()).unavailable["errors"] == "none was sampled"
 
 
 def test_metrics_are_medians_of_what_there_is() -> None:

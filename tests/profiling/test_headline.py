@@ -82,7 +82,7 @@ def test_waiting_that_no_single_rank_is_to_blame_for() -> None:
         )
         for rank, of in ranks.items()
     }
-    assert summarize(Run(mixed), skip=0).headline == (
+    assert summarize(Run(mixed), warmup_steps=0).headline == (
         "43 % of the step is exposed communication (59.7 ms): "
         "84 % transfer, 12 % waiting for each other, 3.4 % codec."
     )
@@ -150,5 +150,5 @@ def test_what_nothing_covers_is_told() -> None:
         for rank, of in run.ranks.items()
     }
     assert summarize(Run(bare)).headline == (
-        "33 % of the step is exposed communication (33.0 ms): 100 % unattributed."
+        "33 % of the step is exposed communication (33.0 ms): 100 % other."
     )

@@ -88,5 +88,5 @@ def test_every_step_is_written_down_whole(codec: str | None, tmp_path: Path) -> 
         assert all(each.buckets and each.spans for each in rank.steps.values())
         assert [each.step for each in rank.errors] == ([2, 6] if codec else [])
     summary = summarize(run)
-    assert sum(summary.parts_ms.values()) == pytest.approx(summary.step_ms["mean"], rel=0.02)
-    assert None not in (summary.exposed_ms, summary.parts_ms["transfer"])
+    assert sum(summary.breakdown_ms.values()) == pytest.approx(summary.step_ms["mean"], rel=0.02)
+    assert None not in (summary.exposed_ms, summary.breakdown_ms["exposed_transfer"])

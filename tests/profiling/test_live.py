@@ -42,7 +42,7 @@ def test_what_is_exposed_is_the_same_everywhere(change: Any) -> None:
     of_rank = UNEVEN.run().ranks[0]
     steps = {number: change(step) for number, step in of_rank.steps.items()}
     run = Run({0: replace(of_rank, steps=steps)})
-    told, summary = logged(run), summarize(run, skip=0)
+    told, summary = logged(run), summarize(run, warmup_steps=0)
     assert summary.exposed is not None
     assert told["comm/exposed_ms"] == pytest.approx(summary.exposed_ms)
     assert told["comm/exposed_pct"] == pytest.approx(100 * summary.exposed)

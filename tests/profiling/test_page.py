@@ -131,7 +131,7 @@ def test_many_steps_are_few_bars_with_the_same_mean() -> None:
     assert len(transfer["y"]) == 250
     assert transfer["width"] * 250 == 1000
     assert sum(transfer["y"]) / 250 == pytest.approx(
-        sum(summary.series.parts_ms["transfer"]) / 1000
+        sum(summary.per_step.breakdown_ms["exposed_transfer"]) / 1000
     )
     assert "up to 4 consecutive steps" in text_of(summary)
 
@@ -198,13 +198,15 @@ def test_a_time_line_with_less_says_what_is_missing(timeline: Timeline, sentence
         ({"ranks": 1, "late": 0}, "There is one rank, and nobody it could wait for."),
         ({"links": [{"rank": 0, "peer": None, "group": "flat", "sent": 10, "seconds": 1.0}]},
          "n/a between two hosts: only whole groups of ranks were."),
-        ({"links": [], "reasons": {"links": "no time"}}, "n/a: no time."),
-        ({"errors": [], "reasons": {"errors": "not asked for"}}, "n/a: not asked for."),
-        ({"overlap": None, "reasons": {"overlap": "no exchange"}}, "overlap\nn/a\nno exchange\n"),
-        ({"straggler": None, "reasons": {"straggler": "all alike"}},
+        ({"links": [], "unavailable": {"links": "no time"}}, "n/a: no time."),
+        ({"errors": [], "unavailable": {"errors": "not asked for"}}, "n/a: not asked for."),
+        ({"overlap_fraction": None, "unavailable": {"overlap_fraction": "no exchange"}},
+         "overlap\nn/a\nno exchange\n"),
+        ({"straggler": None, "unavailable": {"straggler": "all alike"}},
          "straggler\nnone\nall alike\n"),
         ({"notes": []}, "Warnings\nNo warnings.\n"),
-        ({"traffic": Traffic(8e6, 8e6, 0, 8e6), "reasons": {"traffic.peak_gbps": "not calibrated"}},
+        ({"traffic": Traffic(8e6, 8e6, 0, 8e6),
+          "unavailable": {"traffic.link_gbps": "not calibrated"}},
          "link bandwidth\nn/a\nnot calibrated\n"),
     ],
 )  # fmt: skip
@@ -217,8 +219,8 @@ def test_a_view_without_data_says_why(changes: dict[str, Any], sentence: str) ->
 def test_series_without_a_number_are_sentences() -> None:
     summary = a_summary(steps=4)
     nothing = {0: [float("nan")] * 4, 1: [0.0] * 4}
-    series = replace(summary.series, parts_ms={"wait": [0.0] * 4}, wait_ms=nothing)
-    text = text_of(replace(summary, series=series, reasons={"parts_ms": "no phases"}))
+    per_step = replace(summary.per_step, breakdown_ms={"exposed_wait": [0.0] * 4}, wait_ms=nothing)
+    text = text_of(replace(summary, per_step=per_step, unavailable={"breakdown_ms": "no phases"}))
     assert "n/a: no phases." in text
     assert "No rank has waited for another." in text
 
@@ -314,10 +316,10 @@ def test_of_what_summarize_makes_everything_missing_has_its_reason(run: Run) -> 
     text = text_of(summary, *pick_steps(run, summary))
     assert "no reason was recorded" not in text
     assert "nan" not in text.lower().replace("finance", "")
-    assert all(reason in text for reason in summary.reasons.values())
+    assert all(reason in text for reason in summary.unavailable.values())
     tables = parts_table(summary), ranks_table(summary)
     cells = [cell for table in tables for row in table.rows for cell in row]
-    if "parts_ms" in summary.reasons:
+    if "breakdown_ms" in summary.unavailable:
         assert not {METRICS[name].label for name in EXPOSED} & set(cells)
         assert "communication is 0" not in text
         assert all(row[3:6] == ("n/a", "n/a", "n/a") for row in tables[1].rows)
@@ -361,7 +363,7 @@ def test_the_page_of_a_run_says_when_it_began_and_what_ran() -> None:
 
 def test_shares_of_the_parts_are_of_their_sum() -> None:
     summary = summarize(mixed())
-    assert (summary.step_ms["mean"], summary.parts_step_ms) == pytest.approx((130, 160))
+    assert (summary.step_ms["mean"], summary.detailed_step_ms) == pytest.approx((130, 160))
     table = parts_table(summary)
     *parts, total = table.rows
     assert sum(float(row[1]) for row in parts) == pytest.approx(160)
@@ -384,7 +386,7 @@ def test_waiting_for_a_rank_without_lines_is_no_zero_on_the_page() -> None:
     assert rows["exposed wait"][1:3] == ("n/a", "n/a")
     assert rows["exposed wait"][3].startswith("n/a: exchanges without a record of rank 1")
     assert [row[6] for row in buckets_table(summary).rows] == ["n/a"] * 4
-    assert not summary.series.wait_ms
+    assert not summary.per_step.wait_ms
     drawn = figures_of(summary, *pick_steps(run, summary))
     assert "waits" not in drawn
     assert "exposed wait" not in {trace["name"] for trace in drawn["steps"]["data"]}

@@ -262,10 +262,10 @@ def hostile() -> Summary:
         run={text: [text] for text in HOSTILE},
         buckets=[replace(each, codec=HOSTILE[0]) for each in summary.buckets],
         links=[{**each, "group": HOSTILE[1]} for each in summary.links],
-        reasons={"overlap": HOSTILE[2], HOSTILE[0]: HOSTILE[1]},
-        overlap=None,
+        unavailable={"overlap_fraction": HOSTILE[2], HOSTILE[0]: HOSTILE[1]},
+        overlap_fraction=None,
         notes=HOSTILE,
-        whatif=replace(
+        predictions=replace(
             a_whatif(),
             current=replace(a_whatif().current, codec=HOSTILE[2]),
             others=[replace(each, reason=HOSTILE[3]) for each in a_whatif().others],

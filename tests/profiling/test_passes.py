@@ -42,7 +42,7 @@ def test_all_of_it_counts_and_the_parts_add_up() -> None:
         check_identities(two.parts)
         assert two.parts.exposed == 2 * one.parts.exposed > 0
         assert two.parts.hidden == 2 * one.parts.hidden > 0
-        assert two.parts.parts["wait"] == 2 * one.parts.parts["wait"]
+        assert two.parts.parts["exposed_wait"] == 2 * one.parts.parts["exposed_wait"]
     once, both = summarize(ONCE), summarize(TWICE)
     assert both.traffic.raw_bytes == 2 * once.traffic.raw_bytes
     assert both.traffic.wire_gbps == pytest.approx(once.traffic.wire_gbps)

@@ -85,7 +85,7 @@ def test_a_rate_is_compared_with_the_packets_of_just_that_time(tmp_path: Path) -
     row = a_wire_row(tmp_path, link_mbit=1000.0)
     assert row["wire_gbps"] == pytest.approx(4e6 * 8 / 60e6)
     assert row["link_gbps"] == pytest.approx(3.25e6 * 8 / 60e6)
-    assert row["peak_gbps"] == pytest.approx(0.8)
+    assert row["link_gbps"] == pytest.approx(0.8)
     runs = [{**row, "link_gbps": link_gbps} for link_gbps in (0.5, 0.4, 0.6)]
     other = {**row, "congestion_control": "cubic"}
     (of_bbr, of_cubic) = wire_rows([runs[0], other, *runs[1:]])
@@ -165,7 +165,7 @@ def test_a_run_that_never_was_is_a_run(tmp_path: Path) -> None:
     assert summary.steps == 3
     assert len(summary.buckets) == 8
     assert summary.traffic is not None
-    assert summary.parts_ms["transfer"] > 0
+    assert summary.breakdown_ms["exposed_transfer"] > 0
 
 
 def a_result(tmp_path: Path) -> dict[str, Any]:

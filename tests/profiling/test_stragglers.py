@@ -69,7 +69,7 @@ def test_a_run_whose_clocks_are_no_better_than_that() -> None:
     assert (sure.straggler, sure.exposed_straggler) == (1, 1)
     assert (vague.straggler, vague.exposed_straggler) == (None, None)
     assert "waiting for each other" in vague.headline
-    assert vague.reasons["straggler"] == (
+    assert vague.unavailable["straggler"] == (
         "no rank is clearly the last: clocks are no more certain than what rank 1 was late"
     )
     assert vague.ranks[0].wait_ms * MS > 0  # all the same

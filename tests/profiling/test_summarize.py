@@ -16,31 +16,31 @@ from lightning_dist.profiling.run import Run
 
 def test_a_planted_run_in_numbers() -> None:
     summary = summarize(Planted(late={1: 50}, shift={1: 123.4}).run())
-    assert (summary.steps, summary.skipped) == (4, 2)
+    assert (summary.steps, summary.warmup_steps) == (4, 2)
     assert summary.step_ms == pytest.approx({"mean": 150, "median": 150, "p95": 150})
-    assert summary.parts_ms == pytest.approx(
+    assert summary.breakdown_ms == pytest.approx(
         {
             "data": 2,
             "forward": 45,
             "backward": 40,
-            "wait": 10.5,
-            "transfer": 45.5,
-            "codec": 2,
-            "unattributed": 0,
+            "exposed_wait": 10.5,
+            "exposed_transfer": 45.5,
+            "exposed_codec": 2,
+            "exposed_other": 0,
             "optimizer": 5,
             "other": 0,
         }
     )
     assert summary.exposed_ms == pytest.approx(58)
     assert summary.hidden_ms == pytest.approx(29)
-    assert summary.overlap == pytest.approx(2 * 29 / (110 + 60))
+    assert summary.overlap_fraction == pytest.approx(2 * 29 / (110 + 60))
     assert summary.exposed == pytest.approx(58 / 150)
-    assert summary.overhead == pytest.approx(0.05 / 150)
+    assert summary.profiler_overhead == pytest.approx(0.05 / 150)
     assert summary.straggler == 1
-    assert summary.reasons == {
+    assert summary.unavailable == {
         "errors": "none was sampled",
         "links": "no link was measured",
-        "traffic.peak_gbps": "no link was measured",
+        "traffic.link_gbps": "no link was measured",
     }
     assert summary.notes == []
     assert summary.run == {
@@ -61,7 +61,7 @@ def test_ranks_of_a_planted_run() -> None:
     assert [each.rank for each in summary.ranks] == [0, 1, 2, 3]
     assert [each.host for each in summary.ranks] == ["host-a", "host-b"] * 2
     assert [each.wait_ms for each in summary.ranks] == pytest.approx([70, 40, 70, 0])
-    assert [each.caused_ms for each in summary.ranks] == pytest.approx([0, 0, 0, 180])
+    assert [each.waited_for_ms for each in summary.ranks] == pytest.approx([0, 0, 0, 180])
     assert [each.exposed_ms for each in summary.ranks] == pytest.approx([103, 73, 103, 33])
     uncertainties = [each.clock_uncertainty_ms for each in summary.ranks]
     assert uncertainties[0] is None
@@ -111,10 +111,10 @@ def test_rates_are_over_the_time_in_which_something_moved() -> None:
     assert traffic.raw_bytes == 16e6
     assert (traffic.wire_bytes, traffic.intra_bytes, traffic.inter_bytes) == (4e6, 0, 4e6)
     assert traffic.wire_gbps == pytest.approx(4e6 * 8 / 60e6)
-    assert traffic.effective_gbps == pytest.approx(16e6 * 8 / 60e6)
-    assert traffic.peak_gbps == pytest.approx(1.0)
+    assert traffic.ddp_equivalent_busbw_gbps == pytest.approx(16e6 * 8 / 60e6)
+    assert traffic.link_gbps == pytest.approx(1.0)
     assert traffic.link_utilization == pytest.approx(4e6 * 8 / 60e6)
-    assert summary.reasons == {"errors": "none was sampled"}
+    assert summary.unavailable == {"errors": "none was sampled"}
     assert [each["sent"] for each in summary.links] == [100_000_000, 250_000_000, 1]
     assert {(each["rank"], each["group"]) for each in summary.links} == {(1, "flat")}
     for each in summary.ranks:
@@ -139,20 +139,22 @@ def test_a_rank_that_is_done_first_still_sends(hosts: tuple[str, ...]) -> None:
     summary = summarize(replaced(run, 1, steps=steps))
     # From 33 to 93 ms on both links, as if they had ended together.
     assert summary.traffic.wire_gbps == pytest.approx(4e6 * 8 / 60e6)
-    assert summary.traffic.effective_gbps == pytest.approx(16e6 * 8 / 60e6)
+    assert summary.traffic.ddp_equivalent_busbw_gbps == pytest.approx(16e6 * 8 / 60e6)
     rates = [each.inter_gbps or each.intra_gbps for each in summary.ranks]
     assert rates == pytest.approx([4e6 * 8 / 60e6] * 2)
-    assert summary.parts_ms["transfer"] == pytest.approx((31 + 21) / 2), "of each what it saw"
+    assert summary.breakdown_ms["exposed_transfer"] == pytest.approx((31 + 21) / 2), (
+        "of each what it saw"
+    )
 
 
 def test_the_peak_is_of_links_between_hosts_if_there_are_any() -> None:
     run = Planted(world_size=4).run()
     within = LinkRecord("flat", sent=1_000_000_000, seconds=1.0, peer=2)
     run = replaced(run, 0, links=[within])
-    assert summarize(run).traffic.peak_gbps == pytest.approx(8)
+    assert summarize(run).traffic.link_gbps == pytest.approx(8)
     across = LinkRecord("flat", sent=1_000_000, seconds=0.1, peer=1)
     run = replaced(run, 0, links=[within, across])
-    assert summarize(run).traffic.peak_gbps == pytest.approx(0.08)
+    assert summarize(run).traffic.link_gbps == pytest.approx(0.08)
 
 
 def inside_first(run: Run) -> Run:
@@ -189,8 +191,8 @@ def test_series_and_the_steps_to_show() -> None:
     planted = Planted(steps=23, slow_steps={5: 3, 7: 2, 10: 1.5})
     run = planted.run()
     summary = summarize(run)
-    assert list(summary.series.steps) == list(range(2, 23))
-    by_step = dict(zip(summary.series.steps, summary.series.step_ms, strict=True))
+    assert list(summary.per_step.steps) == list(range(2, 23))
+    by_step = dict(zip(summary.per_step.steps, summary.per_step.step_ms, strict=True))
     assert {step for step, each in by_step.items() if each > 101} == {5, 7, 10}
     assert summary.step_ms["median"] == pytest.approx(100)
     assert summary.step_ms["mean"] == pytest.approx((21 * 100 + 120 + 60 + 30) / 21)
@@ -201,30 +203,36 @@ def test_series_and_the_steps_to_show() -> None:
         (5, "slowest step"),
     ]
     for name in PARTS:
-        assert len(summary.series.parts_ms[name]) == 21
-    for i, of_step in enumerate(summary.series.step_ms):
-        assert sum(summary.series.parts_ms[name][i] for name in PARTS) == pytest.approx(of_step)
-    assert {rank: len(each) for rank, each in summary.series.wait_ms.items()} == {0: 21, 1: 21}
-    assert set(summary.series.slowest) == {None}
+        assert len(summary.per_step.breakdown_ms[name]) == 21
+    for i, of_step in enumerate(summary.per_step.step_ms):
+        assert sum(summary.per_step.breakdown_ms[name][i] for name in PARTS) == pytest.approx(
+            of_step
+        )
+    assert {rank: len(each) for rank, each in summary.per_step.wait_ms.items()} == {0: 21, 1: 21}
+    assert set(summary.per_step.slowest) == {None}
     late = summarize(Planted(late={0: 10}).run())
-    assert set(late.series.slowest) == {0}
-    assert late.series.wait_ms[1] == pytest.approx([10] * 4)
+    assert set(late.per_step.slowest) == {0}
+    assert late.per_step.wait_ms[1] == pytest.approx([10] * 4)
 
 
 @pytest.mark.parametrize(
-    ("steps", "skip", "counted", "skipped"),
+    ("steps", "warmup_steps", "counted", "left_out"),
     [(6, 2, 4, 2), (3, 2, 1, 2), (2, 2, 2, 0), (1, 2, 1, 0), (1, 0, 1, 0)],
 )
-def test_first_steps_are_left_out(steps: int, skip: int, counted: int, skipped: int) -> None:
-    summary = summarize(Planted(steps=steps, slow_steps={0: 9}).run(), skip=skip)
-    assert (summary.steps, summary.skipped) == (counted, skipped)
-    assert (summary.step_ms["mean"] > 101) == (skipped == 0)
-    assert any("the first are not left out" in note for note in summary.notes) == (skipped < skip)
+def test_first_steps_are_left_out(
+    steps: int, warmup_steps: int, counted: int, left_out: int
+) -> None:
+    summary = summarize(Planted(steps=steps, slow_steps={0: 9}).run(), warmup_steps=warmup_steps)
+    assert (summary.steps, summary.warmup_steps) == (counted, left_out)
+    assert (summary.step_ms["mean"] > 101) == (left_out == 0)
+    assert any("the first are not left out" in note for note in summary.notes) == (
+        left_out < warmup_steps
+    )
 
 
 def test_a_negative_skip_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be negative, it is -1; 0 counts all steps"):
-        summarize(Planted().run(), skip=-1)
+        summarize(Planted().run(), warmup_steps=-1)
 
 
 def test_several_stragglers_are_none() -> None:
@@ -234,9 +242,9 @@ def test_several_stragglers_are_none() -> None:
         turns = [Planted(world_size=3, steps=8, late={late: 40}).run() for late in range(3)]
         steps = {step: turns[step % 3].ranks[rank].steps[step] for step in range(2, 8)}
         run = replaced(run, rank, steps=steps)
-    summary = summarize(run, skip=0)
+    summary = summarize(run, warmup_steps=0)
     assert summary.straggler is None
-    assert summary.reasons["straggler"] == (
+    assert summary.unavailable["straggler"] == (
         "no rank is clearly the last: only 33% of it is for rank 0, the most"
     )
 
@@ -246,7 +254,7 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
     summary = summarize(Planted(late={1: late}).run())
     assert summary.straggler == straggler
     if straggler is None:
-        assert summary.reasons["straggler"] == "waiting is 1.5% of the step"
+        assert summary.unavailable["straggler"] == "waiting is 1.5% of the step"
     assert summary.ranks[0].wait_ms == pytest.approx(late)
 
 
@@ -314,13 +322,13 @@ def test_of_many_steps_a_part_is_looked_at() -> None:
     assert summary.notes == [
         "communication is of 500 of 20000 steps, spread evenly; step times are of all"
     ]
-    looked_at = summary.series.steps
-    assert len(looked_at) == len(summary.series.step_ms) == 500
+    looked_at = summary.per_step.steps
+    assert len(looked_at) == len(summary.per_step.step_ms) == 500
     assert [(step - 2) // 40 for step in looked_at] == list(range(500))
     # What happens every tenth step is not always, and not never, looked at.
     assert 20 < sum(step % 10 == 0 for step in looked_at) < 80
-    assert summary.parts_ms["transfer"] == pytest.approx(31)
-    assert summarize(run).series.steps == looked_at
+    assert summary.breakdown_ms["exposed_transfer"] == pytest.approx(31)
+    assert summarize(run).per_step.steps == looked_at
 
 
 @pytest.mark.parametrize(("spans", "looked_at"), [(2_000, 125), (10_000, 50), (30_000, 50)])
@@ -332,7 +340,7 @@ def test_of_steps_with_many_spans_fewer_are_looked_at(spans: int, looked_at: int
             for step, each in of_rank.steps.items()
         }
         run = replaced(run, rank, steps=steps)
-    assert len(sample(run, skip=0).detailed) == looked_at
+    assert len(sample(run, warmup_steps=0).detailed) == looked_at
 
 
 def test_ranks_of_a_host_share_its_link() -> None:

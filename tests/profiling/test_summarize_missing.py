@@ -1,4 +1,4 @@
-"""Half a summary, with the reasons, where something is missing."""
+"""Half a summary, with the unavailable, where something is missing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ def test_missing_ranks() -> None:
     run = Run({rank: each for rank, each in run.ranks.items() if rank != 1}, ["nothing of rank 1"])
     summary = summarize(run)
     reason = "exchanges without a record of rank 1 count as transfer, waiting included"
-    assert summary.reasons["wait"] == summary.reasons["straggler"] == reason
+    assert summary.unavailable["exposed_wait"] == summary.unavailable["straggler"] == reason
     assert summary.notes == ["nothing of rank 1", reason]
     assert summary.run["hosts"] == ["host-a", None, "host-a"]
     assert summary.exposed_ms == pytest.approx(83)
     told = json.loads(to_json(summary.as_dict()))
-    assert (told["parts_ms"]["wait"], told["parts_step_ms"]) == (None, pytest.approx(150))
-    assert "wait" not in told["series"]["parts_ms"]
-    assert {(each["wait_ms"], each["caused_ms"]) for each in told["ranks"]} == {(None, None)}
+    assert (told["breakdown_ms"]["exposed_wait"], told["detailed_step_ms"]) == (
+        None,
+        pytest.approx(150),
+    )
+    assert "exposed_wait" not in told["per_step"]["breakdown_ms"]
+    assert {(each["wait_ms"], each["waited_for_ms"]) for each in told["ranks"]} == {(None, None)}
     assert {each["wait_ms"] for each in told["buckets"]} == {None}
     assert "comm/wait_ms" not in metrics_of(summary)
     assert len(pick_steps(run, summary)) == 1
@@ -51,7 +54,9 @@ def test_one_exchange_without_a_record_is_told() -> None:
     run = Planted().run()
     steps = dict(run.ranks[1].steps)
     steps[2] = replace(steps[2], spans=[each for each in steps[2].spans if each.bucket])
-    assert "record of rank 1" in summarize(replaced(run, 1, steps=steps)).reasons["wait"]
+    assert (
+        "record of rank 1" in summarize(replaced(run, 1, steps=steps)).unavailable["exposed_wait"]
+    )
 
 
 def test_a_rank_that_died_early_and_one_that_never_began() -> None:
@@ -62,20 +67,27 @@ def test_a_rank_that_died_early_and_one_that_never_began() -> None:
     assert summary.steps == 3
     assert [each.rank for each in summary.ranks] == [0, 1]
     assert summary.notes[0] == "5 of 9 steps are of all ranks; only these count"
-    assert "without a record of rank 2" in summary.reasons["wait"]
+    assert "without a record of rank 2" in summary.unavailable["exposed_wait"]
 
 
 def test_no_steps() -> None:
     for run in (Planted(steps=0).run(), Run({})):
         summary = summarize(run)
-        assert (summary.steps, summary.parts_ms, summary.buckets) == (0, {}, [])
-        for name in ("step_ms", "overhead", "parts_ms", "exposed_ms", "overlap", "traffic"):
-            assert summary.reasons[name] == "no rank has recorded a step"
+        assert (summary.steps, summary.breakdown_ms, summary.buckets) == (0, {}, [])
+        for name in (
+            "step_ms",
+            "profiler_overhead",
+            "breakdown_ms",
+            "exposed_ms",
+            "overlap_fraction",
+            "traffic",
+        ):
+            assert summary.unavailable[name] == "no rank has recorded a step"
         assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
         assert summary.traffic is None
         told = json.loads(to_json(summary.as_dict()))
         assert told["step_ms"] == {"mean": None, "median": None, "p95": None}
-        assert told["overhead"] is None
+        assert told["profiler_overhead"] is None
         missing = {each.label for each in facts(summary) if each.missing}
         assert missing >= {"step", "profiler overhead"}
         assert metrics_of(summary) == {}
@@ -86,14 +98,14 @@ def test_no_steps_and_the_reason() -> None:
     run = Planted(steps=0).run()
     failed = replaced(run, 1, end=EndRecord("OSError: no data"))
     killed = replaced(replaced(run, 0, end=None), 1, end=None)
-    reasons = [summarize(each).reasons["steps"] for each in (run, failed, killed)]
-    assert "no optimizer has made a step with parameters of the model" in reasons[0]
-    assert reasons[1].endswith("a step: the training ended before its first step was over")
-    assert "was killed in its first second, or has not made a step yet" in reasons[2]
+    unavailable = [summarize(each).unavailable["steps"] for each in (run, failed, killed)]
+    assert "no optimizer has made a step with parameters of the model" in unavailable[0]
+    assert unavailable[1].endswith("a step: the training ended before its first step was over")
+    assert "was killed in its first second, or has not made a step yet" in unavailable[2]
     apart = Planted(steps=4).run()
     halves = [{s: e for s, e in of.steps.items() if s // 2 == r} for r, of in apart.ranks.items()]
     apart = replaced(replaced(apart, 0, steps=halves[0]), 1, steps=halves[1])
-    reasons_apart = summarize(apart).reasons
+    reasons_apart = summarize(apart).unavailable
     assert reasons_apart["step_ms"] == reasons_apart["steps"] == "no step is recorded on all ranks"
 
 
@@ -135,9 +147,9 @@ def test_no_rate_is_told_of_half_a_run() -> None:
     summary = summarize(Run({rank: each for rank, each in run.ranks.items() if rank != 3}))
     assert summary.traffic is not None
     assert summary.traffic.wire_bytes == 4e6  # of a rank, of those that are there
-    for name in ("wire_gbps", "effective_gbps"):
+    for name in ("wire_gbps", "ddp_equivalent_busbw_gbps"):
         assert getattr(summary.traffic, name) is None
-        assert summary.reasons[f"traffic.{name}"] == (
+        assert summary.unavailable[f"traffic.{name}"] == (
             "no step of rank 3 is there: what it has sent is not known, and waiting for it counts "
             "as transfer"
         )
@@ -151,34 +163,37 @@ def test_no_rate_is_told_of_half_a_run() -> None:
 
 def test_one_rank() -> None:
     summary = summarize(Planted(world_size=1, buckets=0).run())
-    assert summary.parts_ms["forward"] == 20
-    assert summary.reasons["overlap"] == "one rank exchanges nothing"
-    assert summary.reasons["traffic"] == "one rank sends nothing"
-    assert summary.reasons["straggler"] == "one rank exchanges nothing"
+    assert summary.breakdown_ms["forward"] == 20
+    assert summary.unavailable["overlap_fraction"] == "one rank exchanges nothing"
+    assert summary.unavailable["traffic"] == "one rank sends nothing"
+    assert summary.unavailable["straggler"] == "one rank exchanges nothing"
 
 
 def test_no_exchange() -> None:
     summary = summarize(Planted(buckets=0).run())
-    assert summary.reasons["overlap"] == "no exchange was recorded"
-    assert summary.reasons["traffic"] == "no bucket of gradients was sent"
+    assert summary.unavailable["overlap_fraction"] == "no exchange was recorded"
+    assert summary.unavailable["traffic"] == "no bucket of gradients was sent"
     # A model that has a hook already: what is exposed is in the backward pass, and not zero.
     reason = "no bucket of gradients was seen, nor an exchange"
-    for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "straggler", "buckets"):
-        assert summary.reasons[name] == reason
-    assert summary.parts_ms.keys() == {"data", "forward", "backward", "optimizer", "other"}
-    assert summary.series.parts_ms.keys() == summary.parts_ms.keys()
-    assert sum(summary.parts_ms.values()) == pytest.approx(summary.step_ms["mean"])
+    for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait", "straggler", "buckets"):
+        assert summary.unavailable[name] == reason
+    assert summary.breakdown_ms.keys() == {"data", "forward", "backward", "optimizer", "other"}
+    assert summary.per_step.breakdown_ms.keys() == summary.breakdown_ms.keys()
+    assert sum(summary.breakdown_ms.values()) == pytest.approx(summary.step_ms["mean"])
 
 
 def test_ddp_of_torch_has_no_codec() -> None:
     summary = summarize(Planted(codec="ddp", encode=0, decode=0, sent=4_000_000).run())
-    assert summary.reasons["codec"] == "DDP itself exchanges the gradients, without a codec"
-    assert summary.parts_ms["transfer"] == pytest.approx(30)
-    assert summary.parts_ms["codec"] is None
+    assert (
+        summary.unavailable["exposed_codec"]
+        == "DDP itself exchanges the gradients, without a codec"
+    )
+    assert summary.breakdown_ms["exposed_transfer"] == pytest.approx(30)
+    assert summary.breakdown_ms["exposed_codec"] is None
     assert summary.exposed_ms == pytest.approx(30)
     assert {(each.encode_ms, each.decode_ms) for each in summary.buckets} == {(None, None)}
     assert {each.wait_ms for each in summary.buckets} == {0}  # this was measured
-    assert summary.traffic.ratio == 1
+    assert summary.traffic.compression_ratio == 1
 
 
 def test_buckets_without_exchanges() -> None:
@@ -187,11 +202,11 @@ def test_buckets_without_exchanges() -> None:
         steps = {step: replace(each, spans=()) for step, each in of_rank.steps.items()}
         run = replaced(run, rank, steps=steps)
     summary = summarize(run)
-    assert summary.parts_ms["unattributed"] == summary.exposed_ms == pytest.approx(33)
-    assert summary.overlap is None
+    assert summary.breakdown_ms["exposed_other"] == summary.exposed_ms == pytest.approx(33)
+    assert summary.overlap_fraction is None
     assert summary.traffic.wire_gbps is None
-    assert summary.reasons["traffic.wire_gbps"] == "no exchange was recorded"
-    assert summary.traffic.ratio == 4
+    assert summary.unavailable["traffic.wire_gbps"] == "no exchange was recorded"
+    assert summary.traffic.compression_ratio == 4
 
 
 def test_steps_that_are_not_recorded_in_detail() -> None:
@@ -200,12 +215,12 @@ def test_steps_that_are_not_recorded_in_detail() -> None:
         run = without_detail(run, rank, *range(6))
     summary = summarize(run)
     assert summary.step_ms["mean"] == pytest.approx(100)
-    assert summary.reasons["parts_ms"] == "no step is recorded in detail on all ranks"
+    assert summary.unavailable["breakdown_ms"] == "no step is recorded in detail on all ranks"
     # The phases are known, and what is exposed is not: it is not zero either.
-    assert summary.parts_ms == pytest.approx(
+    assert summary.breakdown_ms == pytest.approx(
         {"data": 2, "forward": 20, "backward": 73, "optimizer": 5, "other": 0}
     )
-    assert not summary.parts_ms.keys() & set(EXPOSED)
+    assert not summary.breakdown_ms.keys() & set(EXPOSED)
     assert [each.label for each in pick_steps(run, summary)] == ["median step"]
 
 
@@ -216,16 +231,16 @@ def test_steps_without_phases() -> None:
         bare = {step: replace(each, phases=()) for step, each in run.ranks[rank].steps.items()}
         run = replaced(run, rank, steps=bare)
     summary = summarize(run)
-    assert summary.parts_ms == {}
+    assert summary.breakdown_ms == {}
     assert summary.step_ms["mean"] == pytest.approx(100)
-    assert summary.reasons["parts_ms"] == "no step is recorded in detail on all ranks"
+    assert summary.unavailable["breakdown_ms"] == "no step is recorded in detail on all ranks"
 
 
 def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
     run = Planted(slow_steps={3: 2}).run()
     run = without_detail(run, 1, 2, 4, 5)
     summary = summarize(run)
-    assert (summary.steps, list(summary.series.steps)) == (4, [3])
+    assert (summary.steps, list(summary.per_step.steps)) == (4, [3])
     assert summary.step_ms["mean"] == pytest.approx(115)
     assert summary.notes == [
         "parts and communication are of the 1 step of 4 that were looked at in detail; step times "
@@ -233,15 +248,15 @@ def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
         "steps looked at in detail take 160.0 ms, and all steps 115.0 ms: looking in detail takes "
         "time, or they are other steps than the rest; parts are shares of 160.0 ms",
     ]
-    assert "wait" not in summary.reasons
+    assert "exposed_wait" not in summary.unavailable
     # What stands together in the last row of a logger divides.
     metrics = metrics_of(summary)
-    assert metrics["comm/step_ms"] == summary.parts_step_ms == pytest.approx(160)
+    assert metrics["comm/step_ms"] == summary.detailed_step_ms == pytest.approx(160)
     assert metrics["comm/all_steps_ms"] == pytest.approx(115)
     share = metrics["comm/exposed_ms"] / metrics["comm/step_ms"]
     assert metrics["comm/exposed_pct"] == pytest.approx(100 * share)
     assert [each.step_ms for each in summary.ranks] == pytest.approx([160, 160])
-    assert summary.parts_steps == 1
+    assert summary.detailed_steps == 1
 
 
 def test_steps_in_detail_that_are_as_long_as_chance_would_have_them_need_no_note() -> None:
@@ -249,7 +264,7 @@ def test_steps_in_detail_that_are_as_long_as_chance_would_have_them_need_no_note
     for rank in (0, 1):
         run = without_detail(run, rank, *(step for step in range(42) if step % 3))
     summary = summarize(run)
-    assert abs(summary.parts_step_ms - summary.step_ms["mean"]) > 0.01
+    assert abs(summary.detailed_step_ms - summary.step_ms["mean"]) > 0.01
     assert not [note for note in summary.notes if note.startswith("steps looked at")]
 
 

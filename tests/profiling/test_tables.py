@@ -16,7 +16,7 @@ def test_parts_add_up_to_every_step_of_every_rank() -> None:
     assert table.values.shape[:2] == (6, 3)
     assert (table.of(*PARTS) == table.of("duration")).all()
     assert (table.of(*EXPOSED) == table.of("exposed")).all()
-    assert (table.of("wait", "transfer", "hidden") == table.of("exchange")).all()
+    assert (table.of("exposed_wait", "exposed_transfer", "hidden") == table.of("exchange")).all()
 
 
 def test_waiting_is_of_who_waits_and_for_who_is_late() -> None:

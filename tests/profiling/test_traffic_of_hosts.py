@@ -45,6 +45,6 @@ def test_ranks_of_a_host_that_send_one_after_the_other_share_its_link(
     run = taking_turns(apart=apart)
     traffic = summarize(run).traffic
     assert traffic is not None
-    assert traffic.peak_gbps == pytest.approx(RATE)
+    assert traffic.link_gbps == pytest.approx(RATE)
     assert traffic.wire_gbps == pytest.approx(rate)
     assert observe(run).scenario.link.rate == pytest.approx(rate * 1e9 / 8)

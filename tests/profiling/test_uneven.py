@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from planted import Planted, replace, replaced
 
-from lightning_dist.profiling.analysis.imbalance import uneven_phases
-from lightning_dist.profiling.analysis.parts import Summary, Uneven
+from lightning_dist.profiling.analysis.imbalance import find_phase_skew
+from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import COLUMNS, step_table
 from lightning_dist.profiling.capture.events import PHASES, StepRecord
@@ -25,12 +25,15 @@ BUFFERS = Planted(late_data={0: 50}, meets_in_forward=True)
 def found(planted: Planted | Run) -> Summary:
     summary = summarize(planted.run() if isinstance(planted, Planted) else planted)
     told = [note for note in summary.notes if "is counted in these phases" in note]
-    assert len(told) == bool(summary.uneven)
+    assert len(told) == bool(summary.phase_skew)
     return summary
 
 
 def what(planted: Planted | Run) -> list[tuple[str, list[int], int, float]]:
-    return [(each.phase, [*each.ranks], each.than, each.more_ms) for each in found(planted).uneven]
+    return [
+        (each.phase, [*each.ranks], each.fastest_rank, each.excess_ms)
+        for each in found(planted).phase_skew
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,10 @@ def test_waiting_that_exchanges_show_is_no_news(planted: Planted) -> None:
 def test_waiting_before_the_exchange_is_told() -> None:
     summary = found(BUFFERS)
     assert summary.ranks[1].wait_ms == pytest.approx(0), "in exchanges"
-    assert [*summary.uneven] == [Uneven("data", [0], 1, 50.0), Uneven("forward", [1], 0, 50.0)]
+    assert [*summary.phase_skew] == [
+        PhaseSkew("data", [0], 1, 50.0),
+        PhaseSkew("forward", [1], 0, 50.0),
+    ]
     assert summary.notes == [
         "ranks differ in data (rank 0: +50.0 ms), forward (rank 1: +50.0 ms): waiting in "
         "collectives other than gradient exchanges (DDP buffers such as those of BatchNorm, "
@@ -80,7 +86,7 @@ def test_who_waits_longer_than_half_as_long_is_told_too() -> None:
 def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
     """As one whose gradients the leader of its host exchanges: it waits for the leader's links."""
 
-    def phases(waited: int) -> list[Uneven]:
+    def phases(waited: int) -> list[PhaseSkew]:
         """Rank 1 waits so long for rank 0, whose data take 200 ns longer in every step."""
         table = step_table(Planted(steps=5).run(), range(5))
         values = np.zeros((5, 2, len(COLUMNS)))
@@ -90,7 +96,7 @@ def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
         values[:, 0, COLUMNS.index("waited")] = 4000 / 5
         values[:, 1, COLUMNS.index("waited")] = waited / 5
         waited_for = np.array([[0.0, 4000.0], [waited, 0.0]])
-        return uneven_phases(replace(table, values=values, waited_for=waited_for))
+        return find_phase_skew(replace(table, values=values, waited_for=waited_for))
 
     assert not phases(600)
     assert phases(400)
@@ -155,7 +161,9 @@ def test_who_has_waited_before_an_exchange_is_not_to_blame_in_it() -> None:
     buffers = replace(BUFFERS, buckets=1)  # what is waited for it is exposed
     summary = found(replace(buffers, late={1: 10}))
     assert (summary.straggler, summary.exposed_straggler) == (None, None)
-    assert summary.reasons["straggler"] == "ranks are uneven outside of exchanges too, and by more"
+    assert (
+        summary.unavailable["straggler"] == "ranks are uneven outside of exchanges too, and by more"
+    )
     assert "waiting for each other" in summary.headline
     alone = found(Planted(late={1: 10}, buckets=1))
     assert (alone.straggler, alone.exposed_straggler) == (1, 1)
@@ -171,7 +179,12 @@ def test_phases_of_the_ranks_are_there_for_all_to_see() -> None:
         {"data": 52, "forward": 20, "backward": 40, "optimizer": 5},
         {"data": 2, "forward": 70, "backward": 40, "optimizer": 5},
     ]
-    assert told["uneven"][0] == {"phase": "data", "ranks": [0], "than": 1, "more_ms": 50}
+    assert told["phase_skew"][0] == {
+        "phase": "data",
+        "ranks": [0],
+        "fastest_rank": 1,
+        "excess_ms": 50,
+    }
     table = ranks_table(summary)
     assert tuple(each.key for each in table.columns[6:10]) == PHASES
     assert table.rows[1][6:10] == ("2.00", "70.0", "40.0", "5.00")

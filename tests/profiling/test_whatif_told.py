@@ -58,7 +58,7 @@ def test_the_best_comes_after_what_was_measured() -> None:
     # 4 buckets of 40 ms, the first ready after 10 of 40 ms: 130 ms exposed, and with half the
     # bytes 50; the rest of the step takes 67.
     assert after.headline == f"{before.headline} Predicted with fp16: 1.7x."
-    assert replace(after, headline=before.headline, whatif=None) == before
+    assert replace(after, headline=before.headline, predictions=None) == before
 
 
 def test_where_nothing_is_faster_it_says_so() -> None:
@@ -98,11 +98,11 @@ def test_the_headline_has_the_first_of_the_table() -> None:
         "powersgd": replace(cost("powersgd", 0.1), assumes="matrices"),
     }
     summary = told(DDP, costs)
-    assert summary.whatif is not None
-    names = [each.codec for each in summary.whatif.others if each.step_ms]
+    assert summary.predictions is not None
+    names = [each.codec for each in summary.predictions.others if each.step_ms]
     assert names[:3] == ["int4", "sign", "fp16"]
     assert names[-1] == "powersgd"
-    places = {each.codec: each.place for each in summary.whatif.others if not each.bucket_mb}
+    places = {each.codec: each.place for each in summary.predictions.others if not each.bucket_mb}
     assert (places["int4"], places["sign"], places["fp16"]) == (1, 1, 3)
     assert places["powersgd"] is None
     assert " Predicted with int4: " in summary.headline
@@ -131,9 +131,9 @@ def test_factors_have_two_digits(change: float, factor: str) -> None:
 def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
     summary = told(DDP)
     write_summary(tmp_path / "summary.json", summary)
-    content = json.loads((tmp_path / "summary.json").read_text())["whatif"]
-    assert summary.whatif is not None
-    assert content == json.loads(json.dumps(summary.whatif.as_dict()))
+    content = json.loads((tmp_path / "summary.json").read_text())["predictions"]
+    assert summary.predictions is not None
+    assert content == json.loads(json.dumps(summary.predictions.as_dict()))
     assert (content["label"], content["schema"]) == (LABEL, 1)
     assert content["error"] == pytest.approx(0, abs=1e-9)
     # the run itself is the first row anyway
@@ -155,10 +155,10 @@ def test_where_nothing_can_be_predicted_there_is_the_reason(
     before = summarize(run)
     after = with_whatif(before, run, lambda observed: Costs(costs, "not today"))
     assert after.headline == before.headline
-    assert after.as_dict()["whatif"] is None
-    assert reason in after.reasons["whatif"]
-    assert f"n/a  {after.reasons['whatif']}" in " ".join(printed(after).split(" "))
-    assert whatif_table(after).missing == f"n/a: {after.reasons['whatif']}."
+    assert after.as_dict()["predictions"] is None
+    assert reason in after.unavailable["predictions"]
+    assert f"n/a  {after.unavailable['predictions']}" in " ".join(printed(after).split(" "))
+    assert whatif_table(after).missing == f"n/a: {after.unavailable['predictions']}."
 
 
 def test_a_fault_in_a_prediction_costs_only_the_prediction() -> None:
@@ -167,14 +167,16 @@ def test_a_fault_in_a_prediction_costs_only_the_prediction() -> None:
 
     run = DDP.run()
     found = with_whatif(summarize(run), run, broken)
-    assert found.reasons["whatif"] == "the prediction failed: ZeroDivisionError: by nothing"
+    assert (
+        found.unavailable["predictions"] == "the prediction failed: ZeroDivisionError: by nothing"
+    )
 
 
 def test_what_was_not_measured_is_told() -> None:
     run = DDP.run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
-    assert found.whatif is not None
-    assert found.whatif.reasons["costs"] == "no time was left"
+    assert found.predictions is not None
+    assert found.predictions.reasons["costs"] == "no time was left"
     table = whatif_table(found)
     assert "Costs: n/a, no time was left." in table.caption
     assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption
@@ -207,6 +209,6 @@ def test_an_old_folder_is_predicted_too() -> None:
     run: Run = read_run(Path(__file__).with_name("kept") / "schema-1")
     costs = {**COSTS, "int8": replace(cost("int8", 1.0), exchange="gather")}
     found = with_whatif(summarize(run), run, lambda observed: Costs(costs))
-    assert found.whatif is not None
-    assert found.whatif.current.step_ms is not None
-    assert found.whatif.others
+    assert found.predictions is not None
+    assert found.predictions.current.step_ms is not None
+    assert found.predictions.others

@@ -120,10 +120,14 @@ def _analyse(
     parts = {name: length(each) for name, each in phases.items()}
     parts["backward"] = length(difference(phases["backward"], window))
     left: Intervals = window
-    for name, intervals in (("transfer", transfer), ("wait", under_way), ("codec", codec)):
+    for name, intervals in (
+        ("exposed_transfer", transfer),
+        ("exposed_wait", under_way),
+        ("exposed_codec", codec),
+    ):
         parts[name] = length(intersection(left, intervals))
         left = difference(left, intervals)
-    parts["unattributed"] = length(left)
+    parts["exposed_other"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
     waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
     waited_for = {late: length(of) for late, of in waits.items()}

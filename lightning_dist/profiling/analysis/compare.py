@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.tables import MB
@@ -38,7 +39,7 @@ class Measured:
     """A run, by what is compared: a value for every step, or why there is none."""
 
     values: Mapping[str, Sequence[float]]
-    reasons: Mapping[str, str]
+    unavailable: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -74,20 +75,22 @@ class Difference:
 
 def measured(run: Run, summary: Summary) -> Measured:
     """What there is to compare of a run and its summary."""
-    series, reasons = summary.series, summary.reasons
-    if not series.step_ms:
-        return Measured({}, dict.fromkeys(NAMES, reasons.get("step_ms", "no step was recorded")))
-    exposed = [series.parts_ms[part] for part in EXPOSED if series.parts_ms.get(part)]
+    per_step, unavailable = summary.per_step, summary.unavailable
+    if not per_step.step_ms:
+        return Measured(
+            {}, dict.fromkeys(NAMES, unavailable.get("step_ms", "no step was recorded"))
+        )
+    exposed = [per_step.breakdown_ms[part] for part in EXPOSED if per_step.breakdown_ms.get(part)]
     is_sent, is_exposed = summary.traffic is not None, summary.exposed_ms is not None
     values: dict[str, Sequence[float]] = {
-        "step_ms": series.step_ms,
-        **{f"{part}_ms": series.parts_ms.get(part, ()) for part in PARTS},
+        "step_ms": per_step.step_ms,
+        **{f"{part}_ms": per_step.breakdown_ms.get(part, ()) for part in PARTS},
         "exposed_ms": [sum(row) for row in zip(*exposed, strict=True)] if is_exposed else (),
-        "sent_mb": [_sent(run, step) / MB for step in series.steps] if is_sent else (),
-        "all_steps_ms": sample(run, skip=summary.skipped).durations_ms(),
+        "sent_mb": [_sent(run, step) / MB for step in per_step.steps] if is_sent else (),
+        "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
-    why = {f"{part}_ms": reasons.get(part, reasons.get("parts_ms")) for part in PARTS}
-    why |= {"exposed_ms": reasons.get("exposed_ms"), "sent_mb": reasons.get("traffic")}
+    why = {f"{part}_ms": unavailable.get(part, unavailable.get("breakdown_ms")) for part in PARTS}
+    why |= {"exposed_ms": unavailable.get("exposed_ms"), "sent_mb": unavailable.get("traffic")}
     missing = {name: why[name] or "not recorded" for name in values if not values[name]}
     return Measured({name: of for name, of in values.items() if of}, missing)
 
@@ -125,7 +128,7 @@ def _largest(differences: Sequence[Difference], of_step: float) -> str:
         along = [each for each in parts if each[1] * of_step > 0]
         against = [each for each in parts if each not in along]
         told = [*along[: 2 if against else 3], *against]
-        return ", ".join(f"{name} {value:+.3g} ms" for name, value in told[:3])
+        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in told[:3])
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 
@@ -134,7 +137,7 @@ def _difference(name: str, a: Measured, b: Measured) -> Difference:
     median_a, median_b = (statistics.median(of) if of else None for of in (of_a, of_b))
     spread, reason = None, ""
     if not of_a or not of_b:
-        told = ((run, each.reasons.get(name)) for run, each in (("A", a), ("B", b)))
+        told = ((run, each.unavailable.get(name)) for run, each in (("A", a), ("B", b)))
         reason = "; ".join(f"{run}: {why}" for run, why in told if why)
     elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
         reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"

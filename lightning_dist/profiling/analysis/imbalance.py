@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
-from lightning_dist.profiling.analysis.parts import Unavailable, Uneven
+from lightning_dist.profiling.analysis.parts import PhaseSkew, Unavailable
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
 from lightning_dist.profiling.capture.events import ErrorRecord
 
@@ -30,13 +30,18 @@ _EXPLAINED = 0.5
 
 
 def straggler(
-    table: StepTable, late: Array, *, uneven: Sequence[Uneven], uncertainty: int, least: float = 0.0
+    table: StepTable,
+    late: Array,
+    *,
+    phase_skew: Sequence[PhaseSkew],
+    uncertainty: int,
+    least: float = 0.0,
 ) -> tuple[int | None, str]:
     """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
 
     Args:
         late: by step and rank of the table, for how long the others waited for it.
-        uneven: phases in which ranks differ.
+        phase_skew: phases in which ranks differ.
         uncertainty: of the clocks, nanoseconds.
         least: share of the step below which waiting is too little to name anybody.
     """
@@ -51,7 +56,7 @@ def straggler(
     if because := why_not_last(late, row, uncertainty=uncertainty * waiters):
         return None, because.format(share=total[row] / waiting, rank=table.ranks[row])
     # It may be late in exchanges only because it has waited before them.
-    if any(not waits_explain(table, row, each.more_ms) for each in uneven):
+    if any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
         return None, Unavailable.UNEVEN
     return table.ranks[row], ""
 
@@ -80,7 +85,7 @@ def may_be_chance(leads: Array) -> bool:
     return sum(exact) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in exact)
 
 
-def uneven_phases(table: StepTable) -> list[Uneven]:
+def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
     """Phases in which ranks differ without waiting for each other in exchanges of gradients.
 
     Ranks make their steps together: what one of them takes longer the others spend elsewhere. Where
@@ -89,16 +94,16 @@ def uneven_phases(table: StepTable) -> list[Uneven]:
     """
     if table.unknown_wait or not table.total("exchange"):
         return []
-    return [each for phase in _ORDER if (each := _uneven(table, phase)) is not None]
+    return [each for phase in _ORDER if (each := _skew_of(table, phase)) is not None]
 
 
-def waits_explain(table: StepTable, row: int, more_ms: float) -> bool:
-    """Whether the rank is waited for in exchanges as long as something that takes ``more_ms``."""
+def waits_explain(table: StepTable, row: int, excess_ms: float) -> bool:
+    """Whether the rank is waited for in exchanges as long as something that takes ``excess_ms``."""
     longest = table.waited_for[:, row].max() / max(len(table.steps), 1)
-    return bool(longest / MS >= _EXPLAINED * more_ms)
+    return bool(longest / MS >= _EXPLAINED * excess_ms)
 
 
-def _uneven(table: StepTable, phase: str) -> Uneven | None:
+def _skew_of(table: StepTable, phase: str) -> PhaseSkew | None:
     lengths = table.of(phase)
     ms = (lengths.sum(axis=0) / len(table.steps) / MS).tolist()
     by_length = sorted(range(len(ms)), key=lambda row: -ms[row])
@@ -109,14 +114,14 @@ def _uneven(table: StepTable, phase: str) -> Uneven | None:
     if may_be_chance(lengths[:, longest] - lengths[:, shortest]):
         return None
     ranks = [table.ranks[row] for row in by_length if ms[row] - ms[shortest] > more / 2]
-    return Uneven(phase, ranks, table.ranks[shortest], more)
+    return PhaseSkew(phase, ranks, table.ranks[shortest], more)
 
 
-def _is_explained(table: StepTable, longest: int, shortest: int, more_ms: float) -> bool:
+def _is_explained(table: StepTable, longest: int, shortest: int, excess_ms: float) -> bool:
     """Ranks wait for the longest in exchanges, or the shortest for one that has waited for it."""
     waited = table.of_ranks("waited") / len(table.steps) / MS
-    return waits_explain(table, longest, more_ms) or bool(
-        waited[shortest] - waited[longest] >= _EXPLAINED * more_ms
+    return waits_explain(table, longest, excess_ms) or bool(
+        waited[shortest] - waited[longest] >= _EXPLAINED * excess_ms
     )
 
 

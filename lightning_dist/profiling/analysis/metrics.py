@@ -45,10 +45,10 @@ METRICS: Mapping[str, Metric] = {
         ("data", "data, callbacks", "ms", "waiting for a batch, callbacks, loggers, checkpoints"),
         ("forward", "", "ms", "forward pass and loss"),
         ("backward", "", "ms", "backward pass, with the communication that is hidden under it"),
-        ("wait", "exposed wait", "ms", "gradients are complete, but another rank is late"),
-        ("transfer", "exposed transfer", "ms", "all ranks are there, the collective is in flight"),
-        ("codec", "exposed codec", "ms", "encoding and decoding, with no collective in flight"),
-        ("unattributed", "exposed unattributed", "ms", "exposed, but none of the three above"),
+        ("exposed_wait", "", "ms", "gradients are complete, but another rank is late"),
+        ("exposed_transfer", "", "ms", "all ranks are there, the collective is in flight"),
+        ("exposed_codec", "", "ms", "encoding and decoding, with no collective in flight"),
+        ("exposed_other", "", "ms", "exposed, but none of the three above"),
         ("optimizer", "", "ms", "clipping, callbacks before the step, updating the parameters"),
         ("other", "", "ms", "none of the parts above"),
         # Of the run.
@@ -69,8 +69,8 @@ METRICS: Mapping[str, Metric] = {
         ),
         ("exposed", "exposed communication", "%", "Exposed time over that of the step."),
         (
+            "overlap_fraction",
             "overlap",
-            "",
             "%",
             "Share of the time with a collective in flight that is hidden under the backward pass.",
         ),
@@ -88,12 +88,12 @@ METRICS: Mapping[str, Metric] = {
             "other hosts, or of a rank where there is one host.",
         ),
         (
-            "traffic.effective_gbps",
+            "traffic.ddp_equivalent_busbw_gbps",
             "effective bandwidth",
             "",
             "Bus bandwidth at which uncompressed DDP would take the same time.",
         ),
-        ("traffic.peak_gbps", "link bandwidth", "", "Highest rate measured on the idle link."),
+        ("traffic.link_gbps", "link bandwidth", "", "Highest rate measured on the idle link."),
         (
             "straggler",
             "",
@@ -101,7 +101,12 @@ METRICS: Mapping[str, Metric] = {
             "The rank that two thirds of the waiting is for, in more steps than chance would give, "
             "and by more than the clock uncertainty.",
         ),
-        ("overhead", "profiler overhead", "%", "Time the profiler took, as measured by itself."),
+        (
+            "profiler_overhead",
+            "profiler overhead",
+            "%",
+            "Time the profiler took, as measured by itself.",
+        ),
         # Of ranks and buckets.
         ("rank",),
         ("host", "", TEXT),
@@ -111,7 +116,7 @@ METRICS: Mapping[str, Metric] = {
             "",
             "From the launch of a collective on this rank to that on the last, hidden or exposed.",
         ),
-        ("caused_ms", "waited for", "", "Time for which the other ranks waited for this one."),
+        ("waited_for_ms", "waited for", "", "Time for which the other ranks waited for this one."),
         ("clock_uncertainty_ms", "", "", "Bound of a clock's error against that of rank 0."),
         ("intra_gbps", "inside its host"),
         ("inter_gbps", "to other hosts"),
@@ -195,6 +200,6 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def why(reasons: Mapping[str, str], *keys: str) -> str:
+def why(unavailable: Mapping[str, str], *keys: str) -> str:
     """The reason of the first of these keys that has one."""
-    return next((reasons[key] for key in keys if key in reasons), "no reason was recorded")
+    return next((unavailable[key] for key in keys if key in unavailable), "no reason was recorded")

@@ -10,7 +10,7 @@ from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
 from lightning_dist.profiling.analysis.clock_quality import clock_notes
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import format_value
-from lightning_dist.profiling.analysis.parts import Summary, Uneven
+from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.sample import Sample, spread
 from lightning_dist.profiling.analysis.tables import StepTable, mean
 from lightning_dist.profiling.analysis.traffic import ONE_HOST, is_one_host
@@ -42,18 +42,19 @@ def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> st
 
 
 def _measured(summary: Summary) -> str:
-    reasons = summary.reasons
+    unavailable = summary.unavailable
     if not summary.steps:
-        return f"No data: {reasons.get('steps', 'no step was recorded')}."
+        return f"No data: {unavailable.get('steps', 'no step was recorded')}."
     step = f"the step takes {_ms(summary.step_ms['mean'])}"
-    if "parts_ms" in reasons:
-        return f"T{step[1:]}; its parts are unavailable: {reasons['parts_ms']}."
+    if "breakdown_ms" in unavailable:
+        return f"T{step[1:]}; its parts are unavailable: {unavailable['breakdown_ms']}."
     if summary.run.get("world_size", 1) < 2:
         return f"A single rank does not communicate; {step}."
     assert summary.exposed is not None
     assert summary.exposed_ms is not None
-    if summary.exposed < _LEAST and summary.overlap is None:
-        return f"No communication: {reasons.get('overlap', 'nothing was exchanged')}; {step}."
+    if summary.exposed < _LEAST and summary.overlap_fraction is None:
+        why = unavailable.get("overlap_fraction", "nothing was exchanged")
+        return f"No communication: {why}; {step}."
     exposed = _ms(summary.exposed_ms)
     if summary.exposed < _LEAST:
         hidden = _ms(summary.hidden_ms)
@@ -63,12 +64,14 @@ def _measured(summary: Summary) -> str:
     rank = summary.exposed_straggler
     names = {
         # Where waiting is not known, all of it may be in what counts as transfer.
-        "transfer": "transfer or unknown waiting" if "wait" in reasons else "transfer",
-        "wait": f"waiting for {'each other' if rank is None else f'rank {rank}'}",
-        "codec": "codec",
-        "unattributed": "unattributed",
+        "exposed_transfer": (
+            "transfer or unknown waiting" if "exposed_wait" in unavailable else "transfer"
+        ),
+        "exposed_wait": f"waiting for {'each other' if rank is None else f'rank {rank}'}",
+        "exposed_codec": "codec",
+        "exposed_other": "other",
     }
-    shares = {name: (summary.parts_ms[name] or 0.0) / summary.exposed_ms for name in names}
+    shares = {name: (summary.breakdown_ms[name] or 0.0) / summary.exposed_ms for name in names}
     told = [
         f"{format_value(shares[name], '%')} {names[name]}"
         for name in names
@@ -87,14 +90,14 @@ def notes_of(
     chosen: Sample,
     table: StepTable,
     *,
-    uneven: Sequence[Uneven],
+    phase_skew: Sequence[PhaseSkew],
     overhead: float | None,
     has_rates: bool,
 ) -> list[str]:
     """The most important first: what ended the training.
 
     Args:
-        uneven: what ranks differ by outside of exchanges.
+        phase_skew: what ranks differ by outside of exchanges.
         overhead: share of the time that the profiler took; None: not known.
         has_rates: whether the summary has any of the network.
     """
@@ -103,7 +106,7 @@ def notes_of(
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
-        *_outside(uneven, len(table.ranks)),
+        *_outside(phase_skew, len(table.ranks)),
         *_exchanges(chosen),
         *_doubts(run, chosen, table),
         *_divergence(run),
@@ -125,18 +128,22 @@ def _ended_by(run: Run) -> list[str]:
     return [f"the training ended by {', '.join(told)}"] if told else []
 
 
-def _outside(uneven: Sequence[Uneven], ranks: int) -> list[str]:
+def _outside(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     """Phases in which ranks differ, and who is late where that can be told."""
-    if not uneven:
+    if not phase_skew:
         return []
-    phases = [f"{each.phase} ({_who(each.ranks, ranks)}: +{_ms(each.more_ms)})" for each in uneven]
+    phases = [
+        f"{each.phase} ({_who(each.ranks, ranks)}: +{_ms(each.excess_ms)})" for each in phase_skew
+    ]
     note = (
         f"ranks differ in {', '.join(phases)}: waiting in collectives other than gradient "
         "exchanges (DDP buffers such as those of BatchNorm, `sync_dist=True`, your own) is "
         "counted in these phases"
     )
-    first, *rest = uneven
-    if any(each.than in first.ranks for each in rest):  # where others wait, who is late does not
+    first, *rest = phase_skew
+    if any(
+        each.fastest_rank in first.ranks for each in rest
+    ):  # where others wait, who is late does not
         note += f"; late: {_who(first.ranks, ranks)} in {first.phase}"
     return [note]
 

@@ -1,8 +1,9 @@
 """What a profile says: the parts of a step, and a summary of all steps. Types only.
 
 Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank; a
-figure that could not be measured is None, and ``reasons`` says why. All but ``Summary.step_ms`` and
-``overhead`` is of the steps that were looked at in detail, where any were.
+figure that could not be measured is None, and ``unavailable`` says why. All but
+``Summary.step_ms`` and ``profiler_overhead`` is of the steps that were recorded in detail, where
+any were.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from typing import Any
 from lightning_dist.profiling.analysis.intervals import Intervals
 from lightning_dist.profiling.whatif.answer import WhatIf
 
-SCHEMA = 1
+SCHEMA = 2
 
 PARTS = (
     "data",
     "forward",
     "backward",
-    "wait",
-    "transfer",
-    "codec",
-    "unattributed",
+    "exposed_wait",
+    "exposed_transfer",
+    "exposed_codec",
+    "exposed_other",
     "optimizer",
     "other",
 )
-"""They add up to the step. ``wait``, ``transfer``, ``codec`` and ``unattributed`` are exposed:
-between the last gradient of the backward pass and the mean of all gradients. What is hidden under
-the backward pass is in ``backward``."""
+"""They add up to the step. Communication that compute does not hide is in the parts of
+:data:`EXPOSED`: between the last gradient of the backward pass and the mean of all gradients. What
+is hidden under the backward pass is in ``backward``."""
 
-EXPOSED = ("wait", "transfer", "codec", "unattributed")
+EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_codec", "exposed_other")
 
 
 class Unavailable(StrEnum):
@@ -155,11 +156,11 @@ class RankSummary:
     Args:
         step_ms: of the steps that the parts are of.
         wait_ms: it waited for others, per step, hidden or not.
-        caused_ms: others waited for it, per step, added up over them.
+        waited_for_ms: others waited for it, per step, added up over them.
         clock_uncertainty_ms: of its clock, at the worst step; None: never compared.
         intra_gbps, inter_gbps: what it sent over the time something was under way.
         phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
-            ``Summary.parts_ms``; empty: not recorded.
+            ``Summary.breakdown_ms``; empty: not recorded.
     """
 
     rank: int
@@ -167,7 +168,7 @@ class RankSummary:
     step_ms: float
     exposed_ms: float | None
     wait_ms: float | None
-    caused_ms: float | None
+    waited_for_ms: float | None
     clock_uncertainty_ms: float | None = None
     intra_gbps: float | None = None
     inter_gbps: float | None = None
@@ -175,19 +176,19 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class Uneven:
+class PhaseSkew:
     """A phase in which ranks differ, and waiting in exchanges does not say why.
 
     Args:
-        ranks: that it takes longer, the longest first: by more than half of ``more_ms``.
-        than: the rank that it takes shortest.
-        more_ms: by so much the longest, per step.
+        ranks: that it takes longer, the longest first: by more than half of ``excess_ms``.
+        fastest_rank: the rank that it takes shortest.
+        excess_ms: by so much the longest, per step.
     """
 
     phase: str
     ranks: Sequence[int]
-    than: int
-    more_ms: float
+    fastest_rank: int
+    excess_ms: float
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ class Traffic:
     Args:
         wire_gbps: what all ranks of a host sent to other hosts, the mean over hosts: comparable
             with the link. On a single host what a rank sent.
-        effective_gbps: what the bus bandwidth of uncompressed DDP would have to be for this time.
-        peak_gbps: the best that was measured of an idle link.
+        ddp_equivalent_busbw_gbps: bus bandwidth at which uncompressed DDP would take this time.
+        link_gbps: the best that was measured of an idle link.
     """
 
     raw_bytes: float
@@ -224,35 +225,35 @@ class Traffic:
     intra_bytes: float
     inter_bytes: float
     wire_gbps: float | None = None
-    effective_gbps: float | None = None
-    peak_gbps: float | None = None
+    ddp_equivalent_busbw_gbps: float | None = None
+    link_gbps: float | None = None
 
     @property
-    def ratio(self) -> float:
+    def compression_ratio(self) -> float:
         """How many times fewer bytes than uncompressed DDP."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     @property
     def link_utilization(self) -> float | None:
         """Of the calibrated peak; 1.0 is all of it."""
-        if self.wire_gbps is None or not self.peak_gbps:
+        if self.wire_gbps is None or not self.link_gbps:
             return None
-        return self.wire_gbps / self.peak_gbps
+        return self.wire_gbps / self.link_gbps
 
 
 @dataclass(frozen=True)
-class Series:
+class PerStep:
     """One value per step that all ranks have recorded, for pictures over time.
 
     Args:
-        parts_ms: by part, the mean over ranks.
+        breakdown_ms: by part, the mean over ranks.
         wait_ms: by rank, hidden or not.
         slowest: the rank that most waiting was for; None: there was none.
     """
 
     steps: Sequence[int]
     step_ms: Sequence[float]
-    parts_ms: Mapping[str, Sequence[float]]
+    breakdown_ms: Mapping[str, Sequence[float]]
     wait_ms: Mapping[int, Sequence[float]]
     slowest: Sequence[int | None]
 
@@ -264,54 +265,54 @@ class Summary:
     Args:
         headline: the most important in one or two sentences.
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
-        skipped: first steps that were left out: buckets are not built yet.
+        warmup_steps: first steps that were left out: buckets are not built yet.
         step_ms: of all steps; None: there is none.
-        parts_ms: of ``parts_steps`` of them; every share of a part is of ``parts_step_ms``, their
-            mean, which is the sum of the parts. None: not measured.
-        overlap: hidden share of the time in which an exchange was under way, 0 to 1.
+        breakdown_ms: of ``detailed_steps`` of them; every share of a part is of
+            ``detailed_step_ms``, their mean, which is the sum of the parts. None: not measured.
+        overlap_fraction: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if it is clearly one
             (:mod:`~lightning_dist.profiling.analysis.imbalance`).
         exposed_straggler: the same of exposed waiting alone, however little there is.
-        overhead: share of the time that the profiler took.
+        profiler_overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in
             :class:`~lightning_dist.profiling.capture.events.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
-        reasons: by field, why it is None; ``steps``: why there are none, and what helps.
+        unavailable: by field, why it is None; ``steps``: why there are none, and what helps.
         notes: what is missing or odd.
-        whatif: what is predicted of other settings.
-        uneven: phases in which ranks differ, and do not wait for each other in exchanges
+        predictions: what is predicted of other settings.
+        phase_skew: phases in which ranks differ, and do not wait for each other in exchanges
             (:mod:`~lightning_dist.profiling.analysis.imbalance`).
     """
 
     headline: str
     run: Mapping[str, Any]
     steps: int
-    skipped: int
+    warmup_steps: int
     step_ms: Mapping[str, float | None]  # "mean", "median", "p95"
-    parts_ms: Mapping[str, float | None]
+    breakdown_ms: Mapping[str, float | None]
     exposed_ms: float | None
     hidden_ms: float | None
-    overlap: float | None
+    overlap_fraction: float | None
     traffic: Traffic | None
     ranks: Sequence[RankSummary]
     buckets: Sequence[BucketSummary]
     straggler: int | None
-    overhead: float | None
-    series: Series
+    profiler_overhead: float | None
+    per_step: PerStep
     errors: Sequence[Mapping[str, Any]] = ()
     links: Sequence[Mapping[str, Any]] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     exposed_straggler: int | None = None
-    whatif: WhatIf | None = None
-    parts_steps: int = 0
-    uneven: Sequence[Uneven] = ()
+    predictions: WhatIf | None = None
+    detailed_steps: int = 0
+    phase_skew: Sequence[PhaseSkew] = ()
 
     @property
-    def parts_step_ms(self) -> float | None:
+    def detailed_step_ms(self) -> float | None:
         """The mean of the steps that the parts are of: their sum. None: no part is known."""
-        known = [value for value in self.parts_ms.values() if value is not None]
+        known = [value for value in self.breakdown_ms.values() if value is not None]
         return sum(known) if known else None
 
     @property
@@ -324,14 +325,14 @@ class Summary:
         """Exposed share, 0 to 1, of the steps that were looked at in detail."""
         if self.exposed_ms is None:
             return None
-        return self.exposed_ms / (self.parts_step_ms or 1.0)
+        return self.exposed_ms / (self.detailed_step_ms or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        whatif = None if self.whatif is None else self.whatif.as_dict()
-        return {
-            "schema": SCHEMA,
-            **asdict(replace(self, whatif=None)),
-            "parts_step_ms": self.parts_step_ms,
-            "whatif": whatif,
-        }
+        content = {"schema": SCHEMA, **asdict(replace(self, predictions=None))}
+        content["detailed_step_ms"] = self.detailed_step_ms
+        if self.traffic is not None:
+            content["traffic"]["compression_ratio"] = self.traffic.compression_ratio
+        if self.predictions is not None:
+            content["predictions"] = self.predictions.as_dict()
+        return content

@@ -29,7 +29,7 @@ class Sample:
         ranks: that have recorded any step.
         steps: that all of these have recorded, without the first.
         detailed: those of them to look at span by span.
-        skipped: how many first steps were left out.
+        warmup_steps: how many first steps were left out.
         reason: why ``detailed`` is empty: it stands wherever a figure is missing.
         advice: where no rank has a step, why, and what to do about it.
         notes: what was left out, for the user to see.
@@ -39,7 +39,7 @@ class Sample:
     ranks: Mapping[int, RankRun]
     steps: Sequence[int]
     detailed: Sequence[int]
-    skipped: int
+    warmup_steps: int
     reason: Unavailable | None
     notes: Sequence[str]
     cut: tuple[int, int] | None = None
@@ -56,14 +56,16 @@ class Sample:
         return [mean([each.head(step).duration / MS for each in ranks]) for step in self.steps]
 
 
-def sample(run: Run, *, skip: int) -> Sample:
+def sample(run: Run, *, warmup_steps: int) -> Sample:
     """Choose them.
 
     Raises:
-        ValueError: ``skip`` is negative.
+        ValueError: ``warmup_steps`` is negative.
     """
-    if skip < 0:
-        raise ValueError(f"skip must not be negative, it is {skip}; 0 counts all steps")
+    if warmup_steps < 0:
+        raise ValueError(
+            f"warmup_steps must not be negative, it is {warmup_steps}; 0 counts all steps"
+        )
     notes: list[str] = []
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     common = Run(ranks).common_steps
@@ -73,13 +75,13 @@ def sample(run: Run, *, skip: int) -> Sample:
         cut = len(common), everything
     if len(common) < everything:
         notes.append(f"{len(common)} of {everything} steps are of all ranks; only these count")
-    skipped = skip if len(common) > skip else 0
-    if common and skipped < skip:
+    left_out = warmup_steps if len(common) > warmup_steps else 0
+    if common and left_out < warmup_steps:
         notes.append(
             f"with only {_steps(len(common))} the first are not left out, in which DDP still "
             "builds its buckets"
         )
-    steps = common[skipped:]
+    steps = common[left_out:]
     detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
     reason: Unavailable | None = None
     if 0 < len(detailed) < len(steps):
@@ -97,7 +99,7 @@ def sample(run: Run, *, skip: int) -> Sample:
         )
         detailed = spread(detailed, most)
     advice = "" if everything else _why_no_step(run)
-    return Sample(ranks, steps, detailed, skipped, reason, notes, cut, advice)
+    return Sample(ranks, steps, detailed, left_out, reason, notes, cut, advice)
 
 
 def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -> int:
@@ -108,10 +110,10 @@ def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -
 
 def _why_no_step(run: Run) -> Unavailable:
     """What ended a training is told by a note."""
-    reasons = {each.end.reason for each in run.ranks.values() if each.end is not None}
-    if not reasons:
+    endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
+    if not endings:
         return Unavailable.KILLED
-    return Unavailable.NO_OPTIMIZER_STEP if reasons == {"finished"} else Unavailable.ENDED
+    return Unavailable.NO_OPTIMIZER_STEP if endings == {"finished"} else Unavailable.ENDED
 
 
 def _most(ranks: Mapping[int, RankRun], step: int) -> int:

@@ -12,13 +12,13 @@ from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.clock_quality import mean_uncertainty, uncertainty_of
-from lightning_dist.profiling.analysis.imbalance import straggler, uneven_phases
+from lightning_dist.profiling.analysis.imbalance import find_phase_skew, straggler
 from lightning_dist.profiling.analysis.notes import headline, notes_of
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
     PARTS,
+    PerStep,
     RankSummary,
-    Series,
     Summary,
     Timeline,
     Unavailable,
@@ -33,69 +33,76 @@ _LEAST_WAITING = 0.02
 """Share of the step below which nobody is called a straggler."""
 
 
-def summarize(run: Run, *, skip: int = 2) -> Summary:
-    """What can be said of it; ``reasons`` and ``notes`` say what cannot, and why.
+def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
+    """What can be said of it; ``unavailable`` and ``notes`` say what cannot, and why.
 
     Args:
-        skip: first steps to leave out: DDP builds its buckets anew after the first.
+        warmup_steps: first steps to leave out: DDP builds its buckets anew after the first.
 
     Raises:
-        ValueError: ``skip`` is negative.
+        ValueError: ``warmup_steps`` is negative.
     """
-    chosen = sample(run, skip=skip)
+    chosen = sample(run, warmup_steps=warmup_steps)
     table = step_table(run, chosen.detailed)
-    reasons = _reasons(run, chosen, table)
-    series = _series(chosen, table, reasons)
-    parts_ms = _parts_ms(chosen, table, series, reasons)
+    unavailable = _unavailable(run, chosen, table)
+    per_step = _per_step(chosen, table, unavailable)
+    breakdown_ms = _breakdown_ms(chosen, table, per_step, unavailable)
     exchange = table.total("exchange")
-    traffic = traffic_of(run, table, reasons)
-    uneven = uneven_phases(table)
+    traffic = traffic_of(run, table, unavailable)
+    phase_skew = find_phase_skew(table)
     uncertainty = mean_uncertainty(run, table.steps)
     last, why_none = straggler(
-        table, table.late, uneven=uneven, uncertainty=uncertainty, least=_LEAST_WAITING
+        table, table.late, phase_skew=phase_skew, uncertainty=uncertainty, least=_LEAST_WAITING
     )
-    exposed_last, _ = straggler(table, table.exposed_late, uneven=uneven, uncertainty=uncertainty)
+    exposed_last, _ = straggler(
+        table, table.exposed_late, phase_skew=phase_skew, uncertainty=uncertainty
+    )
     if last is None:
-        nobody = reasons.get("wait") or _alone(run) or Unavailable.NO_WAITING
-        reasons["straggler"] = why_none or nobody
+        nobody = unavailable.get("exposed_wait") or _alone(run) or Unavailable.NO_WAITING
+        unavailable["straggler"] = why_none or nobody
     overhead = _overhead(chosen)
-    is_unknown = "exposed_ms" in reasons or not chosen.detailed
+    is_unknown = "exposed_ms" in unavailable or not chosen.detailed
     summary = Summary(
         headline="",
         run=_about(run),
         steps=len(chosen.steps),
-        skipped=chosen.skipped,
+        warmup_steps=chosen.warmup_steps,
         step_ms=_step_ms(chosen),
-        parts_ms=parts_ms,
-        exposed_ms=None if is_unknown else sum(parts_ms[name] or 0.0 for name in EXPOSED),
+        breakdown_ms=breakdown_ms,
+        exposed_ms=None if is_unknown else sum(breakdown_ms[name] or 0.0 for name in EXPOSED),
         hidden_ms=None if is_unknown else table.total("hidden") / table.cells / MS,
-        overlap=table.total("hidden") / exchange if exchange else None,
+        overlap_fraction=table.total("hidden") / exchange if exchange else None,
         traffic=traffic,
-        ranks=_ranks(chosen, table, reasons, missing=bool(gone(run, chosen.ranks))),
-        buckets=table.bucket_summaries(reasons),
+        ranks=_ranks(chosen, table, unavailable, missing=bool(gone(run, chosen.ranks))),
+        buckets=table.bucket_summaries(unavailable),
         straggler=last,
-        parts_steps=len(chosen.detailed or _spread(chosen)) if parts_ms else 0,
+        detailed_steps=len(chosen.detailed or _spread(chosen)) if breakdown_ms else 0,
         exposed_straggler=exposed_last,
-        overhead=overhead,
-        series=series,
+        profiler_overhead=overhead,
+        per_step=per_step,
         errors=[
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.errors
         ],
         links=[
             {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.links
         ],
-        reasons=reasons,
+        unavailable=unavailable,
         notes=notes_of(
-            run, chosen, table, uneven=uneven, overhead=overhead, has_rates=traffic is not None
+            run,
+            chosen,
+            table,
+            phase_skew=phase_skew,
+            overhead=overhead,
+            has_rates=traffic is not None,
         ),
-        uneven=uneven,
+        phase_skew=phase_skew,
     )
     return replace(summary, headline=headline(summary, of_steps=chosen.cut))
 
 
 def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     """The steps whose durations are nearest to the median and to the p95, and the slowest."""
-    steps, step_ms = summary.series.steps, summary.series.step_ms
+    steps, step_ms = summary.per_step.steps, summary.per_step.step_ms
     picked: dict[int, str] = {}
     wanted = {**summary.step_ms, "slowest": max(step_ms, default=None)}
     for name in ("median", "p95", "slowest"):
@@ -106,34 +113,34 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     return [timeline(run, step, label) for step, label in picked.items()]
 
 
-def _reasons(run: Run, chosen: Sample, table: StepTable) -> dict[str, str]:
+def _unavailable(run: Run, chosen: Sample, table: StepTable) -> dict[str, str]:
     """By field, why it is None; all but those of traffic and of the straggler."""
-    reasons: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     no_bucket = run.unseen or Unavailable.NO_BUCKET
     if chosen.reason:
-        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait", "traffic"):
-            reasons[name] = chosen.reason
+        for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait", "traffic"):
+            unavailable[name] = chosen.reason
     if table.unknown_wait:
-        reasons["wait"] = table.unknown_wait
+        unavailable["exposed_wait"] = table.unknown_wait
     if not chosen.steps:
-        reasons["step_ms"] = reasons["overhead"] = chosen.reason or ""
-        reasons["steps"] = chosen.whole_reason
+        unavailable["step_ms"] = unavailable["profiler_overhead"] = chosen.reason or ""
+        unavailable["steps"] = chosen.whole_reason
     if not table.buckets:
-        reasons["buckets"] = chosen.reason or _alone(run) or no_bucket
+        unavailable["buckets"] = chosen.reason or _alone(run) or no_bucket
     if table.is_blind and run.world_size > 1:
-        for name in ("parts_ms", "exposed_ms", "hidden_ms", "wait"):
-            reasons[name] = no_bucket
+        for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait"):
+            unavailable[name] = no_bucket
     if chosen.detailed and (run.is_stock or run.unseen):
-        reasons["codec"] = Unavailable.STOCK if run.is_stock else run.unseen
+        unavailable["exposed_codec"] = Unavailable.STOCK if run.is_stock else run.unseen
     if chosen.detailed and not any(map(_has_forward, _records(chosen))):
-        reasons["forward"] = Unavailable.IN_BACKWARD
+        unavailable["forward"] = Unavailable.IN_BACKWARD
     if not table.total("exchange"):
-        reasons["overlap"] = chosen.reason or _alone(run) or Unavailable.NO_EXCHANGE
+        unavailable["overlap_fraction"] = chosen.reason or _alone(run) or Unavailable.NO_EXCHANGE
     if not any(each.errors for each in run.ranks.values()):
-        reasons["errors"] = _why_no_errors(run, chosen)
+        unavailable["errors"] = _why_no_errors(run, chosen)
     if not any(each.links for each in run.ranks.values()):
-        reasons["links"] = Unavailable.NO_LINK
-    return reasons
+        unavailable["links"] = Unavailable.NO_LINK
+    return unavailable
 
 
 def _alone(run: Run) -> str:
@@ -165,36 +172,36 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
-def _series(chosen: Sample, table: StepTable, reasons: Mapping[str, str]) -> Series:
-    """Without parts that are not known, or zero where ``reasons`` say that they are not."""
+def _per_step(chosen: Sample, table: StepTable, unavailable: Mapping[str, str]) -> PerStep:
+    """Without parts that are not known, or zero where ``unavailable`` says that they are not."""
     if not chosen.detailed:
-        return Series(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
+        return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
 
     def means(part: str) -> list[float]:
         return [mean(of_ranks) for of_ranks in (table.of(part) / MS).tolist()]
 
-    blind = EXPOSED if "parts_ms" in reasons else ()
-    parts_ms = {name: means(name) for name in PARTS if name not in blind}
+    blind = EXPOSED if "breakdown_ms" in unavailable else ()
+    breakdown_ms = {name: means(name) for name in PARTS if name not in blind}
     waited = (table.of("waited") / MS).T
-    has_waits = "wait" not in reasons or waited.any()
-    return Series(
+    has_waits = "exposed_wait" not in unavailable or waited.any()
+    return PerStep(
         chosen.detailed,
         means("duration"),
-        {name: of for name, of in parts_ms.items() if name not in reasons or any(of)},
+        {name: of for name, of in breakdown_ms.items() if name not in unavailable or any(of)},
         dict(zip(table.ranks, waited.tolist(), strict=True)) if has_waits else {},
         [table.ranks[int(late.argmax())] if late.any() else None for late in table.late],
     )
 
 
-def _parts_ms(
-    chosen: Sample, table: StepTable, series: Series, reasons: Mapping[str, str]
+def _breakdown_ms(
+    chosen: Sample, table: StepTable, per_step: PerStep, unavailable: Mapping[str, str]
 ) -> dict[str, float | None]:
     """Without detail of the phases alone; ``backward`` has the exposed communication in it then."""
     if not chosen.detailed:
         return _mean_phases_ms(_records(chosen))
-    blind = EXPOSED if "parts_ms" in reasons else ()
+    blind = EXPOSED if "breakdown_ms" in unavailable else ()
     return {
-        name: table.total(name) / table.cells / MS if name in series.parts_ms else None
+        name: table.total(name) / table.cells / MS if name in per_step.breakdown_ms else None
         for name in PARTS
         if name not in blind
     }
@@ -225,10 +232,10 @@ def _mean_phases_ms(records: Sequence[StepRecord]) -> dict[str, float | None]:
 
 
 def _ranks(
-    chosen: Sample, table: StepTable, reasons: Mapping[str, str], *, missing: bool
+    chosen: Sample, table: StepTable, unavailable: Mapping[str, str], *, missing: bool
 ) -> list[RankSummary]:
     def known(value: float | None, name: str) -> float | None:
-        return None if not value and name in reasons else value
+        return None if not value and name in unavailable else value
 
     steps_of_parts = chosen.detailed or chosen.steps
     per_step = max(len(table.steps), 1) * MS
@@ -246,9 +253,9 @@ def _ranks(
                 rank,
                 of_rank.about.host,
                 step_ms=mean([of_rank.head(step).duration / MS for step in steps_of_parts]),
-                exposed_ms=None if "exposed_ms" in reasons else totals["exposed"] / per_step,
-                wait_ms=known(totals["waited"] / per_step, "wait"),
-                caused_ms=known(float(table.late[:, row].sum()) / per_step, "wait"),
+                exposed_ms=None if "exposed_ms" in unavailable else totals["exposed"] / per_step,
+                wait_ms=known(totals["waited"] / per_step, "exposed_wait"),
+                waited_for_ms=known(float(table.late[:, row].sum()) / per_step, "exposed_wait"),
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
                 # With ranks missing it is not known what of the time was waiting for them.
                 intra_gbps=None if missing else gbps(totals["intra"], totals["intra_moving"]),

@@ -51,6 +51,9 @@ BUCKET_COLUMNS = (
     "exposed_ms",
 )
 
+_PART_OF = {"encode_ms": "exposed_codec", "wait_ms": "exposed_wait", "decode_ms": "exposed_codec"}
+"""The part of a step whose reason for being unknown is also that of a bucket's column."""
+
 Array = npt.NDArray[np.float64]
 
 
@@ -117,7 +120,7 @@ class StepTable:
         found = []
         for index, (codec, count, sums) in sorted(self.buckets.items()):
             means = dict(zip(BUCKET_COLUMNS, (sums / count / MS).tolist(), strict=True))
-            for name, part in (("encode_ms", "codec"), ("wait_ms", "wait"), ("decode_ms", "codec")):
+            for name, part in _PART_OF.items():
                 if not means[name] and part in unknown:
                     means[name] = None
             found.append(BucketSummary(index, codec, **means))

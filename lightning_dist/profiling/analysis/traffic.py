@@ -45,30 +45,34 @@ def link_uses(table: StepTable) -> tuple[Array, Array]:
     return np.stack(links, axis=1), table.host_moving
 
 
-def traffic_of(run: Run, table: StepTable, reasons: dict[str, str]) -> Traffic | None:
-    """Bytes per step and rank, and rates. What is None has its reason added to ``reasons``."""
+def traffic_of(run: Run, table: StepTable, unavailable: dict[str, str]) -> Traffic | None:
+    """Bytes per step and rank, and rates. What is None has its reason added to ``unavailable``."""
     raw, intra, inter, moving = map(table.total, ("raw", "intra", "inter", "moving"))
     if not table.cells or not raw + intra + inter:
         alone = run.world_size < 2
-        reasons.setdefault("traffic", Unavailable.ALONE_SENDS if alone else Unavailable.NOT_SENT)
+        unavailable.setdefault(
+            "traffic", Unavailable.ALONE_SENDS if alone else Unavailable.NOT_SENT
+        )
         return None
     why_no_rate: str = "" if moving else Unavailable.NO_EXCHANGE
     if missing := gone(run, table.ranks):
         why_no_rate = Unavailable.NO_STEP_OF_RANK.format(ranks=", ".join(map(str, missing)))
     if why_no_rate:
-        reasons["traffic.wire_gbps"] = reasons["traffic.effective_gbps"] = why_no_rate
+        unavailable["traffic.wire_gbps"] = unavailable["traffic.ddp_equivalent_busbw_gbps"] = (
+            why_no_rate
+        )
     sent, under_way = link_uses(table)
     peak = _peak(run)
     if peak is None:
-        reasons["traffic.peak_gbps"] = Unavailable.NO_LINK
+        unavailable["traffic.link_gbps"] = Unavailable.NO_LINK
     return Traffic(
         raw_bytes=raw / table.cells,
         wire_bytes=(intra + inter) / table.cells,
         intra_bytes=intra / table.cells,
         inter_bytes=inter / table.cells,
         wire_gbps=None if why_no_rate else gbps(float(sent.sum()), float(under_way.sum())),
-        effective_gbps=None if why_no_rate else gbps(raw, moving),
-        peak_gbps=peak,
+        ddp_equivalent_busbw_gbps=None if why_no_rate else gbps(raw, moving),
+        link_gbps=peak,
     )
 
 

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lightning_dist.profiling.analysis.metrics import METRICS, finite, format_value, why
-from lightning_dist.profiling.analysis.parts import PARTS, Series, Summary
+from lightning_dist.profiling.analysis.parts import PARTS, PerStep, Summary
 from lightning_dist.profiling.report.bins import (
     FEW_BARS,
     Columns,
@@ -31,8 +31,10 @@ from lightning_dist.profiling.whatif.told import name_of
 INK, LINE, GRID, RAISED = "#1b1f24", "#c9ced6", "#e6e8ec", "#f5f6f8"
 COLORS = {  # Okabe and Ito's, which colour-blind people can tell apart
     **{"data": "#f0e442", "forward": "#56b4e9", "backward": "#0072b2", "optimizer": "#009e73"},
-    **{"wait": "#d55e00", "transfer": "#e69f00", "unattributed": "#8c8c8c", "other": "#c4c8ce"},
-    **dict.fromkeys(("codec", "encode", "decode"), "#cc79a7"),
+    **dict.fromkeys(("wait", "exposed_wait"), "#d55e00"),
+    **dict.fromkeys(("transfer", "exposed_transfer"), "#e69f00"),
+    **{"exposed_other": "#8c8c8c", "other": "#c4c8ce"},
+    **dict.fromkeys(("exposed_codec", "encode", "decode"), "#cc79a7"),
 }
 HEAT = [[0, "#e3eaf2"], [0.25, "#9ecbea"], [0.6, "#2b7bba"], [1, "#08306b"]]
 DARK = {
@@ -42,7 +44,14 @@ DARK = {
 }
 """Colour of the dark scheme by that of the light one; others are in both."""
 
-_PATTERNS = {"wait": "/", "codec": "x", "unattributed": ".", "encode": "x", "decode": "."}
+_PATTERNS = {
+    "wait": "/",
+    "exposed_wait": "/",
+    "exposed_codec": "x",
+    "exposed_other": ".",
+    "encode": "x",
+    "decode": ".",
+}
 """Beside the colours, for those who see them alike."""
 
 _AXIS = {"automargin": True, "linecolor": LINE, "zeroline": False, "gridcolor": GRID}
@@ -81,11 +90,11 @@ class Picture:
 
 def steps_over_time(summary: Summary) -> Picture:
     """Stacked bars of the parts, one per step or per run of steps."""
-    series, title = summary.series, "Steps over time"
-    at = columns(series.steps) if series.steps else None
-    bars = [bar for name in PARTS if at and (bar := _part(name, series, at)) is not None]
+    per_step, title = summary.per_step, "Steps over time"
+    at = columns(per_step.steps) if per_step.steps else None
+    bars = [bar for name in PARTS if at and (bar := _part(name, per_step, at)) is not None]
     if at is None or not bars:
-        missing = f"n/a: {why(summary.reasons, 'parts_ms', 'step_ms')}."
+        missing = f"n/a: {why(summary.unavailable, 'breakdown_ms', 'step_ms')}."
         return Picture("steps", title, missing=missing)
     caption = "Mean over ranks. The four exposed parts are the cost of communication."
     if at.width > 1:
@@ -96,8 +105,8 @@ def steps_over_time(summary: Summary) -> Picture:
     return Picture("steps", title, caption + at.gaps, {"": drawn})
 
 
-def _part(name: str, series: Series, at: Columns) -> go.Bar | None:
-    values = series.parts_ms.get(name, ())
+def _part(name: str, per_step: PerStep, at: Columns) -> go.Bar | None:
+    values = per_step.breakdown_ms.get(name, ())
     means = [mean(values[run]) if run.start < run.stop else None for run in at.runs]
     known = {x: value for x, value in zip(at.middles, means, strict=True) if value is not None}
     if not any(known.values()):
@@ -115,20 +124,20 @@ def _part(name: str, series: Series, at: Columns) -> go.Bar | None:
 
 def waits_over_time(summary: Summary) -> Picture:
     """Heat map of waiting by rank and step, with a mark on the rank that was waited for."""
-    series, title = summary.series, "Waiting by rank and step"
+    per_step, title = summary.per_step, "Waiting by rank and step"
     missing = ""
-    if not series.steps or not series.wait_ms:
-        missing = f"n/a: {why(summary.reasons, 'wait', 'step_ms')}."
-    elif len(series.wait_ms) == 1:
+    if not per_step.steps or not per_step.wait_ms:
+        missing = f"n/a: {why(summary.unavailable, 'exposed_wait', 'step_ms')}."
+    elif len(per_step.wait_ms) == 1:
         missing = "There is one rank, and nobody it could wait for."
-    elif not any(finite(value) for values in series.wait_ms.values() for value in values):
+    elif not any(finite(value) for values in per_step.wait_ms.values() for value in values):
         missing = "No rank has waited for another."
     if missing:
         return Picture("waits", title, missing=missing)
-    at = columns(series.steps)
+    at = columns(per_step.steps)
     hosts = {each.rank: f" · {short(each.host)}" for each in summary.ranks}
-    names = {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in sorted(series.wait_ms)}
-    waits = [[mean(series.wait_ms[rank][run]) for run in at.runs] for rank in names]
+    names = {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in sorted(per_step.wait_ms)}
+    waits = [[mean(per_step.wait_ms[rank][run]) for run in at.runs] for rank in names]
     is_few = len(at.runs) <= FEW_BARS
     traces = [
         go.Heatmap(
@@ -145,7 +154,7 @@ def waits_over_time(summary: Summary) -> Picture:
             hovertemplate="%{y}<br>step %{x:.0f}: wait %{z:,.3~r} ms<extra></extra>",
         )
     ]
-    causes = [most_frequent(series.slowest[run]) for run in at.runs]
+    causes = [most_frequent(per_step.slowest[run]) for run in at.runs]
     marks = [(x, names[of]) for x, of in zip(at.middles, causes, strict=True) if of in names]
     if marks:
         marker = {"symbol": "circle-open", "size": 8 if is_few else 3, "color": INK}
@@ -189,7 +198,7 @@ def links_between_hosts(summary: Summary) -> Picture:
             seconds[pair] += link["seconds"]
     rates = {pair: sent[pair] * 8e-9 / seconds[pair] for pair in sent if seconds[pair] > 0}
     if not rates:
-        missing = f"n/a: {why(summary.reasons, 'links')}."
+        missing = f"n/a: {why(summary.unavailable, 'links')}."
         if summary.links:
             missing = "n/a between two hosts: only whole groups of ranks were."
         return Picture("links", title, missing=missing)
@@ -230,14 +239,14 @@ def links_between_hosts(summary: Summary) -> Picture:
 def errors_over_time(summary: Summary) -> Picture:
     """Compression error over steps: the median with the range as a band."""
     title = "Compression error"
-    looks = {"relative_l2": "transfer", "cosine": "backward", "residual_ratio": "codec"}
+    looks = {"relative_l2": "transfer", "cosine": "backward", "residual_ratio": "exposed_codec"}
     found: dict[str, dict[int, list[float]]] = {}
     for key in looks:
         for error in sorted(summary.errors, key=lambda error: int(error["step"])):
             if (value := finite(error.get(key))) is not None:
                 found.setdefault(key, {}).setdefault(int(error["step"]), []).append(value)
     if not found:
-        return Picture("errors", title, missing=f"n/a: {why(summary.reasons, 'errors')}.")
+        return Picture("errors", title, missing=f"n/a: {why(summary.unavailable, 'errors')}.")
     drawn = make_subplots(rows=len(found), cols=1, shared_xaxes=True, vertical_spacing=0.06)
     for row, (key, by_step) in enumerate(found.items(), 1):
         for curve in _curves(METRICS[key].label, COLORS[looks[key]], by_step):
@@ -284,7 +293,7 @@ def _curves(name: str, color: str, by_step: Mapping[int, Sequence[float]]) -> li
 
 def predicted_steps(summary: Summary) -> Picture | None:
     """Bars of predicted steps; None where the simulation has no error to be judged by."""
-    found = summary.whatif
+    found = summary.predictions
     told = [] if found is None else [each for each in found.others if each.step_ms is not None]
     if found is None or found.margin is None or not told:
         return None

@@ -59,7 +59,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         views=views,
         unavailable=[
             (METRICS[key].label if key in METRICS else key, reason)
-            for key, reason in sorted(summary.reasons.items())
+            for key, reason in sorted(summary.unavailable.items())
         ],
         metrics=metrics,
         figures=_json(drawn),

@@ -72,7 +72,7 @@ def write_csv(path: str | Path, run: Run, summary: Summary) -> None:
 def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     steps = sorted(set[int]().union(*(each.steps for each in ranks.values())))
-    counted = set(Run(ranks).common_steps[summary.skipped :])
+    counted = set(Run(ranks).common_steps[summary.warmup_steps :])
     table = step_table(run, steps)
     times = [(table.of(name) / MS).tolist() for name in _TIMES]
     unknown = [name not in _known(summary) for name in _TIMES]
@@ -100,5 +100,5 @@ def _known(summary: Summary) -> set[str]:
     """Names of times that the summary knows."""
     hidden = summary.hidden_ms
     means = {"exposed": summary.exposed_ms, "hidden": hidden, "exchange": hidden}
-    means.update(summary.parts_ms)
+    means.update(summary.breakdown_ms)
     return {name for name, mean in means.items() if mean is not None}

@@ -26,7 +26,7 @@ from lightning_dist.profiling.whatif.told import error_of, name_of, remarks, sou
 PREDICTED = "Predicted step time (simulated)"
 
 RANK_COLUMNS = (
-    *("rank", "host", "step_ms", "exposed_ms", "wait_ms", "caused_ms"),
+    *("rank", "host", "step_ms", "exposed_ms", "wait_ms", "waited_for_ms"),
     *PHASES,
     *("clock_uncertainty_ms", "intra_gbps", "inter_gbps"),
 )
@@ -63,51 +63,65 @@ class Table:
 def facts(summary: Summary) -> list[Fact]:
     """The figures of the whole run that are read first."""
 
-    def fact(key: str, value: float | None, detail: str = "", *reasons: str) -> Fact:
+    def fact(key: str, value: float | None, detail: str = "", *unavailable: str) -> Fact:
         label, unit = METRICS[key].label, METRICS[key].unit
         if value is None:
-            return Fact(label, MISSING, why(summary.reasons, key, *reasons))
+            return Fact(label, MISSING, why(summary.unavailable, key, *unavailable))
         return Fact(label, format_value(value, unit), detail)
 
     step, traffic = summary.step_ms, summary.traffic
     of_ranks = f" and {len(summary.ranks)} ranks" if len(summary.ranks) > 1 else ""
     mean = f"mean of {count(summary.steps, 'step')}{of_ranks}"
     spread = [f"{name} {_ms(step[name])}" for name in ("median", "p95") if name in step]
-    warm_up = f"{count(summary.skipped, 'warm-up step')} excluded" if summary.skipped else ""
+    warm_up = summary.warmup_steps
+    excluded = f"{count(warm_up, 'warm-up step')} excluded" if warm_up else ""
     found = [
         fact(
             "exposed",
             summary.exposed,
-            f"{_ms(summary.exposed_ms)} of {_ms(summary.parts_step_ms)}, the mean of "
-            f"{count(summary.parts_steps, 'detailed step')}",
+            f"{_ms(summary.exposed_ms)} of {_ms(summary.detailed_step_ms)}, the mean of "
+            f"{count(summary.detailed_steps, 'detailed step')}",
             "exposed_ms",
             "step_ms",
         ),
-        fact("step_ms", step.get("mean"), "; ".join(filter(None, (mean, *spread, warm_up)))),
-        fact("overlap", summary.overlap, f"{_ms(summary.hidden_ms)} per step hidden"),
+        fact("step_ms", step.get("mean"), "; ".join(filter(None, (mean, *spread, excluded)))),
+        fact(
+            "overlap_fraction",
+            summary.overlap_fraction,
+            f"{_ms(summary.hidden_ms)} per step hidden",
+        ),
     ]
     if traffic is None:
         found.append(fact("traffic", None))
     else:
-        ratio = f"{traffic.ratio:.1f}x less than" if traffic.ratio >= 1.05 else "compared to"
+        ratio = traffic.compression_ratio
+        less = f"{ratio:.1f}x less than" if ratio >= 1.05 else "compared to"
         found += [
             fact(
                 "traffic",
                 traffic.wire_bytes,
-                f"per step and rank{'' if summary.is_of_all else ' with records'}, {ratio} "
+                f"per step and rank{'' if summary.is_of_all else ' with records'}, {less} "
                 f"{format_value(traffic.raw_bytes, 'B')} of uncompressed DDP; "
                 f"{format_value(traffic.inter_bytes, 'B')} to other hosts",
             ),
             fact("traffic.wire_gbps", traffic.wire_gbps),
-            fact("traffic.effective_gbps", traffic.effective_gbps, "uncompressed DDP, equal time"),
             fact(
-                "traffic.peak_gbps",
-                traffic.peak_gbps,
+                "traffic.ddp_equivalent_busbw_gbps",
+                traffic.ddp_equivalent_busbw_gbps,
+                "uncompressed DDP, equal time",
+            ),
+            fact(
+                "traffic.link_gbps",
+                traffic.link_gbps,
                 f"{format_value(traffic.link_utilization, '%')} used"
                 + (", inside one host: no network" if _is_one_host(summary) else ""),
             ),
         ]
-    return [*found, _straggler(summary), fact("overhead", summary.overhead, "of the time")]
+    return [
+        *found,
+        _straggler(summary),
+        fact("profiler_overhead", summary.profiler_overhead, "of the time"),
+    ]
 
 
 def _ms(value: float | None) -> str:
@@ -121,11 +135,11 @@ def _is_one_host(summary: Summary) -> bool:
 def _straggler(summary: Summary) -> Fact:
     label = METRICS["straggler"].label
     if summary.straggler is None:
-        is_known = summary.steps and "wait" not in summary.reasons
-        reason = why(summary.reasons, "straggler", "wait", "step_ms")
+        is_known = summary.steps and "exposed_wait" not in summary.unavailable
+        reason = why(summary.unavailable, "straggler", "exposed_wait", "step_ms")
         return Fact(label, "none" if is_known else MISSING, reason)
     (rank,) = [each for each in summary.ranks if each.rank == summary.straggler]
-    detail = f"{rank.host}; other ranks waited {_ms(rank.caused_ms)} per step for it"
+    detail = f"{rank.host}; other ranks waited {_ms(rank.waited_for_ms)} per step for it"
     return Fact(label, f"rank {rank.rank}", detail)
 
 
@@ -135,20 +149,20 @@ def parts_table(summary: Summary) -> Table:
         *(Metric("part", "part", TEXT), Metric("time", "time", "ms")),
         *(Metric("share", "of the step"), Metric("meaning", "meaning", TEXT)),
     )
-    title, total = "Mean step", summary.parts_step_ms
+    title, total = "Mean step", summary.detailed_step_ms
     if not summary.steps or total is None:
-        missing = f"n/a: {why(summary.reasons, 'parts_ms', 'step_ms')}."
+        missing = f"n/a: {why(summary.unavailable, 'breakdown_ms', 'step_ms')}."
         return Table("parts", title, columns, missing=missing)
     rows = []
-    for name in (each for each in PARTS if each in summary.parts_ms):
-        value, meaning = finite(summary.parts_ms[name]), METRICS[name].meaning
+    for name in (each for each in PARTS if each in summary.breakdown_ms):
+        value, meaning = finite(summary.breakdown_ms[name]), METRICS[name].meaning
         if value is None:
-            meaning = f"n/a: {why(summary.reasons, name)}"
+            meaning = f"n/a: {why(summary.unavailable, name)}"
         share = None if value is None or not total else value / total
         rows.append((METRICS[name].label, format_value(value), format_value(share, "%"), meaning))
-    of_steps = f"mean of {count(summary.parts_steps, 'step')}"
-    if "parts_ms" in summary.reasons:
-        caption = f"Exposed communication is n/a: {why(summary.reasons, 'parts_ms')}."
+    of_steps = f"mean of {count(summary.detailed_steps, 'step')}"
+    if "breakdown_ms" in summary.unavailable:
+        caption = f"Exposed communication is n/a: {why(summary.unavailable, 'breakdown_ms')}."
         rows.append(("step", format_value(total), "100 %", of_steps))
     else:
         caption = f"Exposed communication is {_ms(summary.exposed_ms)}."
@@ -161,7 +175,7 @@ def ranks_table(summary: Summary, *, ranks: Sequence[int] | None = None) -> Tabl
     """Every rank, or ``ranks`` in that order."""
     columns = [METRICS[key] for key in RANK_COLUMNS]
     if not summary.ranks:
-        missing = f"n/a: {why(summary.reasons, 'step_ms')}."
+        missing = f"n/a: {why(summary.unavailable, 'step_ms')}."
         return Table("ranks", "Ranks", columns, missing=missing)
     rows = []
     by_rank = {each.rank: each for each in summary.ranks}
@@ -185,7 +199,7 @@ def buckets_table(summary: Summary) -> Table:
             errors[int(error["bucket"])].append(value)
     columns = [METRICS[key] for key in (*keys, *(["relative_l2"] if errors else []))]
     if not summary.buckets:
-        missing = f"n/a: {why(summary.reasons, 'buckets')}."
+        missing = f"n/a: {why(summary.unavailable, 'buckets')}."
         return Table("buckets", "Buckets", columns, missing=missing)
     rows = []
     for each in summary.buckets:
@@ -221,9 +235,9 @@ def groups_table(summary: Summary) -> Table | None:
 
 def whatif_table(summary: Summary, *, most: int | None = None) -> Table:
     """Predictions for the run and for other settings, the fastest first."""
-    columns, found = [METRICS[key] for key in _WHATIF_COLUMNS], summary.whatif
+    columns, found = [METRICS[key] for key in _WHATIF_COLUMNS], summary.predictions
     if found is None:
-        missing = f"n/a: {why(summary.reasons, 'whatif', 'steps')}."
+        missing = f"n/a: {why(summary.unavailable, 'predictions', 'steps')}."
         return Table("whatif", PREDICTED, columns, missing=missing)
     current = found.current
 
@@ -256,7 +270,7 @@ def whatif_table(summary: Summary, *, most: int | None = None) -> Table:
 def run_table(summary: Summary) -> Table:
     """Settings and versions of the run."""
     columns = Metric("setting", "setting", TEXT), Metric("value", "value", TEXT)
-    missing = "" if summary.run else f"n/a: {why(summary.reasons, 'step_ms')}."
+    missing = "" if summary.run else f"n/a: {why(summary.unavailable, 'step_ms')}."
     title = "Configuration and versions"
     return Table("run", title, columns, _settings("", summary.run), missing=missing)
 

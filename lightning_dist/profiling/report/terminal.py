@@ -35,7 +35,7 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
         console.print(_overview(summary))
         if len(summary.ranks) > 1:
             _print_ranks(summary, console)
-        if summary.whatif is not None:
+        if summary.predictions is not None:
             found = whatif_table(summary, most=_BEST_SETTINGS)
             console.print(Text(f"{found.title}, ms:", style="bold"))
             _print_table(console, found, [each.key for each in found.columns])
@@ -59,15 +59,15 @@ def _overview(summary: Summary) -> rich.Table:
         table.add_row(Text(f"  {name}", style=style), Text(value), Text(remark))
     if parts.missing:
         table.add_row("parts", "n/a", Text(parts.missing))
-    if "whatif" in summary.reasons:
-        table.add_row("predictions", "n/a", Text(summary.reasons["whatif"]))
+    if "predictions" in summary.unavailable:
+        table.add_row("predictions", "n/a", Text(summary.unavailable["predictions"]))
     return table
 
 
 def _print_ranks(summary: Summary, console: Console) -> None:
     shown = [each.rank for each in summary.ranks]
     if len(shown) > _MOST_RANKS:
-        worst = sorted(summary.ranks, key=lambda each: (-(each.caused_ms or 0), each.rank))
+        worst = sorted(summary.ranks, key=lambda each: (-(each.waited_for_ms or 0), each.rank))
         shown = [each.rank for each in worst[:_WORST_RANKS]]
         console.print(
             f"{len(shown)} of {len(summary.ranks)} ranks, those others waited for most, ms:"

@@ -35,10 +35,10 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> Picture:
     """One step on all ranks, of several to choose from."""
     title = "Time line of a step"
     if not steps:
-        missing = f"n/a: {why(summary.reasons, 'step_ms')}."
+        missing = f"n/a: {why(summary.unavailable, 'step_ms')}."
         return Picture("timeline", title, missing=missing)
     if not any(of for each in steps for of in (*each.phases.values(), *each.spans.values())):
-        missing = f"Nothing was recorded inside this step: {why(summary.reasons, 'buckets')}."
+        missing = f"Nothing was recorded inside this step: {why(summary.unavailable, 'buckets')}."
         return Picture("timeline", title, missing=missing)
     everyone = sorted({rank for each in steps for rank in (*each.phases, *each.spans)})
     ranks = most_telling(summary, everyone)
@@ -60,7 +60,7 @@ def most_telling(summary: Summary, ranks: Sequence[int], *, most: int = _MOST_RA
     """All ranks; of too many, half that others waited for most, and half that waited most."""
     if len(ranks) <= most:
         return list(ranks)
-    caused = {each.rank: each.caused_ms or 0.0 for each in summary.ranks}
+    caused = {each.rank: each.waited_for_ms or 0.0 for each in summary.ranks}
     waited = {each.rank: each.wait_ms or 0.0 for each in summary.ranks}
     chosen = sorted(ranks, key=lambda rank: (-caused.get(rank, 0), rank))[: most // 2]
     rest = sorted(set(ranks) - set(chosen), key=lambda rank: (-waited.get(rank, 0), rank))
@@ -139,7 +139,7 @@ def _collective(span: TimelineSpan, rank: int) -> list[tuple[str, int, int, str,
 
 def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
     begins, ends, y, heights, texts, hovers = (list(of) for of in zip(*bars, strict=True))
-    fill = figures.fill("unattributed" if name == "exchange" else name)
+    fill = figures.fill("exposed_other" if name == "exchange" else name)
     return go.Bar(
         orientation="h",
         name=_WORK[name] if layer == _SPAN else name,

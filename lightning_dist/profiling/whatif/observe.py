@@ -80,7 +80,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     Raises:
         ValueError: something is missing in the profile, with what it is.
     """
-    chosen = sample(run, skip=skip)
+    chosen = sample(run, warmup_steps=skip)
     steps = [analyse(run, step) for step in chosen.detailed]
     every = [each for ranks in steps for each in ranks]
     buckets = _buckets(steps, run.world_size)

@@ -156,14 +156,14 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         scenarios += other_buckets(observed, own)
         found = predict(observed, scenarios, costs=known.by_name)
     except ValueError as error:
-        return replace(summary, reasons={**summary.reasons, "whatif": str(error)})
+        return replace(summary, unavailable={**summary.unavailable, "predictions": str(error)})
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
-        return replace(summary, reasons={**summary.reasons, "whatif": reason})
+        return replace(summary, unavailable={**summary.unavailable, "predictions": reason})
     if known.reason:
         found = replace(found, reasons={**found.reasons, "costs": known.reason})
     headline = " ".join(filter(None, (summary.headline, predicted(found))))
-    return replace(summary, whatif=found, headline=headline)
+    return replace(summary, predictions=found, headline=headline)
 
 
 def why_not(observed: Observed, scenario: Scenario) -> str:
