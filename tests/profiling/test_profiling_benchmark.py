@@ -85,7 +85,7 @@ def test_a_rate_is_compared_with_the_packets_of_just_that_time(tmp_path: Path) -
     row = a_wire_row(tmp_path, link_mbit=1000.0)
     assert row["wire_gbps"] == pytest.approx(4e6 * 8 / 60e6)
     assert row["link_gbps"] == pytest.approx(3.25e6 * 8 / 60e6)
-    assert row["link_gbps"] == pytest.approx(0.8)
+    assert row["peak_gbps"] == pytest.approx(0.8)
     runs = [{**row, "link_gbps": link_gbps} for link_gbps in (0.5, 0.4, 0.6)]
     other = {**row, "congestion_control": "cubic"}
     (of_bbr, of_cubic) = wire_rows([runs[0], other, *runs[1:]])
