@@ -180,10 +180,10 @@ def test_every_so_many_steps_from_the_third_on() -> None:
     steps = Steps(cost=0)
     steps.run(120)
     assert [each.step for each in steps.errors] == [2, 52, 102]
-    often = Steps(cost=0, error_every=1)
+    often = Steps(cost=0, error_every_n_steps=1)
     often.run(5)
     assert [each.step for each in often.errors] == [0, 1, 2, 3, 4]
-    never = Steps(cost=0, error_every=0)
+    never = Steps(cost=0, error_every_n_steps=0)
     never.run(60)
     coarse = Steps(cost=0, in_detail=False)
     coarse.run(60)
@@ -191,16 +191,16 @@ def test_every_so_many_steps_from_the_third_on() -> None:
 
 
 def test_what_it_costs_is_counted_and_bounded() -> None:
-    steps = Steps(cost=1 * MS, error_every=10, budget=0.01)
+    steps = Steps(cost=1 * MS, error_every_n_steps=10, max_overhead=0.01)
     steps.run(4000)
     assert sum(steps.overheads) >= len(steps.errors) * MS
     late = [each for each in steps.errors if each.step >= 2000]
     assert 0 < len(late) * MS / (2000 * 10 * MS) <= 0.01 / 4
-    cheap = Steps(cost=1000, error_every=10, budget=0.01)
+    cheap = Steps(cost=1000, error_every_n_steps=10, max_overhead=0.01)
     cheap.run(400)
     assert len(cheap.errors) == 40
 
 
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="0 for never; got -1"):
-        SessionSettings(error_every=-1)
+        SessionSettings(error_every_n_steps=-1)

@@ -59,7 +59,7 @@ def test_every_step_is_written_down_whole(codec: str | None, tmp_path: Path) -> 
             compress_ddp(model, codec, groups=rank.groups(), min_compress_numel=0)
         about = RankRecord(rank.rank, 2, "host", {"flat": [0, 1]}, clock=0, unix=0.0)
         problems: list[str] = []
-        settings = SessionSettings(budget=1.0, error_every=4)
+        settings = SessionSettings(max_overhead=1.0, error_every_n_steps=4)
         session = Session(
             tmp_path, about, settings=settings, moments=LateMoments(), on_problem=problems.append
         )

@@ -249,4 +249,4 @@ def test_what_happens_every_so_many_steps_is_seen_as_often(period: int, every: i
 @pytest.mark.parametrize("budget", [0, -0.1, 1.5])
 def test_a_budget_out_of_range(budget: float) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 1; got {budget}"):
-        SessionSettings(budget=budget)
+        SessionSettings(max_overhead=budget)

@@ -43,7 +43,7 @@ class Training:
         self.session = Session(
             self.folder,
             Planted(steps=0).run().ranks[0].about,
-            settings=SessionSettings(budget=1.0),
+            settings=SessionSettings(max_overhead=1.0),
             moments=StreamMoments(torch.device("cuda", 0), self.gpu.clock),
             on_over=self.over.append,
             on_step=self.told.append,

@@ -23,7 +23,7 @@ from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
 from lightning_dist.reducer.moments import HostMoments, Moments
 
 _FOR_ERRORS = 0.25
-"""Share of the budget."""
+"""Share of the overhead that is allowed."""
 _AT = 2
 """The first two steps have other buckets: DDP builds them anew."""
 _TIMEOUT = 2.0
@@ -35,27 +35,27 @@ class SessionSettings:
     """How a profile is taken.
 
     Args:
-        budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        max_overhead: share of a step that it may take, 0 to 1; above it looks at fewer steps.
         flush_s: seconds after which records are in the file at the latest (and a step).
         in_detail: record phases, buckets and spans; False: only how long steps take.
-        error_every: steps between two looks at what compression loses, of one bucket; 0: never.
+        error_every_n_steps: steps between two samples of the compression error; 0: never.
     """
 
-    budget: float = 0.01
+    max_overhead: float = 0.01
     flush_s: float = 1.0
     in_detail: bool = True
-    error_every: int = 50
+    error_every_n_steps: int = 50
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget <= 1:
+        if not 0 < self.max_overhead <= 1:
             raise ValueError(
-                f"budget is the share of a step that the profiler may take, above 0 and at most 1; "
-                f"got {self.budget}"
+                "max_overhead is the share of a step that the profiler may take, above 0 and at "
+                f"most 1; got {self.max_overhead}"
             )
-        if self.error_every < 0:
+        if self.error_every_n_steps < 0:
             raise ValueError(
-                "error_every is the number of steps after which compression errors are looked at, "
-                f"0 for never; got {self.error_every}"
+                "error_every_n_steps is the number of steps between two samples of the compression "
+                f"error, 0 for never; got {self.error_every_n_steps}"
             )
 
 
@@ -106,8 +106,8 @@ class Session:
                 )
         self._unwritten: list[bytes] = []
         self._written_at = clock()
-        self._governor = Governor((1 - _FOR_ERRORS) * settings.budget)
-        self._error_governor = Governor(_FOR_ERRORS * settings.budget)
+        self._governor = Governor((1 - _FOR_ERRORS) * settings.max_overhead)
+        self._error_governor = Governor(_FOR_ERRORS * settings.max_overhead)
         self._cost = cost_of_an_event(self._moments)
         self._writing = 0
         self.is_disturbed = False
@@ -233,7 +233,7 @@ class Session:
             if over.was_disturbed:
                 continue
             if over.sampling:
-                every = self._settings.error_every
+                every = self._settings.error_every_n_steps
                 self._error_governor.spent(over.sampling / every, of=record.duration)
             if record.detailed:
                 writing = self._writing / len(written)
@@ -259,7 +259,7 @@ class Session:
 
     def _begin_step(self) -> None:
         """Decide what to look at."""
-        step, every, recorder = self._step, self._settings.error_every, self.recorder
+        step, every, recorder = self._step, self._settings.error_every_n_steps, self.recorder
         in_detail = self._settings.in_detail
         recorder.is_on = in_detail and self._governor.wants(step)
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)
