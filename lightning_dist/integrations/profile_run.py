@@ -49,7 +49,7 @@ from lightning_dist.profiling.whatif.costs import (
 )
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.reducer.moments import moments_on
+from lightning_dist.reducer.device_clock import clock_of
 from lightning_dist.topology import this_host
 
 _TIMEOUT = 60.0
@@ -135,7 +135,7 @@ class ProfileRun:
             self.about,
             settings=replace(settings, in_detail=in_detail),
             first=first,
-            moments=moments_on(model.device) if in_detail else None,
+            device_clock=clock_of(model.device) if in_detail else None,
             on_over=self._on_over,
             on_step=on_step,
             on_error=on_error,
@@ -220,7 +220,7 @@ class ProfileRun:
         if tracer is not None:
             tracer.close()
         if self._reducer is not None:
-            self._reducer.leave_alone(self._session.recorder)
+            self._reducer.detach(self._session.recorder)
         self._session.end(reason)  # what comes now needs the others, and one may be gone
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.

@@ -20,7 +20,7 @@ from lightning_dist.profiling.capture.events import (
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
 from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
-from lightning_dist.reducer.moments import HostMoments, Moments
+from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
 _FOR_ERRORS = 0.25
 """Share of the overhead that is allowed."""
@@ -69,7 +69,7 @@ class Session:
         folder: of the run; None: nothing is kept.
         about: of this rank.
         first: number of the step that comes next.
-        moments: of the work; None: of the host, by ``clock``.
+        device_clock: of the work; None: of the host, by ``clock``.
         on_over: called with the number of every step when it is over on the host.
         on_step: called with every step that nothing disturbed, when its times are known.
         on_error: called with every compression error that was.
@@ -84,7 +84,7 @@ class Session:
         *,
         settings: SessionSettings,
         first: int = 0,
-        moments: Moments | None = None,
+        device_clock: DeviceClock | None = None,
         on_over: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
@@ -92,7 +92,7 @@ class Session:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._moments: Moments = HostMoments(clock) if moments is None else moments
+        self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
         self._on_over, self._on_step = on_over, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
@@ -108,21 +108,21 @@ class Session:
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_ERRORS) * settings.max_overhead)
         self._error_governor = Governor(_FOR_ERRORS * settings.max_overhead)
-        self._cost = cost_of_an_event(self._moments)
+        self._cost = cost_of_an_event(self._device_clock)
         self._writing = 0
         self.is_disturbed = False
         """Whether something else makes steps longer than they are; they are not written down."""
         self._over: deque[PendingStep] = deque()
         self._has_stopped = False
-        self.recorder = Recorder(clock, moments=self._moments)
+        self.recorder = Recorder(clock, device_clock=self._device_clock)
         self._begin_step()
-        self._timer = StepTimer(self._moments.now())
+        self._timer = StepTimer(self._device_clock.now())
         self.note(about)
         self._flush()  # a rank that is killed at once has said at least who it was
 
     def forward(self) -> None:
         """A forward pass of training begins."""
-        if (cut := self._timer.forward(self._moments.now())) is not None:
+        if (cut := self._timer.forward(self._device_clock.now())) is not None:
             self._close(cut)
         elif self.recorder.has_exchanged and not self._timer.has_means:
             self.recorder.drop()  # of a backward pass that has failed
@@ -133,25 +133,25 @@ class Session:
 
     def backward(self) -> None:
         """A backward pass begins."""
-        self._timer.backward(self._moments.now())
+        self._timer.backward(self._device_clock.now())
 
     def backward_ended(self, *, synchronised: bool) -> None:
         """It has ended; ``synchronised``: with the mean over all ranks."""
-        self._timer.backward_ended(self._moments.now(), synchronised=synchronised)
+        self._timer.backward_ended(self._device_clock.now(), synchronised=synchronised)
 
     def stepping(self) -> None:
         """An optimizer begins its step."""
-        self._timer.stepping(self._moments.now(), exchanged=self.recorder.has_exchanged)
+        self._timer.stepping(self._device_clock.now(), exchanged=self.recorder.has_exchanged)
 
     def stepped(self, *, within_forward: bool = False) -> None:
         """It has made it; ``within_forward``: a forward pass of training is still under way."""
-        self._timer.stepped(self._moments.now())
+        self._timer.stepped(self._device_clock.now())
         if within_forward and (cut := self._timer.stepped_within()) is not None:
             self._close(cut)
 
     def exclude_interval(self) -> None:
         """Time since the last step belongs to no step: a validation, a checkpoint."""
-        if (cut := self._timer.restart(self._moments.now())) is not None:
+        if (cut := self._timer.restart(self._device_clock.now())) is not None:
             self._close(cut)
 
     def note(self, *records: Record) -> None:
@@ -224,7 +224,7 @@ class Session:
         self._step += 1
         written = self._write_what_is_past()
         self._begin_step()
-        self._moments.compare()
+        self._device_clock.compare()
         self._flush_if_due(now)
         self._writing = self._clock() - now
         if self.is_disturbed:
@@ -241,13 +241,13 @@ class Session:
 
     def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
         written = []
-        while self._over and self._over[0].is_past(self._moments):
+        while self._over and self._over[0].is_past(self._device_clock):
             over = self._over.popleft()
             written.append((over, self._write(over)))
         return written
 
     def _write(self, over: PendingStep) -> StepRecord:
-        record = over.read(self._moments, in_detail=self._settings.in_detail)
+        record = over.read(self._device_clock, in_detail=self._settings.in_detail)
         if not over.was_disturbed:
             self.note(record)
             self._on_step(record)
