@@ -65,7 +65,7 @@ def main() -> None:
         state["step"] += 1
         if state["step"] % LOG_EVERY == 0:
             (stats,) = strategy.comm_stats()  # one mapping for each module
-            metrics = {"loss": loss.item(), "comm/ratio": stats["last_step"]["ratio"]}
+            metrics = {"loss": loss.item(), "comm/compression_ratio": stats["last_step"]["ratio"]}
             fabric.log_dict(metrics, step=state["step"])
         if state["step"] == first + arguments.steps:
             break

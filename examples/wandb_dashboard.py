@@ -19,19 +19,19 @@ import wandb_workspaces.workspaces as workspaces
 Panels = Mapping[str, tuple[str, ...]]
 SECTIONS: Mapping[str, Panels] = {
     "Communication": {
-        "Exposed communication, %": ("comm/exposed_pct",),
+        "Exposed communication": ("comm/exposed_fraction",),
         "Where a step goes, ms": (
             "comm/step_ms",
             "comm/exposed_ms",
             "comm/hidden_ms",
-            "comm/codec_ms",
+            "comm/codec_total_ms",
         ),
-        "Times fewer bytes": ("comm/ratio",),
+        "Times fewer bytes": ("comm/compression_ratio",),
         "Bytes of a step": ("comm/raw_bytes", "comm/wire_bytes"),
         "Bytes by link": ("comm/intra_bytes", "comm/inter_bytes"),
-        "What compression loses": ("comm/err_rel_l2", "comm/err_cos"),
-        "Residual over gradient": ("comm/ef_norm_ratio",),
-        "Bandwidth, Gbit/s": ("comm/wire_busbw_gbps", "comm/effective_busbw_gbps"),
+        "What compression loses": ("comm/error_relative_l2", "comm/error_cosine"),
+        "Residual over gradient": ("comm/residual_ratio",),
+        "Bandwidth, Gbit/s": ("comm/wire_gbps", "comm/ddp_equivalent_busbw_gbps"),
     },
     "Checkpoints": {
         "Checkpoints: standing still, ms": ("checkpoint/stall_ms", "checkpoint/queue_ms"),

@@ -75,7 +75,7 @@ def test_metrics_in_the_documents_are_logged(page: Path) -> None:
 
 
 def test_that_test_can_fail() -> None:
-    assert is_logged("comm/exposed_pct")
+    assert is_logged("comm/exposed_fraction")
     assert is_logged("comm/total_wire_bytes")
     assert is_logged("elastic/restarts")
     assert not is_logged("comm/exposed")

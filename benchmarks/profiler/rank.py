@@ -38,7 +38,7 @@ _WIDTH = 256
 @contextmanager
 def every_step(model: DistributedDataParallel, folder: Path) -> Iterator[None]:
     """A profile with all steps in detail."""
-    run = ProfileRun(model, parent=folder, settings=SessionSettings(budget=1))
+    run = ProfileRun(model, parent=folder, settings=SessionSettings(max_overhead=1))
     yield
     run.close("finished", together=True)
 
@@ -163,7 +163,7 @@ def cost(
     """Wall and CPU milliseconds of a step, a pair for every block, by whether it was profiled."""
     bare, profiled = (Training(codec, buckets=buckets) for _ in range(2))
     batch, estimate_ms = batch_of(bare, step_ms)
-    run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(budget=budget))
+    run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(max_overhead=budget))
     for training in (bare, profiled):
         training.block(_SETTLE, batch)
     steps = max(_LEAST_STEPS, round(1000 * block_s / estimate_ms))

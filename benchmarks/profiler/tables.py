@@ -160,8 +160,8 @@ COST = Table(
         ("in detail", "{detailed:x100.0f} %"),
     ],
     text=lambda meta, rows: (
-        f"2 ranks, `budget=0.01`, blocks with and without in turn, {rows[0]['rounds']} of each, "
-        "after steps in which the profiler finds out how many it may look at; "
+        f"2 ranks, `max_overhead=0.01`, blocks with and without in turn, {rows[0]['rounds']} of "
+        "each, after steps in which the profiler finds out how many it may look at; "
         "medians over blocks, of the differences with quartiles; CPU of all threads of a rank. "
         "Counted: what the profiler says it took; in detail: steps in which it looked at buckets. "
         "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which scales the "

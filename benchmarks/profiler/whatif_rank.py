@@ -43,7 +43,9 @@ class Turn:
 
     def __init__(self, name: str, folder: Path, *, seed: int) -> None:
         self.row = Row(name, seed=seed)
-        self.profile = ProfileRun(self.row.ddp, parent=folder, settings=SessionSettings(budget=1.0))
+        self.profile = ProfileRun(
+            self.row.ddp, parent=folder, settings=SessionSettings(max_overhead=1.0)
+        )
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """One step."""

@@ -16,7 +16,7 @@ def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         stats: ``comm_stats()`` of every compressed model; their bytes are added up.
 
     Returns:
-        ``comm/raw_bytes``, ``comm/wire_bytes``, ``comm/ratio``, ``comm/intra_bytes``,
+        ``comm/raw_bytes``, ``comm/wire_bytes``, ``comm/compression_ratio``, ``comm/intra_bytes``,
         ``comm/inter_bytes``, ``comm/total_raw_bytes``, ``comm/total_wire_bytes``; nothing before
         the first step.
     """
@@ -25,5 +25,7 @@ def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     last = {key: sum(each["last_step"][key] for each in begun) for key in _OF_ONE_STEP}
     ratio = last["raw_bytes"] / last["wire_bytes"] if last["wire_bytes"] else 1.0
-    metrics = {f"comm/{key}": value for key, value in last.items()} | {"comm/ratio": ratio}
+    metrics = {f"comm/{key}": value for key, value in last.items()} | {
+        "comm/compression_ratio": ratio
+    }
     return metrics | {f"comm/total_{key}": sum(each[key] for each in begun) for key in _IN_TOTAL}

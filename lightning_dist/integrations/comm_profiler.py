@@ -61,23 +61,24 @@ class CommProfiler(pl.Callback):
         model: to be profiled, outside of Lightning.
         dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
             ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
-        budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
-        calibrate: measure the links for one to four seconds before the first step, to say how much
-            of them is used.
-        zoom: steps, ``range(100, 103)``, that torch's own profiler looks at too, or a signal,
-            ``signal.SIGUSR2``, after which it looks at three of the process that got it; every
-            rank that looks writes ``zoom-rank<r>-step<n>.json.gz``. Such steps, and the next one,
-            in which that is written, are left out of everything else.
-        error_every: steps between two looks at what compression loses, at one bucket in turn; 0:
-            never.
+        max_overhead: share of a step that the profiler may take, 0 to 1; where it would take more,
+            it looks at fewer steps.
+        measure_links: measure the links for one to four seconds before the first step, to say how
+            much of them is used.
+        torch_profiler: steps, ``range(100, 103)``, that ``torch.profiler`` traces too, or a signal,
+            ``signal.SIGUSR2``, after which it traces three of the process that received it; each
+            of these ranks writes ``torch-trace-rank<r>-step<n>.json.gz``. Traced steps, and the
+            next one, in which the file is written, are left out of everything else.
+        error_every_n_steps: steps between two samples of the compression error, of one bucket in
+            turn; 0: never.
         html: write ``report.html``.
         trace: write ``trace.json.gz``, for ui.perfetto.dev: the median and the p95 step.
         csv: write ``steps.csv``.
-        whatif: after a training of 30 s or more that has ended by itself, measure on rank 0 what
+        predict: after a training of 30 s or more that has ended by itself, measure on rank 0 what
             codecs cost there, about 2 s and at most a tenth of the training and one codec more
             (with compiled kernels a codec may take 20 s), to predict the step with other settings.
             False: never measure.
-        show: print the summary at the end.
+        print_summary: print the summary at the end.
         upload: files that a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table
             of the buckets, ``report.html``, and an artifact of the files that rank 0 has made;
             ``"all"``: the lines of all ranks in the artifact too, which may be gigabytes;
@@ -92,15 +93,15 @@ class CommProfiler(pl.Callback):
         model: nn.Module | None = None,
         *,
         dirpath: str | Path | None = None,
-        budget: float = 0.01,
-        calibrate: bool = True,
-        zoom: range | Signals | None = None,
-        error_every: int = 50,
+        max_overhead: float = 0.01,
+        torch_profiler: range | Signals | None = None,
+        error_every_n_steps: int = 50,
+        measure_links: bool = True,
         html: bool = True,
         trace: bool = True,
         csv: bool = False,
-        whatif: bool = True,
-        show: bool = True,
+        predict: bool = True,
+        print_summary: bool = True,
         upload: Upload = "report",
     ) -> None:
         if upload not in get_args(Upload):
@@ -110,12 +111,14 @@ class CommProfiler(pl.Callback):
         self._model = model
         self._upload: Upload = upload
         self._dirpath = dirpath
-        self._calibrate = calibrate
-        self._zoom = zoom
-        self._settings = SessionSettings(budget=budget, error_every=error_every)
+        self._measure_links = measure_links
+        self._torch_profiler = torch_profiler
+        self._settings = SessionSettings(
+            max_overhead=max_overhead, error_every_n_steps=error_every_n_steps
+        )
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
-        self._whatif = whatif
-        self._show = show
+        self._predict = predict
+        self._print_summary = print_summary
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
         self._alarm: ResidualAlarm | None = None
@@ -181,11 +184,11 @@ class CommProfiler(pl.Callback):
             settings=self._settings,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
-            calibrate=self._calibrate,
-            zoom=self._zoom,
+            measure_links=self._measure_links,
+            torch_profiler=self._torch_profiler,
             on_error=self._on_error,
             on_problem=_warn_here,
-            whatif=self._whatif,
+            predict=self._predict,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")
@@ -212,7 +215,7 @@ class CommProfiler(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._nothing and self._show and trainer.is_global_zero:
+        if self._nothing and self._print_summary and trainer.is_global_zero:
             print(self._nothing)  # a reader looks here, and Python shows a warning once
         self._close("finished", together=True)
         if self.summary is not None and self._run is not None:
@@ -240,7 +243,7 @@ class CommProfiler(pl.Callback):
             return
         for problem in written.problems:
             rank_zero_warn(f"CommProfiler: {problem}")
-        if self._show:
+        if self._print_summary:
             from lightning_dist.profiling.report.terminal import print_summary
 
             print_summary(self.summary)

@@ -22,14 +22,16 @@ from lightning_dist.profiling.whatif.simulator import DDP
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
 _OF_ONE_RANK = "*rank*"
-"""Names of files with what one rank has recorded: lines, zooms, flight records."""
+"""Names of files with what one rank has recorded: lines, traces, flight records."""
 Upload: TypeAlias = Literal["report", "all", "none"]
 """Files that wandb gets of a profile: those for readers; also those of every rank; or none."""
 _MS, _MB = 1e6, 1e6
+_SHARES = frozenset({"exposed_fraction", "profiler_overhead"})
+"""Metrics that are shares of the step."""
 _OF_ERRORS = {
-    "err_rel_l2": "relative_l2",
-    "err_cos": "cosine",
-    "ef_norm_ratio": "residual_ratio",
+    "error_relative_l2": "relative_l2",
+    "error_cosine": "cosine",
+    "residual_ratio": "residual_ratio",
 }
 _BUCKET_COLUMNS = [field.name for field in fields(BucketSummary)]
 
@@ -60,7 +62,7 @@ class LiveProfile:
         metrics = {
             # Shares by the length of the step, as in the headline: that of all of them together.
             f"comm/{name}": fmean(
-                [row[name] for row in rows], weights=steps if name.endswith("_pct") else None
+                [row[name] for row in rows], weights=steps if name in _SHARES else None
             )
             for name in rows[0]
         }
@@ -69,7 +71,7 @@ class LiveProfile:
         self._errors.clear()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
-        for name in ("exposed_pct", "ratio"):
+        for name in ("exposed_fraction", "compression_ratio"):
             trainer.lightning_module.log(
                 f"comm_{name}",
                 metrics[f"comm/{name}"],
@@ -102,28 +104,23 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         "comm/step_ms": of_all if in_detail is None else in_detail,
         "comm/all_steps_ms": of_all,
         "comm/exposed_ms": summary.exposed_ms,
-        "comm/exposed_pct": _percent(summary.exposed),
+        "comm/exposed_fraction": summary.exposed,
         "comm/hidden_ms": summary.hidden_ms,
-        "comm/overlap_pct": None
-        if summary.overlap_fraction is None
-        else 100 * summary.overlap_fraction,
-        "comm/wait_ms": parts.get("exposed_wait"),
-        "comm/transfer_ms": parts.get("exposed_transfer"),
+        "comm/overlap_fraction": summary.overlap_fraction,
+        "comm/exposed_wait_ms": parts.get("exposed_wait"),
+        "comm/exposed_transfer_ms": parts.get("exposed_transfer"),
         "comm/straggler_rank": summary.straggler,
-        "comm/profiler_overhead_pct": None
-        if summary.profiler_overhead is None
-        else 100 * summary.profiler_overhead,
+        "comm/profiler_overhead": summary.profiler_overhead,
     }
     if traffic is not None:
         found |= {
             "comm/raw_mb": traffic.raw_bytes / 1e6,
             "comm/wire_mb": traffic.wire_bytes / 1e6,
-            "comm/ratio": traffic.compression_ratio,
-            "comm/wire_busbw_gbps": traffic.wire_gbps,
-            "comm/effective_busbw_gbps": traffic.ddp_equivalent_busbw_gbps,
+            "comm/compression_ratio": traffic.compression_ratio,
+            "comm/wire_gbps": traffic.wire_gbps,
+            "comm/ddp_equivalent_busbw_gbps": traffic.ddp_equivalent_busbw_gbps,
+            "comm/link_utilization": traffic.link_utilization,
         }
-        if traffic.link_utilization is not None:
-            found["comm/link_util_pct"] = 100 * traffic.link_utilization
     found |= {f"comm/{name}": value for name, value in of_errors(summary.errors).items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -160,16 +157,16 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
     found = {
         "step_ms": record.duration / _MS,
         "exposed_ms": exposed / _MS,
-        "exposed_pct": 100 * exposed / record.duration,
+        "exposed_fraction": exposed / record.duration,
         "hidden_ms": length(difference(exchanges, window)) / _MS,
         "raw_mb": raw / _MB,
         "wire_mb": wire / _MB,
-        "ratio": raw / wire if wire else 1.0,
-        "profiler_overhead_pct": 100 * record.overhead / record.duration,
+        "compression_ratio": raw / wire if wire else 1.0,
+        "profiler_overhead": record.overhead / record.duration,
     }
     if any(bucket.codec != DDP for bucket in record.buckets):
         codec = sum(s.end - s.begin for s in record.spans if s.phase != "exchange")
-        found["codec_ms"] = codec / _MS
+        found["codec_total_ms"] = codec / _MS
     return found
 
 
@@ -181,7 +178,3 @@ def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             if error[field] is not None:
                 values[name].append(error[field])
     return {name: median(found) for name, found in values.items() if found}
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share

@@ -25,7 +25,7 @@ _OF_RANK_0 = ("started", "script", "world_size", "groups", "codec", "backend", "
 
 
 def rank_metadata(
-    model: DistributedDataParallel, reducer: Reducer | None, *, host: str, budget: float
+    model: DistributedDataParallel, reducer: Reducer | None, *, host: str, max_overhead: float
 ) -> RankRecord:
     """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed."""
     if reducer is None:
@@ -45,7 +45,7 @@ def rank_metadata(
         device=model.device.type,
         pid=os.getpid(),
         cores=len(os.sched_getaffinity(0)),
-        budget=budget,
+        budget=max_overhead,
         unseen="" if reducer is not None else why_not_watched(model),
         versions=versions(),
         script=sys.argv[0],

@@ -35,7 +35,7 @@ from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
 from lightning_dist.profiling.capture.files import new_run_folder, replace_file
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.torch_tools import Zoom, dump_flight_record
+from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import Wanted, Written, write_files
@@ -49,7 +49,7 @@ from lightning_dist.profiling.whatif.costs import (
 )
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.reducer.moments import moments_on
+from lightning_dist.reducer.device_clock import clock_of
 from lightning_dist.topology import this_host
 
 _TIMEOUT = 60.0
@@ -72,11 +72,11 @@ class ProfileRun:
         first: number of the step that comes next.
         on_step: called with every step of this rank that nothing disturbs, when its times are
             known.
-        calibrate: measure the links first.
-        zoom: steps, or a signal after which steps, are looked at with torch's profiler.
+        measure_links: measure them first.
+        torch_profiler: steps, or a signal after which steps are traced by ``torch.profiler``.
         on_error: called with every compression error that this rank has looked at.
         on_problem: called with what goes wrong on this rank, which others may not know of.
-        whatif: measure what codecs cost when the training is over, on rank 0.
+        predict: measure what codecs cost when the training is over, on rank 0.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class ProfileRun:
         settings: SessionSettings,
         first: int = 0,
         on_step: Callable[[StepRecord], None] = lambda step: None,
-        calibrate: bool = True,
-        zoom: range | Signals | None = None,
+        measure_links: bool = True,
+        torch_profiler: range | Signals | None = None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
         on_problem: Callable[[str], None] = lambda problem: None,
-        whatif: bool = True,
+        predict: bool = True,
     ) -> None:
-        self._asks, self._device = whatif, model.device
+        self._predicts, self._device = predict, model.device
         self._has_finished = False
         self.reasons: list[str] = []
         """What is not measured, and why."""
@@ -119,7 +119,9 @@ class ProfileRun:
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         host = self._hosts[rank]
-        self.about = rank_metadata(model, self._reducer, host=host, budget=settings.budget)
+        self.about = rank_metadata(
+            model, self._reducer, host=host, max_overhead=settings.max_overhead
+        )
         if rank == 0:
             try:
                 meta = run_metadata(
@@ -133,25 +135,25 @@ class ProfileRun:
             self.about,
             settings=replace(settings, in_detail=in_detail),
             first=first,
-            moments=moments_on(model.device) if in_detail else None,
+            device_clock=clock_of(model.device) if in_detail else None,
             on_over=self._on_over,
             on_step=on_step,
             on_error=on_error,
             on_problem=on_problem,
         )
         self._session.note(read_offset(self._group))
-        if calibrate and in_detail:
+        if measure_links and in_detail:
             self._measure_links(model)
-        self._zoom: Zoom | None = None
-        if zoom is not None:
-            self._zoom = Zoom(
+        self._tracer: TorchTracer | None = None
+        if torch_profiler is not None:
+            self._tracer = TorchTracer(
                 self.folder,
                 rank=rank,
-                wanted=zoom,
+                wanted=torch_profiler,
                 on_change=partial(setattr, self._session, "is_disturbed"),
                 on_problem=on_problem,
             )
-            self._zoom.begin_step(first)
+            self._tracer.begin_step(first)
         if self._reducer is not None:
             self._reducer.observe(self._session.recorder)
         elif self.about.unseen:
@@ -176,8 +178,8 @@ class ProfileRun:
         watch_allreduce(model, WatchedAllReduce(self._session.recorder, group, crosses))
 
     def _on_over(self, step: int) -> None:
-        if self._zoom is not None:
-            self._zoom.begin_step(step + 1)
+        if self._tracer is not None:
+            self._tracer.begin_step(step + 1)
 
     @property
     def is_closed(self) -> bool:
@@ -208,17 +210,17 @@ class ProfileRun:
                 "the process group was destroyed before the profile was over, so clocks were not "
                 "compared at the end; call destroy_process_group() after it"
             )
-        zoom, self._zoom = self._zoom, None
-        # The last step, while the zoom is still said to be on. On a slow network an accelerator is
-        # some steps behind, of seconds each; after an error it may never come to their end.
+        tracer, self._tracer = self._tracer, None
+        # The last step, while the tracer still says that it is on. On a slow network an accelerator
+        # is some steps behind, of seconds each; after an error it may never come to their end.
         if together:
             self._session.stop(_TIMEOUT)
         else:
             self._session.stop()
-        if zoom is not None:
-            zoom.close()
+        if tracer is not None:
+            tracer.close()
         if self._reducer is not None:
-            self._reducer.leave_alone(self._session.recorder)
+            self._reducer.detach(self._session.recorder)
         self._session.end(reason)  # what comes now needs the others, and one may be gone
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.
@@ -283,7 +285,7 @@ class ProfileRun:
     def _why_no_prediction(self) -> str:
         if not self._has_finished:
             return "the training did not end by itself"
-        return "" if self._asks else "whatif=False"
+        return "" if self._predicts else "predict=False"
 
     def _costs(self, run: Run, observed: Observed) -> Costs:
         wish = "auto" if self._reducer is None else self._reducer.settings.compile_kernels

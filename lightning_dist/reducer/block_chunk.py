@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dist.exchange.rounds import Exchange, TwoShot
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.chunk import Chunk
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.keys import ChunkKeys
 from lightning_dist.reducer.pieces import Piece, columns_of
@@ -69,7 +69,7 @@ class BlockChunk(Chunk):
         self.exchange.wait()
 
     @override
-    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         for piece, own in zip(self.pieces, self._own, strict=True):
             rows, columns, block = piece.grad.shape
             drawn = sampler.drawn(columns, of=rows * block)
@@ -96,7 +96,7 @@ class BlockChunk(Chunk):
             residual = None
             if "residual" in self.kernels.memory.kinds:
                 residual = partial(_residual, piece.state[0], at, chosen)
-            yield Glimpse(
+            yield CodecSample(
                 _chosen(gradient, chosen), _chosen(pending, chosen), _chosen(sent, chosen), residual
             )
 

@@ -13,7 +13,7 @@ from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
-from lightning_dist.reducer.moments import HostMoments, Moments, StreamMoments, moments_on
+from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamClock, clock_of
 
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""
@@ -61,7 +61,7 @@ def calibrate(
         # Some passes draw from the generator that a training may go on with.
         own = [] if device.type == "cpu" else [device]
         with torch.no_grad(), torch.random.fork_rng(devices=own):
-            moments = _moments_of_work(device)
+            clock = _clock_of_work(device)
             return {
                 name: _cost(
                     name,
@@ -70,7 +70,7 @@ def calibrate(
                     device=device,
                     chunks=chunks,
                     where=where,
-                    seconds=partial(_seconds, rounds=rounds, moments=moments),
+                    seconds=partial(_seconds, rounds=rounds, clock=clock),
                 )
                 for name, codec in resolved.items()
             }
@@ -158,31 +158,31 @@ def _wire(name: str, codec: Codec) -> tuple[float, str]:
     return codec.wire_bytes(elements) / elements, ""
 
 
-def _moments_of_work(device: torch.device) -> Moments:
-    return HostMoments(time.thread_time_ns) if device.type == "cpu" else moments_on(device)
+def _clock_of_work(device: torch.device) -> DeviceClock:
+    return HostClock(time.thread_time_ns) if device.type == "cpu" else clock_of(device)
 
 
-def _seconds(passes: Passes, *, rounds: int, moments: Moments) -> tuple[float, float]:
+def _seconds(passes: Passes, *, rounds: int, clock: DeviceClock) -> tuple[float, float]:
     """Of encode and of settle."""
     encode, settle = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         # Some codecs do one thing in even steps and another in odd ones.
-        times = [_once(passes, moments) for _ in range(2)]
+        times = [_once(passes, clock) for _ in range(2)]
         encode.append(sum(each for each, _ in times) / 2)
         settle.append(sum(each for _, each in times) / 2)
     return statistics.median(encode[1:]), statistics.median(settle[1:])
 
 
-def _once(passes: Passes, moments: Moments) -> tuple[float, float]:
+def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
     passes.prepare()
-    if isinstance(moments, StreamMoments):
+    if isinstance(clock, StreamClock):
         torch.cuda._sleep(_AHEAD)  # type: ignore[no-untyped-call]
-    moments.compare()  # what events tell is the more exact the nearer they are
-    marks = [moments.now()]
+    clock.compare()  # what events tell is the more exact the nearer they are
+    marks = [clock.now()]
     for call in (passes.encode, passes.settle):
         call()
-        marks.append(moments.now())
-    while not moments.are_past(marks):
+        marks.append(clock.now())
+    while not clock.are_past(marks):
         pass  # as a benchmark does; nothing else is to do
-    begin, encoded, settled = moments.read(marks, since=marks[0])
+    begin, encoded, settled = clock.read(marks, since=marks[0])
     return (encoded - begin) / 1e9, (settled - encoded) / 1e9

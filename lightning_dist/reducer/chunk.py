@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.traffic import Sent
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.policy import Slot
 
 
@@ -46,7 +46,7 @@ class Chunk(ABC):
         """Until the last collective has landed."""
 
     @abstractmethod
-    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         """Some of what was encoded. Between :meth:`advance` and :meth:`settle`; changes nothing."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.moments import Moment, moments_on
+from lightning_dist.reducer.device_clock import Timestamp, clock_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
 
@@ -49,11 +49,11 @@ class ExposureWatch(Observer):
     """
 
     def __init__(self, network: Network, *, advice_to: bool) -> None:
-        self._moments = moments_on(network.device)
+        self._device_clock = clock_of(network.device)
         self._link = measure_link(network)
         self._says = advice_to
-        self._marks: list[Moment] = []
-        self._pending: deque[tuple[list[Moment], int, int]] = deque(maxlen=_MOST_PENDING)
+        self._marks: list[Timestamp] = []
+        self._pending: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
@@ -74,7 +74,7 @@ class ExposureWatch(Observer):
 
     def mark(self) -> None:
         """Now, on the caller's stream: at a bucket's arrival and when a step is settled."""
-        self._marks.append(self._moments.now())
+        self._marks.append(self._device_clock.now())
 
     def drop_step(self) -> None:
         """Forget the marks of a step that is not to be measured."""
@@ -84,13 +84,13 @@ class ExposureWatch(Observer):
         """Close a step whose marks are complete: first bucket ... last bucket, settled."""
         self._pending.append((self._marks, raw_bytes, last_bucket_bytes))
         self._marks = []
-        while self._pending and self._moments.are_past(self._pending[0][0]) and not self.done:
+        while self._pending and self._device_clock.are_past(self._pending[0][0]) and not self.done:
             self._measure(*self._pending.popleft())
 
-    def _measure(self, marks: Sequence[Moment], raw: int, last: int) -> None:
+    def _measure(self, marks: Sequence[Timestamp], raw: int, last: int) -> None:
         first, last_ready, settled = (
             nanoseconds / 1e9
-            for nanoseconds in self._moments.read([marks[0], *marks[-2:]], since=marks[0])
+            for nanoseconds in self._device_clock.read([marks[0], *marks[-2:]], since=marks[0])
         )
         backward = last_ready - first
         self._ours.append(settled - last_ready)

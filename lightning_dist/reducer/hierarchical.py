@@ -21,7 +21,7 @@ from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange.shares import Shares
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.chunk import Chunk, begun, settle_all
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.pieces import Piece, columns_of
 
@@ -112,10 +112,10 @@ class HierarchicalChunk(Chunk):
             chunk.wait()
 
     @override
-    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         """Of the mean of the host, on its way to the others; of no interest is the way inside."""
         for chunk in self._across:
-            yield from chunk.glimpses(sampler, scale)
+            yield from chunk.samples(sampler, scale)
 
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:

@@ -15,7 +15,7 @@ from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.chunk import Chunk
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
@@ -127,7 +127,7 @@ class LowRankChunk(Chunk):
         self._sums[-1].wait()
 
     @override
-    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         for i, matrix in enumerate(self._matrices):
             rows, width = matrix.pending.shape
             at = sampler.items(rows, of=width, device=matrix.pending.device)
@@ -141,7 +141,7 @@ class LowRankChunk(Chunk):
                     gradient = pending - matrix.residual[at] * scale
                 residual = partial(_rows, matrix.residual, at)
             sent = left[at] @ right.T
-            yield Glimpse(gradient.flatten(), pending.flatten(), sent.flatten(), residual)
+            yield CodecSample(gradient.flatten(), pending.flatten(), sent.flatten(), residual)
 
     @override
     def settle(self, scale: Tensor, ok: Tensor) -> None:

@@ -13,14 +13,14 @@ from typing_extensions import override
 
 from lightning_dist.exchange.channel import Watch
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.job import Job
 
 Phase = Literal["encode", "decode"]
 
 
 @dataclass(frozen=True)
-class Sight:
+class EncodedBucket:
     """A bucket that has been encoded, with what loses something of it."""
 
     bucket: int
@@ -32,11 +32,11 @@ class Sight:
         """Elements of it that are compressed."""
         return sum(slot.numel for lane in self.lanes for slot in lane.slots)
 
-    def glimpses(self, sampler: Sampler) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
         """Of the elements that ``sampler`` draws. Only before the step is settled."""
         for lane in self.lanes:
             for chunk in lane.chunks:
-                yield from chunk.glimpses(sampler, self.scale)
+                yield from chunk.samples(sampler, self.scale)
 
 
 class Observer(Watch):
@@ -55,7 +55,7 @@ class Observer(Watch):
         """The reducer begins to compute for a bucket; what is returned is called after that."""
         return _nothing
 
-    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
+    def looks(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
         """All buckets of a step are encoded; these lose something.
 
         Who looks at one looks here; what is returned is called when the residuals are written.
@@ -83,12 +83,12 @@ def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterato
         yield
 
 
-def sights(jobs: Sequence[Job], scale: Tensor) -> Iterator[Sight]:
+def encoded_buckets(jobs: Sequence[Job], scale: Tensor) -> Iterator[EncodedBucket]:
     """The buckets of a step that a codec loses something of."""
     for job in jobs:
         lanes = [lane for lane in job.lanes if not lane.codec.lossless]
         if lanes:
-            yield Sight(job.index, lanes, scale)
+            yield EncodedBucket(job.index, lanes, scale)
 
 
 def _nothing() -> None:

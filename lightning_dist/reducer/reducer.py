@@ -25,7 +25,7 @@ from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.flush import add_owed
 from lightning_dist.reducer.job import Bucket, Job
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer, sights, working
+from lightning_dist.reducer.observer import Observer, encoded_buckets, working
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import matrices, slots_by_codec
 from lightning_dist.reducer.run_config import run_config
@@ -148,7 +148,9 @@ class Reducer:
             verdict.require_equal()
         pending = None if verdict is None or verdict.ok() else self._pending
         unused = set() if verdict is None else verdict.unused()
-        looked = [observer.looks(sights(jobs, self._scale)) for observer in self._observers]
+        looked = [
+            observer.looks(encoded_buckets(jobs, self._scale)) for observer in self._observers
+        ]
         for job in jobs:
             with working(self._observers, job.index, "decode"):
                 for lane in job.lanes:
@@ -265,7 +267,7 @@ class Reducer:
         """Whether somebody is told of everything."""
         return any(channel.watch is not None for channel in self.network.channels)
 
-    def leave_alone(self, observer: Observer) -> None:
+    def detach(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
         self._observers = tuple(each for each in self._observers if each is not observer)
         for channel in self.network.channels:

@@ -14,7 +14,7 @@ from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.variable import GatherVariable
 from lightning_dist.reducer.chunk import Chunk
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
@@ -81,7 +81,7 @@ class SparseChunk(Chunk):
         self._exchange.wait()
 
     @override
-    def glimpses(self, sampler: Sampler, scale: Tensor) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         for i, slot in enumerate(self._slots):
             at = sampler.items(slot.numel, of=1, device=self._bucket.device)
             if not len(at):
@@ -92,7 +92,7 @@ class SparseChunk(Chunk):
                 if self._pending is self._bucket:
                     gradient = pending - self._residuals[i][at] * scale
                 residual = partial(torch.take, self._residuals[i], at)
-            yield Glimpse(gradient, pending, self._said(at + slot.offset).to(pending), residual)
+            yield CodecSample(gradient, pending, self._said(at + slot.offset).to(pending), residual)
 
     def _said(self, places: Tensor) -> Tensor:
         """What the own payload says of these elements of the bucket, which ascend."""

@@ -32,7 +32,7 @@ def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     logs = sorted(tmp_path.glob("fabric_out/**/metrics.csv"))
     rows = [row for log in logs for row in read(log)]
     assert [row["step"] for row in rows] == ["10", "20"]
-    assert all(3.5 < float(row["comm/ratio"]) < 4 for row in rows)
+    assert all(3.5 < float(row["comm/compression_ratio"]) < 4 for row in rows)
 
 
 def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: list[str]) -> None:
@@ -53,7 +53,7 @@ def test_lightning_cli_reads_strategy_profiler_and_checkpoints(tmp_path: Path) -
     assert (tmp_path / "cli_out/profile/run-0/report.html").exists()
     (log,) = tmp_path.glob("cli_out/**/metrics.csv")
     names = {name for row in read(log) for name, value in row.items() if value}
-    assert {"comm/ratio", "comm/exposed_pct", "checkpoint/write_s"} <= names
+    assert {"comm/compression_ratio", "comm/exposed_fraction", "checkpoint/write_s"} <= names
 
 
 @pytest.mark.parametrize(

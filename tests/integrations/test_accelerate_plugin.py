@@ -155,7 +155,7 @@ def test_trackers_get_bytes_and_configuration_from_rank_0(pair: Results, by_hand
     assert step == 2
     assert logged["comm/wire_bytes"] == last["wire_bytes"] > 0
     assert logged["comm/total_wire_bytes"] == first["stats"]["wire_bytes"] == 2 * last["wire_bytes"]
-    assert logged["comm/ratio"] == last["ratio"] > 1
+    assert logged["comm/compression_ratio"] == last["ratio"] > 1
     configuration = first["configuration"]
     assert configuration["lr"] == 0.1
     assert configuration["lightning_dist/codec"].startswith("Int8(")

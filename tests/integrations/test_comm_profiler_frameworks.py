@@ -72,7 +72,7 @@ def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -
     ("name", "reason"),
     [
         ("lightning told to end/comm_profile", "the training did not end by itself"),
-        ("fabric", "whatif=False"),
+        ("fabric", "predict=False"),
     ],
 )
 def test_what_would_help_is_not_measured_for(
@@ -135,25 +135,32 @@ def test_every_optimizer_step_of_manual_optimization_is_a_step(
 def test_loggers_hear_of_it(strategy: str, folders: dict[str, Path]) -> None:
     path = folders[f"lightning {strategy}"] / "csv" / "version_0" / "metrics.csv"
     rows = list(csv.DictReader(path.open()))
-    live = [row for row in rows if row.get("comm/exposed_pct")]
+    live = [row for row in rows if row.get("comm/exposed_fraction")]
     assert len(live) >= 2
-    assert all(0 < float(row["comm/exposed_pct"]) < 100 for row in live)
-    lost = [float(row["comm/err_rel_l2"]) for row in rows if row.get("comm/err_rel_l2")]
+    assert all(0 < float(row["comm/exposed_fraction"]) < 1 for row in live)
+    lost = [
+        float(row["comm/error_relative_l2"]) for row in rows if row.get("comm/error_relative_l2")
+    ]
     assert (strategy == "ddp") == (lost == [])
     assert all(0 < each < 0.02 for each in lost)
-    ratio = float(live[-1]["comm/ratio"])
+    ratio = float(live[-1]["comm/compression_ratio"])
     assert ratio == 1.0 if strategy == "ddp" else 3.5 < ratio < 4
-    assert any(row.get("comm/codec_ms") for row in rows) == (strategy != "ddp")
-    assert float(live[-1]["comm/wait_ms"]) >= 0  # what only all ranks together know
+    assert any(row.get("comm/codec_total_ms") for row in rows) == (strategy != "ddp")
+    assert float(live[-1]["comm/exposed_wait_ms"]) >= 0  # what only all ranks together know
 
 
 def test_wandb_gets_numbers_table_and_files(folders: dict[str, Path]) -> None:
     (log,) = (folders["lightning compressed_ddp"]).glob("wandb/offline-run-*/run-profiled.wandb")
     found = history(log)
     metrics = {"/".join(key.split("/")[:2]) for key in found if key.startswith("comm/")}
-    assert {"comm/exposed_pct", "comm/wait_ms", "comm/buckets", "comm/report"} <= metrics
+    assert {
+        "comm/exposed_fraction",
+        "comm/exposed_wait_ms",
+        "comm/buckets",
+        "comm/report",
+    } <= metrics
     assert len(metrics) <= 32  # wandb slows down with many keys
-    assert all(0 < float(value) < 100 for value in found["comm/exposed_pct"])
+    assert all(0 < float(value) < 1 for value in found["comm/exposed_fraction"])
     assert "comm-profile-profiled" in {record.artifact.name for record in records(log)}
     assert list(log.parent.glob("files/media/html/comm/report*.html"))
     assert list(log.parent.glob("files/media/table/comm/buckets*.json"))

@@ -1,4 +1,4 @@
-"""CommProfiler where a rank is lost, late or alone, or has no folder; profiled twice, zoomed in."""
+"""CommProfiler where a rank is lost, late or alone, or has no folder; twice, traced by torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_dist.profiling.run import read_run
 ENDS = ("lost at the end", "late at the end")
 CASES = (
     *ENDS,
-    *("hanging", "twice", "zoomed", "alone", "compiled", "closures", "other hook"),
+    *("hanging", "twice", "traced", "alone", "compiled", "closures", "other hook"),
     *("two at once", "destroyed", "together", "steps in backward"),
     *("no folder", "no folder on one", "own folders"),
 )
@@ -147,23 +147,23 @@ def test_the_hook_of_optimizers_that_step_in_the_backward_pass_is_left_to_ddp(
     assert "buckets: n/a, optimizers step in the backward pass" in output
 
 
-def test_zoom_writes_traces_of_steps_that_are_left_out(folders: dict[str, Path]) -> None:
+def test_torch_traces_steps_that_are_left_out(folders: dict[str, Path]) -> None:
     for number, (first, steps) in enumerate([(3, {3, 4, 5}), (4, {4, 5, 6, 7})]):
-        profiled, _ = profile(folders["zoomed"], number)
+        profiled, _ = profile(folders["traced"], number)
         assert set(range(12)) - set(profiled.common_steps) == steps
         for rank in range(2):
-            name = f"zoom-rank{rank}-step{first}.json.gz"
-            with gzip.open(folders["zoomed"] / f"run-{number}" / name) as trace:
+            name = f"torch-trace-rank{rank}-step{first}.json.gz"
+            with gzip.open(folders["traced"] / f"run-{number}" / name) as trace:
                 names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
             assert any("AddmmBackward" in name for name in names)
-    assert all(each["usual"] for each in truth(folders["zoomed"]))
+    assert all(each["usual"] for each in truth(folders["traced"]))
 
 
-def test_a_run_that_ends_within_a_zoom_leaves_its_steps_out(folders: dict[str, Path]) -> None:
+def test_a_run_that_ends_within_a_trace_leaves_its_steps_out(folders: dict[str, Path]) -> None:
     for number, (kept, traces) in enumerate([([0, 1, 2], 2), ([0, 1, 2, 3], 0)]):
-        profiled, _ = profile(folders["zoomed"] / "short", number)
+        profiled, _ = profile(folders["traced"] / "short", number)
         assert profiled.common_steps == kept
-        found = list((folders["zoomed"] / "short" / f"run-{number}").glob("zoom-*"))
+        found = list((folders["traced"] / "short" / f"run-{number}").glob("torch-trace-*"))
         assert len(found) == traces
 
 

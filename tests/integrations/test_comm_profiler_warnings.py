@@ -35,7 +35,7 @@ def test_a_rank_tells_what_it_could_not_send() -> None:
 
 @pytest.mark.parametrize(
     ("has_finished", "asks", "reason"),
-    [(False, True, "the training did not end by itself"), (True, False, "whatif=False")],
+    [(False, True, "the training did not end by itself"), (True, False, "predict=False")],
 )
 def test_why_nothing_is_predicted_is_known_without_looking(
     has_finished: bool, asks: bool, reason: str, tmp_path: Path
@@ -45,7 +45,7 @@ def test_why_nothing_is_predicted_is_known_without_looking(
     file.write([of_rank.about, *of_rank.steps.values()])
     file.close()
     run = ProfileRun.__new__(ProfileRun)
-    run.folder, run._has_finished, run._asks = tmp_path, has_finished, asks
+    run.folder, run._has_finished, run._predicts = tmp_path, has_finished, asks
     summary, _ = run.report(Wanted(html=False, trace=False))
     assert (
         summary.unavailable["predictions"]

@@ -77,7 +77,7 @@ def test_loggers_get_the_bytes_of_the_last_step_and_in_total(
             "step": step - 1,
             "comm/raw_bytes": STEP["raw_bytes"],
             "comm/wire_bytes": STEP["wire_bytes"],
-            "comm/ratio": pytest.approx(STEP["raw_bytes"] / STEP["wire_bytes"]),
+            "comm/compression_ratio": pytest.approx(STEP["raw_bytes"] / STEP["wire_bytes"]),
             "comm/intra_bytes": STEP["wire_bytes"],  # both ranks are on this host
             "comm/inter_bytes": 0,
             "comm/total_raw_bytes": step * STEP["raw_bytes"],
@@ -105,5 +105,7 @@ def test_wandb_shows_the_ratio(two: Results) -> None:
     facts = two("wandb_logger")[0]
     if "missing" in facts:
         pytest.skip("wandb is not installed")
-    assert facts["summary"]["comm/ratio"] == pytest.approx(STEP["raw_bytes"] / STEP["wire_bytes"])
+    assert facts["summary"]["comm/compression_ratio"] == pytest.approx(
+        STEP["raw_bytes"] / STEP["wire_bytes"]
+    )
     assert facts["summary"]["comm/total_wire_bytes"] == 4 * STEP["wire_bytes"]

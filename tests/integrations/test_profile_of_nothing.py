@@ -41,7 +41,7 @@ def test_one_process_is_told_at_the_begin_and_where_the_summary_would_be(
         with pytest.warns(UserWarning, match=f"{ONE}; start several, with strategy="):
             fit(tmp_path, CommProfiler())
         assert [line.startswith(ONE) for line in capsys.readouterr().out.splitlines()] == [True]
-    fit(tmp_path, CommProfiler(show=False))
+    fit(tmp_path, CommProfiler(print_summary=False))
     assert ONE not in capsys.readouterr().out
     assert not list(tmp_path.rglob("*"))
 
@@ -61,7 +61,7 @@ def test_a_training_that_is_tried_out_leaves_no_profile(
 
 
 def test_the_profile_of_an_earlier_training_is_not_logged_again(tmp_path: Path) -> None:
-    profiler = CommProfiler(show=False, html=False, trace=False, whatif=False)
+    profiler = CommProfiler(print_summary=False, html=False, trace=False, predict=False)
     fit(tmp_path, profiler, strategy="ddp")
     assert isinstance(profiler.summary, Summary)
     logger = CSVLogger(tmp_path / "csv", version=0)

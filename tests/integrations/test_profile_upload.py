@@ -17,7 +17,7 @@ from lightning_dist import CommProfiler
 from lightning_dist.integrations.live_profile import log_summary
 from lightning_dist.profiling.analysis.summarize import summarize
 
-OF_RANKS = {"rank0.jsonl", "rank11.jsonl", "zoom-rank0-step3.json.gz", "flight-rank1.json"}
+OF_RANKS = {"rank0.jsonl", "rank11.jsonl", "torch-trace-rank0-step3.json.gz", "flight-rank1.json"}
 REPORTS = {"meta.json", "summary.json", "report.html", "trace.json.gz", "costs.json", "steps.csv"}
 
 

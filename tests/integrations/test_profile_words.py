@@ -40,7 +40,9 @@ class SlowLogger(CSVLogger):
 
 
 def test_callbacks_and_loggers_are_in_data_and_validation_is_in_no_step(tmp_path: Path) -> None:
-    profiler = CommProfiler(dirpath=tmp_path, budget=1, html=False, trace=False, show=False)
+    profiler = CommProfiler(
+        dirpath=tmp_path, max_overhead=1, html=False, trace=False, print_summary=False
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -14,14 +14,14 @@ from torch import Tensor
 from lightning_dist.profiling.capture.codec_error import MOST, CompressionErrorSampler
 from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.reducer.glimpse import Glimpse, Sampler
-from lightning_dist.reducer.observer import Sight
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
+from lightning_dist.reducer.observer import EncodedBucket
 
 MS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Planted(Sight):
+class Planted(EncodedBucket):
     """A bucket whose way is known: no reducer is behind it."""
 
     bucket: int = 0
@@ -37,16 +37,16 @@ class Planted(Sight):
     def numel(self) -> int:
         return len(self.gradient)
 
-    def glimpses(self, sampler: Sampler) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
         at = sampler.items(len(self.gradient), of=1, device=torch.device("cpu"))
         self.seeds.append(len(at))
-        yield Glimpse(self.gradient[at], self.pending[at], self.sent[at], self.owed)
+        yield CodecSample(self.gradient[at], self.pending[at], self.sent[at], self.owed)
 
 
 class Unseen(Planted):
     """Its elements are few, and none of them was drawn."""
 
-    def glimpses(self, sampler: Sampler) -> Iterator[Glimpse]:
+    def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
         return iter(())
 
 
@@ -56,10 +56,10 @@ def losses() -> CompressionErrorSampler:
 
 
 def looked(
-    taking: CompressionErrorSampler, sights: Sequence[Sight], step: int = 5
+    taking: CompressionErrorSampler, encoded_buckets: Sequence[EncodedBucket], step: int = 5
 ) -> ErrorRecord | None:
     taking.ask(step)
-    taking.look(iter(sights))()
+    taking.look(iter(encoded_buckets))()
     found, _ = taking.take()
     return found and found.record()
 
@@ -72,8 +72,8 @@ def test_by_hand() -> None:
 
 
 def test_residuals_do_not_carry_the_scale_of_a_grad_scaler() -> None:
-    sight = Planted(scale=torch.tensor(4.0), owed=lambda: torch.tensor([0.0, 2.0]))
-    found = looked(losses(), [sight])
+    encoded = Planted(scale=torch.tensor(4.0), owed=lambda: torch.tensor([0.0, 2.0]))
+    found = looked(losses(), [encoded])
     assert found is not None
     assert found.residual_ratio == pytest.approx(1.6)
 
@@ -104,16 +104,16 @@ def test_tiny_and_huge_gradients(size: float) -> None:
 
 
 def test_nobody_looks_unasked_and_once_where_asked() -> None:
-    taking, sight = losses(), Planted()
-    taking.look(iter([sight]))()
+    taking, encoded = losses(), Planted()
+    taking.look(iter([encoded]))()
     assert taking.take() == (None, 0)
     taking.ask(7)
-    taking.look(iter([sight]))()
-    taking.look(iter([sight]))()
+    taking.look(iter([encoded]))()
+    taking.look(iter([encoded]))()
     found, cost = taking.take()
     assert found is not None
     assert found.step == 7
-    assert len(sight.seeds) == 1
+    assert len(encoded.seeds) == 1
     assert cost == 20  # once before the step is settled, and once after
     taking.ask(8)
     taking.look(iter([]))()  # nothing is compressed
@@ -122,8 +122,8 @@ def test_nobody_looks_unasked_and_once_where_asked() -> None:
 
 def test_buckets_take_turns() -> None:
     taking = losses()
-    sights = [Planted(bucket=index) for index in (0, 2, 5)]
-    found = [looked(taking, sights, step) for step in range(5)]
+    encoded_buckets = [Planted(bucket=index) for index in (0, 2, 5)]
+    found = [looked(taking, encoded_buckets, step) for step in range(5)]
     assert [each and each.bucket for each in found] == [0, 2, 5, 0, 2]
 
 
@@ -131,9 +131,9 @@ def test_a_large_bucket_is_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(20 * MOST, generator=generator)
     sent = torch.where(gradient.abs() > 1, gradient, 0)
-    sight = Planted(gradient=gradient, pending=gradient, sent=sent)
-    found = [looked(losses(), [sight], step) for step in (5, 5, 6)]
-    assert all(0.9 * MOST < seen < 1.1 * MOST for seen in sight.seeds)
+    encoded = Planted(gradient=gradient, pending=gradient, sent=sent)
+    found = [looked(losses(), [encoded], step) for step in (5, 5, 6)]
+    assert all(0.9 * MOST < seen < 1.1 * MOST for seen in encoded.seeds)
     assert found[0] == found[1]  # the seed is the step
     assert found[0] != found[2]
     exact = float((gradient - sent).double().norm() / gradient.double().norm())
@@ -180,10 +180,10 @@ def test_every_so_many_steps_from_the_third_on() -> None:
     steps = Steps(cost=0)
     steps.run(120)
     assert [each.step for each in steps.errors] == [2, 52, 102]
-    often = Steps(cost=0, error_every=1)
+    often = Steps(cost=0, error_every_n_steps=1)
     often.run(5)
     assert [each.step for each in often.errors] == [0, 1, 2, 3, 4]
-    never = Steps(cost=0, error_every=0)
+    never = Steps(cost=0, error_every_n_steps=0)
     never.run(60)
     coarse = Steps(cost=0, in_detail=False)
     coarse.run(60)
@@ -191,16 +191,16 @@ def test_every_so_many_steps_from_the_third_on() -> None:
 
 
 def test_what_it_costs_is_counted_and_bounded() -> None:
-    steps = Steps(cost=1 * MS, error_every=10, budget=0.01)
+    steps = Steps(cost=1 * MS, error_every_n_steps=10, max_overhead=0.01)
     steps.run(4000)
     assert sum(steps.overheads) >= len(steps.errors) * MS
     late = [each for each in steps.errors if each.step >= 2000]
     assert 0 < len(late) * MS / (2000 * 10 * MS) <= 0.01 / 4
-    cheap = Steps(cost=1000, error_every=10, budget=0.01)
+    cheap = Steps(cost=1000, error_every_n_steps=10, max_overhead=0.01)
     cheap.run(400)
     assert len(cheap.errors) == 40
 
 
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="0 for never; got -1"):
-        SessionSettings(error_every=-1)
+        SessionSettings(error_every_n_steps=-1)

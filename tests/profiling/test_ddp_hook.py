@@ -61,7 +61,7 @@ def test_one_that_is_off_keeps_nothing() -> None:
         recorder.is_on = False
         gradients(rank, recorder, steps=5)
         recorder.is_on = True  # what was kept would be in the next step
-        buckets, spans = recorder.take().read(recorder.moments, since=0)
+        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
         return len(buckets) + len(spans) + recorder.cost(1.0)
 
     assert run_threads(work, 2) == [0, 0]
@@ -71,7 +71,7 @@ def test_every_bucket_has_its_collective() -> None:
     def work(rank: Rank) -> None:
         recorder = Recorder()
         gradients(rank, recorder, steps=1)
-        buckets, spans = recorder.take().read(recorder.moments, since=0)
+        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
         assert [each.index for each in buckets] == [each.bucket for each in spans] != []
         for bucket, span in zip(buckets, spans, strict=True):
             assert bucket.ready <= span.begin < span.end <= bucket.done

@@ -81,5 +81,5 @@ def test_metrics_are_medians_of_what_there_is() -> None:
         {"relative_l2": value, "cosine": None, "residual_ratio": ratio}
         for value, ratio in ((0.1, None), (0.3, 4.0), (9.0, 6.0))
     ]
-    assert of_errors(rows) == {"err_rel_l2": 0.3, "ef_norm_ratio": 5.0}
+    assert of_errors(rows) == {"error_relative_l2": 0.3, "residual_ratio": 5.0}
     assert of_errors([]) == {}

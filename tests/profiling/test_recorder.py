@@ -12,7 +12,7 @@ import pytest
 from lightning_dist.profiling.capture.events import BucketTimes, Span
 from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
 from lightning_dist.profiling.capture.session import SessionSettings
-from lightning_dist.reducer.moments import HostMoments
+from lightning_dist.reducer.device_clock import HostClock
 
 
 def recorder() -> Recorder:
@@ -21,7 +21,7 @@ def recorder() -> Recorder:
 
 
 def taken(recorder: Recorder, begin: int) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
-    return recorder.take().read(recorder.moments, since=begin)
+    return recorder.take().read(recorder.device_clock, since=begin)
 
 
 def test_waiting_is_not_work() -> None:
@@ -181,7 +181,7 @@ def test_the_cost_of_an_event_is_that_of_one_look_at_the_clock_and_little_more()
             pass
         return until
 
-    cost = cost_of_an_event(HostMoments(slow))
+    cost = cost_of_an_event(HostClock(slow))
     assert looks == 1000
     assert 50_000 <= cost < 2_000_000  # a busy machine
     assert 10 < cost_of_an_event() < cost
@@ -249,4 +249,4 @@ def test_what_happens_every_so_many_steps_is_seen_as_often(period: int, every: i
 @pytest.mark.parametrize("budget", [0, -0.1, 1.5])
 def test_a_budget_out_of_range(budget: float) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 1; got {budget}"):
-        SessionSettings(budget=budget)
+        SessionSettings(max_overhead=budget)

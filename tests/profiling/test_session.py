@@ -41,7 +41,7 @@ def record(recorder: Recorder) -> None:
         assert see is not None
         see(Ended())
         recorder.works(bucket, "decode")()
-        recorder.note(recorder.moments.now(), BucketTimes(bucket, 0, 0, 4, 0, 1, "int8"))
+        recorder.note(recorder.device_clock.now(), BucketTimes(bucket, 0, 0, 4, 0, 1, "int8"))
 
 
 def calls_of(call: Callable[[], Any]) -> int:
@@ -67,7 +67,7 @@ def test_a_detailed_step_costs_about_one_call_a_row() -> None:
     rows = 4 * BUCKETS
 
     def write_down() -> None:
-        buckets, spans = recorder.take().read(recorder.moments, since=0)
+        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
         assert len(buckets) + len(spans) == rows
         to_line(StepRecord(0, 0, 1, (), buckets, spans))
 

@@ -18,7 +18,7 @@ from lightning_dist.profiling.analysis.intervals import length
 from lightning_dist.profiling.capture.events import BucketTimes, StepRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
-from lightning_dist.reducer.moments import StreamMoments
+from lightning_dist.reducer.device_clock import StreamClock
 
 NEAR = 0.01 * MS
 FORWARD, BUCKETS, OF_BUCKET, EXCHANGE, OPTIMIZER = 20, 3, 10, 25, 5
@@ -43,8 +43,8 @@ class Training:
         self.session = Session(
             self.folder,
             Planted(steps=0).run().ranks[0].about,
-            settings=SessionSettings(budget=1.0),
-            moments=StreamMoments(torch.device("cuda", 0), self.gpu.clock),
+            settings=SessionSettings(max_overhead=1.0),
+            device_clock=StreamClock(torch.device("cuda", 0), self.gpu.clock),
             on_over=self.over.append,
             on_step=self.told.append,
             on_problem=self.problems.append,

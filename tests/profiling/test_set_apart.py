@@ -66,7 +66,7 @@ class Loop:
         self.session = Session(
             None,
             about,
-            settings=SessionSettings(error_every=0),
+            settings=SessionSettings(error_every_n_steps=0),
             on_step=self.steps.append,
             clock=self.clock,
         )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from lightning_dist.profiling.capture.events import Phase
 from lightning_dist.profiling.capture.steps import Cut, StepTimer
-from lightning_dist.reducer.moments import HostMoments
+from lightning_dist.reducer.device_clock import HostClock
 
 
 class Step(NamedTuple):
@@ -15,7 +15,7 @@ class Step(NamedTuple):
 
 def read(cut: Cut | None) -> Step:
     assert cut is not None
-    begin, duration, phases = cut.read(HostMoments())
+    begin, duration, phases = cut.read(HostClock())
     return Step(begin, begin + duration, phases)
 
 

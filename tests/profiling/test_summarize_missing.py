@@ -46,7 +46,7 @@ def test_missing_ranks() -> None:
     assert "exposed_wait" not in told["per_step"]["breakdown_ms"]
     assert {(each["wait_ms"], each["waited_for_ms"]) for each in told["ranks"]} == {(None, None)}
     assert {each["wait_ms"] for each in told["buckets"]} == {None}
-    assert "comm/wait_ms" not in metrics_of(summary)
+    assert "comm/exposed_wait_ms" not in metrics_of(summary)
     assert len(pick_steps(run, summary)) == 1
 
 
@@ -254,7 +254,7 @@ def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
     assert metrics["comm/step_ms"] == summary.detailed_step_ms == pytest.approx(160)
     assert metrics["comm/all_steps_ms"] == pytest.approx(115)
     share = metrics["comm/exposed_ms"] / metrics["comm/step_ms"]
-    assert metrics["comm/exposed_pct"] == pytest.approx(100 * share)
+    assert metrics["comm/exposed_fraction"] == pytest.approx(share)
     assert [each.step_ms for each in summary.ranks] == pytest.approx([160, 160])
     assert summary.detailed_steps == 1
 
@@ -277,7 +277,7 @@ def test_steps_that_were_only_timed_have_no_zeros() -> None:
     assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
     metrics = metrics_of(summary)
     assert metrics["comm/step_ms"] > 0
-    assert not {"comm/exposed_ms", "comm/exposed_pct", "comm/hidden_ms"} & set(metrics)
+    assert not {"comm/exposed_ms", "comm/exposed_fraction", "comm/hidden_ms"} & set(metrics)
     (exposed,) = [each for each in facts(summary) if each.label == "exposed communication"]
     assert exposed.missing
     assert exposed.detail == "no step is recorded in detail on all ranks"

@@ -11,7 +11,7 @@ from lightning_dist.reducer import calibration
 from lightning_dist.reducer.alone import Passes
 from lightning_dist.reducer.calibration import calibrate
 from lightning_dist.reducer.costs import CANDIDATES
-from lightning_dist.reducer.moments import HostMoments, StreamMoments
+from lightning_dist.reducer.device_clock import HostClock, StreamClock
 
 SECOND = 1_000_000_000
 
@@ -66,8 +66,8 @@ def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
         def bytes_per_element(self) -> dict[str, float]:
             return {}
 
-    moments = HostMoments(lambda: now)
-    assert calibration._seconds(Alternating(), rounds=3, moments=moments) == (2.0, 5.0)
+    clock = HostClock(lambda: now)
+    assert calibration._seconds(Alternating(), rounds=3, clock=clock) == (2.0, 5.0)
 
 
 def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
         def bytes_per_element(self) -> dict[str, float]:
             return {}
 
-    moments = StreamMoments(torch.device("cuda", 0), gpu.clock)
-    encode, settle = calibration._seconds(Asked(), rounds=3, moments=moments)
+    clock = StreamClock(torch.device("cuda", 0), gpu.clock)
+    encode, settle = calibration._seconds(Asked(), rounds=3, clock=clock)
     assert encode == pytest.approx(0.25e-3, rel=0.01)
     assert settle == pytest.approx(7e-3, rel=0.01)

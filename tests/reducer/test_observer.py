@@ -66,7 +66,7 @@ def observed(rank: Rank, layout: Layout, codec: str) -> tuple[Story, list[str], 
         for step in range(3):
             digests.append(step_digest(backward(model, feed(rank.rank, step)), reducer))
         wire = reducer.comm_stats()["wire_bytes"]
-        reducer.leave_alone(story)
+        reducer.detach(story)
         digests.append(step_digest(backward(model, feed(rank.rank, 3)), reducer))
     return story, digests, wire
 

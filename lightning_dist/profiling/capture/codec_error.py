@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.profiling.capture.events import ErrorRecord
-from lightning_dist.reducer.glimpse import Sampler
-from lightning_dist.reducer.observer import Sight
+from lightning_dist.reducer.codec_sample import Sampler
+from lightning_dist.reducer.observer import EncodedBucket
 
 MOST = 1 << 18
 """Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""
@@ -63,38 +63,38 @@ class CompressionErrorSampler:
         """Sample a bucket of ``step``, which comes next; None: no bucket."""
         self._step = step
 
-    def look(self, sights: Iterator[Sight]) -> Callable[[], None]:
+    def look(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
         """Sample one of the buckets; the result is to be called when residuals are written."""
         if self._step is None:
             return _nothing
         begin = self._clock()
-        losing = list(sights)
+        losing = list(encoded_buckets)
         if not losing:
             return _nothing
         step, self._step = self._step, None
-        sight = losing[self._turn % len(losing)]
+        encoded = losing[self._turn % len(losing)]
         self._turn += 1
         # All ranks draw the same elements.
-        sampler = Sampler(step, share=MOST / max(sight.numel, 1))
-        glimpses = list(sight.glimpses(sampler))
-        if not glimpses:
+        sampler = Sampler(step, share=MOST / max(encoded.numel, 1))
+        samples = list(encoded.samples(sampler))
+        if not samples:
             return _nothing
         squares = [
-            _square([each.gradient for each in glimpses]),
-            _square([each.pending for each in glimpses]),
-            _square([each.sent for each in glimpses]),
-            _square([each.pending - each.sent for each in glimpses]),
+            _square([each.gradient for each in samples]),
+            _square([each.pending for each in samples]),
+            _square([each.sent for each in samples]),
+            _square([each.pending - each.sent for each in samples]),
         ]
-        residuals = [each.residual for each in glimpses if each.residual is not None]
-        del glimpses  # they hold copies of gradients until the step is settled
-        scale = sight.scale.double()
+        residuals = [each.residual for each in samples if each.residual is not None]
+        del samples  # they hold copies of gradients until the step is settled
+        scale = encoded.scale.double()
         self._cost += self._clock() - begin
 
         def settled() -> None:
             begin = self._clock()
             owed = [_square([residual() for residual in residuals]) * scale**2] if residuals else []
             values = torch.stack([*squares, *owed]).to("cpu", non_blocking=True)
-            self._found = ErrorSample(step, sight.bucket, values)
+            self._found = ErrorSample(step, encoded.bucket, values)
             self._cost += self._clock() - begin
 
         return settled

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.profiling.whatif.simulator import GLOO_AT_ONCE
-from lightning_dist.reducer.moments import Moment, Moments, StreamMoments
+from lightning_dist.reducer.device_clock import DeviceClock, StreamClock, Timestamp
 
-OnCompletion: TypeAlias = Callable[[Moment], None]
+OnCompletion: TypeAlias = Callable[[Timestamp], None]
 
 
 class CompletionWatcher:
@@ -42,11 +42,11 @@ class CompletionWatcher:
         """Watch nothing more."""
 
 
-def completion_watcher(moments: Moments) -> CompletionWatcher:
-    """A watcher for collectives of the device whose times ``moments`` are."""
-    if isinstance(moments, StreamMoments):
-        return StreamCompletionWatcher(moments)
-    return ThreadCompletionWatcher(moments.now)
+def completion_watcher(clock: DeviceClock) -> CompletionWatcher:
+    """A watcher for collectives of the device whose times ``clock`` are."""
+    if isinstance(clock, StreamClock):
+        return StreamCompletionWatcher(clock)
+    return ThreadCompletionWatcher(clock.now)
 
 
 class StreamCompletionWatcher(CompletionWatcher):
@@ -56,21 +56,21 @@ class StreamCompletionWatcher(CompletionWatcher):
     queues: with more streams than these, some share one, and hold up each other.
     """
 
-    def __init__(self, moments: StreamMoments) -> None:
+    def __init__(self, clock: StreamClock) -> None:
         super().__init__()
-        self._moments = moments
+        self._device_clock = clock
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     @override
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
         begin = time.monotonic_ns()
         if group not in self._streams:
-            self._streams[group] = self._moments.new_stream()
+            self._streams[group] = self._device_clock.new_stream()
         with torch.cuda.stream(self._streams[group]):
             # NCCL's future is done at the launch: the stream waits, not the host. Not of the work,
             # after whose `wait` torch may give away memory that its owner has not waited for.
             work.get_future().wait()
-            on_completion(self._moments.now())
+            on_completion(self._device_clock.now())
         self.spent += time.monotonic_ns() - begin
 
 
@@ -95,7 +95,7 @@ class ThreadCompletionWatcher(CompletionWatcher):
     interpreter holds up every collective behind it.
     """
 
-    def __init__(self, now: Callable[[], Moment]) -> None:
+    def __init__(self, now: Callable[[], Timestamp]) -> None:
         super().__init__()
         self._now = now
         self._groups: defaultdict[str, _Group] = defaultdict(_Group)

@@ -14,8 +14,8 @@ from lightning_dist.profiling.capture.completion import completion_watcher
 from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.capture.steps import BucketRow, SpanRow, StepEvents
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.moments import HostMoments, Moment, Moments
-from lightning_dist.reducer.observer import Observer, Phase, Sight
+from lightning_dist.reducer.device_clock import DeviceClock, HostClock, Timestamp
+from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
 
 _CALIBRATION = 500
 _UNSEEN = 3.0
@@ -37,24 +37,27 @@ class Recorder(Observer):
 
     Args:
         clock: of the host, in nanoseconds.
-        moments: of the work; None: of the host, by ``clock``.
+        device_clock: of the work; None: of the host, by ``clock``.
     """
 
     def __init__(
-        self, clock: Callable[[], int] = time.monotonic_ns, *, moments: Moments | None = None
+        self,
+        clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        device_clock: DeviceClock | None = None,
     ) -> None:
-        self.moments: Moments = HostMoments(clock) if moments is None else moments
-        self._now = self.moments.now
+        self.device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
+        self._now = self.device_clock.now
         self.is_on = True
         """Whether anything is recorded, besides compression errors that were asked for."""
         self.errors = CompressionErrorSampler(clock)
-        self._completions = completion_watcher(self.moments)
-        self._ready: dict[int, Moment] = {}  # of buckets whose mean nobody has begun
+        self._completions = completion_watcher(self.device_clock)
+        self._ready: dict[int, Timestamp] = {}  # of buckets whose mean nobody has begun
         self._buckets: list[BucketRow] = []
         self._spans: list[SpanRow] = []
         self._orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
-        self._since: Moment = 0
+        self._since: Timestamp = 0
         self.spent = 0
         """Nanoseconds of this step that went into what only a profile needs, on or off."""
         self._looked = 0  # of the thread, before this step
@@ -108,7 +111,7 @@ class Recorder(Observer):
         # Of this step, also where it is over before this has ended.
         spans, buckets = self._spans, self._buckets
 
-        def completed(end: Moment) -> None:
+        def completed(end: Timestamp) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
             if mean is not None and ready is not None:
                 buckets.append((ready, end, mean))
@@ -116,8 +119,8 @@ class Recorder(Observer):
         return lambda work: self._completions.watch(work, completed, group=group)
 
     @override
-    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
-        return self.errors.look(sights)
+    def looks(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
+        return self.errors.look(encoded_buckets)
 
     @override
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
@@ -131,7 +134,7 @@ class Recorder(Observer):
             codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
             self.note(done, BucketTimes(index, 0, 0, raw, intra, inter, codec))
 
-    def note(self, done: Moment, bucket: BucketTimes) -> None:
+    def note(self, done: Timestamp, bucket: BucketTimes) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
         ready = self._ready.pop(bucket.index, None)
         if ready is not None:
@@ -202,9 +205,9 @@ class Governor:
             self.period //= 2
 
 
-def cost_of_an_event(moments: Moments | None = None) -> float:
+def cost_of_an_event(device_clock: DeviceClock | None = None) -> float:
     """Nanoseconds that one call of a recorder takes on this machine."""
-    recorder = Recorder(moments=moments)
+    recorder = Recorder(device_clock=device_clock)
     begin = time.perf_counter_ns()
     for _ in range(_CALIBRATION):
         recorder.works(0, "encode")()

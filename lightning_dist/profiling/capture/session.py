@@ -20,10 +20,10 @@ from lightning_dist.profiling.capture.events import (
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
 from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
-from lightning_dist.reducer.moments import HostMoments, Moments
+from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
 _FOR_ERRORS = 0.25
-"""Share of the budget."""
+"""Share of the overhead that is allowed."""
 _AT = 2
 """The first two steps have other buckets: DDP builds them anew."""
 _TIMEOUT = 2.0
@@ -35,27 +35,27 @@ class SessionSettings:
     """How a profile is taken.
 
     Args:
-        budget: most that it may take of a step, 0 to 1; it looks at fewer steps rather than more.
+        max_overhead: share of a step that it may take, 0 to 1; above it looks at fewer steps.
         flush_s: seconds after which records are in the file at the latest (and a step).
         in_detail: record phases, buckets and spans; False: only how long steps take.
-        error_every: steps between two looks at what compression loses, of one bucket; 0: never.
+        error_every_n_steps: steps between two samples of the compression error; 0: never.
     """
 
-    budget: float = 0.01
+    max_overhead: float = 0.01
     flush_s: float = 1.0
     in_detail: bool = True
-    error_every: int = 50
+    error_every_n_steps: int = 50
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget <= 1:
+        if not 0 < self.max_overhead <= 1:
             raise ValueError(
-                f"budget is the share of a step that the profiler may take, above 0 and at most 1; "
-                f"got {self.budget}"
+                "max_overhead is the share of a step that the profiler may take, above 0 and at "
+                f"most 1; got {self.max_overhead}"
             )
-        if self.error_every < 0:
+        if self.error_every_n_steps < 0:
             raise ValueError(
-                "error_every is the number of steps after which compression errors are looked at, "
-                f"0 for never; got {self.error_every}"
+                "error_every_n_steps is the number of steps between two samples of the compression "
+                f"error, 0 for never; got {self.error_every_n_steps}"
             )
 
 
@@ -69,7 +69,7 @@ class Session:
         folder: of the run; None: nothing is kept.
         about: of this rank.
         first: number of the step that comes next.
-        moments: of the work; None: of the host, by ``clock``.
+        device_clock: of the work; None: of the host, by ``clock``.
         on_over: called with the number of every step when it is over on the host.
         on_step: called with every step that nothing disturbed, when its times are known.
         on_error: called with every compression error that was.
@@ -84,7 +84,7 @@ class Session:
         *,
         settings: SessionSettings,
         first: int = 0,
-        moments: Moments | None = None,
+        device_clock: DeviceClock | None = None,
         on_over: Callable[[int], None] = lambda step: None,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
@@ -92,7 +92,7 @@ class Session:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._moments: Moments = HostMoments(clock) if moments is None else moments
+        self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
         self._on_over, self._on_step = on_over, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
@@ -106,23 +106,23 @@ class Session:
                 )
         self._unwritten: list[bytes] = []
         self._written_at = clock()
-        self._governor = Governor((1 - _FOR_ERRORS) * settings.budget)
-        self._error_governor = Governor(_FOR_ERRORS * settings.budget)
-        self._cost = cost_of_an_event(self._moments)
+        self._governor = Governor((1 - _FOR_ERRORS) * settings.max_overhead)
+        self._error_governor = Governor(_FOR_ERRORS * settings.max_overhead)
+        self._cost = cost_of_an_event(self._device_clock)
         self._writing = 0
         self.is_disturbed = False
         """Whether something else makes steps longer than they are; they are not written down."""
         self._over: deque[PendingStep] = deque()
         self._has_stopped = False
-        self.recorder = Recorder(clock, moments=self._moments)
+        self.recorder = Recorder(clock, device_clock=self._device_clock)
         self._begin_step()
-        self._timer = StepTimer(self._moments.now())
+        self._timer = StepTimer(self._device_clock.now())
         self.note(about)
         self._flush()  # a rank that is killed at once has said at least who it was
 
     def forward(self) -> None:
         """A forward pass of training begins."""
-        if (cut := self._timer.forward(self._moments.now())) is not None:
+        if (cut := self._timer.forward(self._device_clock.now())) is not None:
             self._close(cut)
         elif self.recorder.has_exchanged and not self._timer.has_means:
             self.recorder.drop()  # of a backward pass that has failed
@@ -133,25 +133,25 @@ class Session:
 
     def backward(self) -> None:
         """A backward pass begins."""
-        self._timer.backward(self._moments.now())
+        self._timer.backward(self._device_clock.now())
 
     def backward_ended(self, *, synchronised: bool) -> None:
         """It has ended; ``synchronised``: with the mean over all ranks."""
-        self._timer.backward_ended(self._moments.now(), synchronised=synchronised)
+        self._timer.backward_ended(self._device_clock.now(), synchronised=synchronised)
 
     def stepping(self) -> None:
         """An optimizer begins its step."""
-        self._timer.stepping(self._moments.now(), exchanged=self.recorder.has_exchanged)
+        self._timer.stepping(self._device_clock.now(), exchanged=self.recorder.has_exchanged)
 
     def stepped(self, *, within_forward: bool = False) -> None:
         """It has made it; ``within_forward``: a forward pass of training is still under way."""
-        self._timer.stepped(self._moments.now())
+        self._timer.stepped(self._device_clock.now())
         if within_forward and (cut := self._timer.stepped_within()) is not None:
             self._close(cut)
 
     def exclude_interval(self) -> None:
         """Time since the last step belongs to no step: a validation, a checkpoint."""
-        if (cut := self._timer.restart(self._moments.now())) is not None:
+        if (cut := self._timer.restart(self._device_clock.now())) is not None:
             self._close(cut)
 
     def note(self, *records: Record) -> None:
@@ -224,7 +224,7 @@ class Session:
         self._step += 1
         written = self._write_what_is_past()
         self._begin_step()
-        self._moments.compare()
+        self._device_clock.compare()
         self._flush_if_due(now)
         self._writing = self._clock() - now
         if self.is_disturbed:
@@ -233,7 +233,7 @@ class Session:
             if over.was_disturbed:
                 continue
             if over.sampling:
-                every = self._settings.error_every
+                every = self._settings.error_every_n_steps
                 self._error_governor.spent(over.sampling / every, of=record.duration)
             if record.detailed:
                 writing = self._writing / len(written)
@@ -241,13 +241,13 @@ class Session:
 
     def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
         written = []
-        while self._over and self._over[0].is_past(self._moments):
+        while self._over and self._over[0].is_past(self._device_clock):
             over = self._over.popleft()
             written.append((over, self._write(over)))
         return written
 
     def _write(self, over: PendingStep) -> StepRecord:
-        record = over.read(self._moments, in_detail=self._settings.in_detail)
+        record = over.read(self._device_clock, in_detail=self._settings.in_detail)
         if not over.was_disturbed:
             self.note(record)
             self._on_step(record)
@@ -259,7 +259,7 @@ class Session:
 
     def _begin_step(self) -> None:
         """Decide what to look at."""
-        step, every, recorder = self._step, self._settings.error_every, self.recorder
+        step, every, recorder = self._step, self._settings.error_every_n_steps, self.recorder
         in_detail = self._settings.in_detail
         recorder.is_on = in_detail and self._governor.wants(step)
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)

@@ -18,16 +18,16 @@ from msgspec.structs import replace
 
 from lightning_dist.profiling.capture.codec_error import ErrorSample
 from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
-from lightning_dist.reducer.moments import Moment, Moments
+from lightning_dist.reducer.device_clock import DeviceClock, Timestamp
 
-BucketRow: TypeAlias = tuple[Moment, Moment, BucketTimes]
-SpanRow: TypeAlias = tuple[str, int, Moment, Moment, str, str, int, int]
+BucketRow: TypeAlias = tuple[Timestamp, Timestamp, BucketTimes]
+SpanRow: TypeAlias = tuple[str, int, Timestamp, Timestamp, str, str, int, int]
 """Values of a span, in the order of its fields."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A step, cut out, at moments that may be to come.
+    """A step, cut out, at clock that may be to come.
 
     Args:
         phases: names, with begin and end; some of them may have taken no time.
@@ -35,12 +35,12 @@ class Cut:
             between the micro-batches of an accumulation.
     """
 
-    begin: Moment
-    end: Moment
-    phases: Sequence[tuple[str, Moment, Moment]]
-    left_out: Sequence[tuple[Moment, Moment]] = ()
+    begin: Timestamp
+    end: Timestamp
+    phases: Sequence[tuple[str, Timestamp, Timestamp]]
+    left_out: Sequence[tuple[Timestamp, Timestamp]] = ()
 
-    def read(self, moments: Moments) -> tuple[int, int, tuple[Phase, ...]]:
+    def read(self, clock: DeviceClock) -> tuple[int, int, tuple[Phase, ...]]:
         """Begin, duration, and phases from the begin on, in nanoseconds; when ``end`` is past.
 
         What is before a part that is left out is moved to the end of that part: exchanges, which
@@ -50,7 +50,7 @@ class Cut:
         flat = [self.begin, self.end]
         for pair in (*(each[1:] for each in self.phases), *self.left_out):
             flat += pair
-        times = moments.read(flat, since=self.begin)
+        times = clock.read(flat, since=self.begin)
         (begin, end), *pairs = zip(times[::2], times[1::2], strict=True)
         left_out = pairs[len(names) :]
 
@@ -68,7 +68,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Buckets and spans of a step, at moments that may be to come.
+    """Buckets and spans of a step, at clock that may be to come.
 
     Args:
         buckets: when their gradients and when their means were there; the times within them do not
@@ -79,7 +79,7 @@ class StepEvents:
     spans: Sequence[SpanRow]
 
     def read(
-        self, moments: Moments, *, since: Moment, begin: int | None = None
+        self, clock: DeviceClock, *, since: Timestamp, begin: int | None = None
     ) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
         """The same in nanoseconds from ``begin`` on; all of it is past.
 
@@ -88,11 +88,11 @@ class StepEvents:
             begin: None: when that was.
         """
         if begin is None:
-            (begin,) = moments.read([since], since=since)
-        readies = moments.read([row[0] for row in self.buckets], since=since)
-        dones = moments.read([row[1] for row in self.buckets], since=since)
-        begins = moments.read([row[2] for row in self.spans], since=since)
-        ends = moments.read([row[3] for row in self.spans], since=since)
+            (begin,) = clock.read([since], since=since)
+        readies = clock.read([row[0] for row in self.buckets], since=since)
+        dones = clock.read([row[1] for row in self.buckets], since=since)
+        begins = clock.read([row[2] for row in self.spans], since=since)
+        ends = clock.read([row[3] for row in self.spans], since=since)
         buckets = [
             replace(times, ready=ready - begin, done=done - begin)
             for ready, done, (_, _, times) in zip(readies, dones, self.buckets, strict=True)
@@ -131,20 +131,20 @@ class PendingStep:
     overhead: int
     was_disturbed: bool
 
-    def is_past(self, moments: Moments) -> bool:
+    def is_past(self, clock: DeviceClock) -> bool:
         """Whether all of it has been, on the accelerator too."""
         events = self.events or StepEvents((), ())
         dones = (row[1] for row in events.buckets)
         ends = (row[3] for row in events.spans)
-        return moments.are_past(chain([self.cut.end], dones, ends))
+        return clock.are_past(chain([self.cut.end], dones, ends))
 
-    def read(self, moments: Moments, *, in_detail: bool) -> StepRecord:
+    def read(self, clock: DeviceClock, *, in_detail: bool) -> StepRecord:
         """Its times; only when it is past. ``in_detail``: with phases."""
-        begin, duration, phases = self.cut.read(moments)
+        begin, duration, phases = self.cut.read(clock)
         buckets, spans = (
             ((), ())
             if self.events is None
-            else self.events.read(moments, since=self.cut.begin, begin=begin)
+            else self.events.read(clock, since=self.cut.begin, begin=begin)
         )
         return StepRecord(
             self.step,
@@ -165,14 +165,14 @@ class StepTimer:
         begin: from when on time is counted.
     """
 
-    def __init__(self, begin: Moment) -> None:
+    def __init__(self, begin: Timestamp) -> None:
         self._begin = begin
-        self._spans: list[tuple[str, Moment, Moment]] = []
-        self._left_out: list[tuple[Moment, Moment]] = []
-        self._apart: Moment | None = None  # until then an evaluation was, of a step or of none
+        self._spans: list[tuple[str, Timestamp, Timestamp]] = []
+        self._left_out: list[tuple[Timestamp, Timestamp]] = []
+        self._apart: Timestamp | None = None  # until then an evaluation was, of a step or of none
         self._phase, self._since = "data", begin
-        self._synchronised: Moment | None = None
-        self._stepped: Moment | None = None
+        self._synchronised: Timestamp | None = None
+        self._stepped: Timestamp | None = None
         self._is_optimizing = False
         self._passes = 0  # forward, since an optimizer has begun its step
 
@@ -181,7 +181,7 @@ class StepTimer:
         """Whether gradients have been made means of all ranks since the last step."""
         return self._synchronised is not None
 
-    def forward(self, now: Moment) -> Cut | None:
+    def forward(self, now: Timestamp) -> Cut | None:
         """A forward pass of training begins; the step that it follows, if that is over.
 
         An optimizer that asks for several passes, as LBFGS does of its closure, has one step.
@@ -194,17 +194,17 @@ class StepTimer:
         self._enter("forward", now)
         return cut
 
-    def backward(self, now: Moment) -> None:
+    def backward(self, now: Timestamp) -> None:
         """The backward pass begins."""
         self._enter("backward", now)
 
-    def backward_ended(self, now: Moment, *, synchronised: bool) -> None:
+    def backward_ended(self, now: Timestamp, *, synchronised: bool) -> None:
         """It has ended; ``synchronised``: with the mean over all ranks."""
         self._enter("optimizer" if synchronised else "data", now)
         if synchronised:
             self._synchronised, self._stepped = now, None
 
-    def stepping(self, now: Moment, *, exchanged: bool) -> None:
+    def stepping(self, now: Timestamp, *, exchanged: bool) -> None:
         """An optimizer begins its step; ``exchanged``: after gradients have travelled.
 
         A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
@@ -228,13 +228,13 @@ class StepTimer:
         if self._phase == "forward" and self._since == self._begin:
             self._phase = "data"
 
-    def stepped(self, now: Moment) -> None:
+    def stepped(self, now: Timestamp) -> None:
         """An optimizer has made its step."""
         self._is_optimizing = False
         if self._synchronised is not None:
             self._stepped = now
 
-    def restart(self, now: Moment) -> Cut | None:
+    def restart(self, now: Timestamp) -> Cut | None:
         """What was since the last event is not of the training; the step that is over, if any.
 
         Where a pass or a step of an optimizer is to come it may be of the step, as a target that
@@ -249,7 +249,7 @@ class StepTimer:
         """The step that is over, if any."""
         return self._cut() if self.has_means else None
 
-    def _leave_out(self, until: Moment) -> Cut | None:
+    def _leave_out(self, until: Timestamp) -> Cut | None:
         cut = self.end()
         since = self._since
         if self._left_out and self._left_out[-1][1] == since:
@@ -261,7 +261,7 @@ class StepTimer:
         self._phase, self._since, self._apart = "data", until, None
         return cut
 
-    def _enter(self, phase: str, now: Moment) -> None:
+    def _enter(self, phase: str, now: Timestamp) -> None:
         self._spans.append((self._phase, self._since, now))
         self._phase, self._since, self._apart = phase, now, None
 

@@ -17,8 +17,8 @@ STEPS = 3
 """Steps that are traced after a signal."""
 
 
-class Zoom:
-    """Writes ``zoom-rank<r>-step<n>.json.gz``, a trace of every operator, for Perfetto.
+class TorchTracer:
+    """Writes ``torch-trace-rank<r>-step<n>.json.gz``, a trace of every operator, for Perfetto.
 
     Args:
         folder: of the run.
@@ -52,8 +52,8 @@ class Zoom:
             self._restore = lambda: signal.signal(wanted, usual)
         else:
             raise ValueError(
-                f"zoom={wanted.name} needs the main thread, where signals arrive, and "
-                "this training runs in another; give zoom=range(...)"
+                f"torch_profiler={wanted.name} needs the main thread, where signals arrive, and "
+                "this training runs in another; give torch_profiler=range(...)"
             )
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -87,7 +87,7 @@ class Zoom:
     def _write(self, profiler: torch.profiler.profile) -> None:
         self._profiler = None
         profiler.stop()
-        path = self._folder / f"zoom-rank{self._rank}-step{self._first}.json.gz"
+        path = self._folder / f"torch-trace-rank{self._rank}-step{self._first}.json.gz"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))

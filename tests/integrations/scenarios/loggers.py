@@ -40,7 +40,9 @@ def _rows(logger: CSVLogger) -> list[Facts]:
         return []
     with open(logger.experiment.metrics_file_path, newline="") as file:
         rows = [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
-    return [{k: float(v) for k, v in row.items()} for row in rows if "comm/ratio" in row]
+    return [
+        {k: float(v) for k, v in row.items()} for row in rows if "comm/compression_ratio" in row
+    ]
 
 
 @scenario

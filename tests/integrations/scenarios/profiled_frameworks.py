@@ -131,7 +131,7 @@ def fabric(folder: Path) -> None:
     fabric.launch()
     model = fabric.setup_module(network())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
-    with CommProfiler(model, dirpath=folder, whatif=False, show=False):
+    with CommProfiler(model, dirpath=folder, predict=False, print_summary=False):
         for _ in range(STEPS):
             fabric.backward(model(torch.ones(4, 256)).sum())
             optimizer.step()
@@ -147,7 +147,7 @@ def accelerate(folder: Path) -> None:
         module := network(), torch.optim.SGD(module.parameters(), lr=0.01)
     )
     compress_ddp(model, "int8", compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, show=False):
+    with CommProfiler(model, dirpath=folder, print_summary=False):
         for _ in range(STEPS):
             accelerator.backward(model(torch.ones(4, 256)).sum())
             optimizer.step()

@@ -23,7 +23,7 @@ from lightning_dist.integrations import profile_run
 
 def failing(folder: Path) -> None:
     try:
-        with CommProfiler(ddp(), dirpath=folder, show=False) as profiler:
+        with CommProfiler(ddp(), dirpath=folder, print_summary=False) as profiler:
             train(profiler._model, fails_at=7)
     except ArithmeticError:
         tell(folder)
@@ -33,7 +33,7 @@ def told_to_end(folder: Path) -> None:
     """By the launcher, which ends all ranks when one has failed."""
     code = None
     try:
-        with CommProfiler(ddp(), dirpath=folder, show=False) as profiler:
+        with CommProfiler(ddp(), dirpath=folder, print_summary=False) as profiler:
             train(profiler._model, steps=8)
             os.kill(os.getpid(), signal.SIGTERM)
             train(profiler._model)
@@ -69,7 +69,7 @@ def hanging(folder: Path) -> None:
     group = dist.new_group(timeout=timedelta(seconds=4))
     model = ddp(process_group=group)
     try:
-        with CommProfiler(model, dirpath=folder, show=False):
+        with CommProfiler(model, dirpath=folder, print_summary=False):
             train(model, steps=4 if dist.get_rank() else 5)
             if dist.get_rank():
                 raise TimeoutError("as if it hung here")
@@ -89,19 +89,33 @@ def twice(folder: Path) -> None:
     model = ddp()
     opened = [sockets()]
     for _ in range(2):
-        with CommProfiler(model, dirpath=folder, show=False):
+        with CommProfiler(model, dirpath=folder, print_summary=False):
             train(model)
         opened.append(sockets())
     tell(folder, opened=opened)
 
 
-def zoomed(folder: Path) -> None:
-    with CommProfiler(model := ddp(), dirpath=folder, budget=1, zoom=range(3, 5), show=False):
+def traced(folder: Path) -> None:
+    with CommProfiler(
+        model := ddp(),
+        dirpath=folder,
+        max_overhead=1,
+        torch_profiler=range(3, 5),
+        print_summary=False,
+    ):
         train(model)
-    for zoom in (range(3, 5), range(4, 6)):  # while it is on, and just before
-        with CommProfiler(model, dirpath=folder / "short", budget=1, zoom=zoom, show=False):
+    for traced_steps in (range(3, 5), range(4, 6)):  # while it is on, and just before
+        with CommProfiler(
+            model,
+            dirpath=folder / "short",
+            max_overhead=1,
+            torch_profiler=traced_steps,
+            print_summary=False,
+        ):
             train(model, steps=4)
-    with CommProfiler(model, dirpath=folder, budget=1, zoom=signal.SIGUSR2, show=False):
+    with CommProfiler(
+        model, dirpath=folder, max_overhead=1, torch_profiler=signal.SIGUSR2, print_summary=False
+    ):
         train(model, steps=4)
         os.kill(os.getpid(), signal.SIGUSR2)
         train(model)
@@ -114,7 +128,7 @@ def alone(folder: Path) -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = ddp()
-    with CommProfiler(model, dirpath=folder / str(os.environ["RANK"]), show=False):
+    with CommProfiler(model, dirpath=folder / str(os.environ["RANK"]), print_summary=False):
         train(model)
     (folder / f"truth-{os.environ['RANK']}.json").write_text("{}")
 
@@ -125,17 +139,17 @@ def compiled(folder: Path) -> None:
     whole = DistributedDataParallel(network(), bucket_cap_mb=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        with CommProfiler(whole, dirpath=folder, budget=1, show=False):
+        with CommProfiler(whole, dirpath=folder, max_overhead=1, print_summary=False):
             train(torch.compile(whole, backend="aot_eager"))
     tell(folder, said=[str(each.message) for each in said], model=digest(whole))
 
 
 def two_at_once(folder: Path) -> None:
     model, said = ddp(), ""
-    with CommProfiler(model, dirpath=folder, show=False):
+    with CommProfiler(model, dirpath=folder, print_summary=False):
         train(model, steps=3)
         try:
-            with CommProfiler(model, dirpath=folder / "other", show=False):
+            with CommProfiler(model, dirpath=folder / "other", print_summary=False):
                 pass
         except ValueError as error:
             said = str(error)
@@ -145,7 +159,7 @@ def two_at_once(folder: Path) -> None:
 
 def destroyed(folder: Path) -> None:
     """By the training function, at its end."""
-    with CommProfiler(model := ddp(), dirpath=folder, show=False):
+    with CommProfiler(model := ddp(), dirpath=folder, print_summary=False):
         train(model)
         rank = dist.get_rank()
         dist.barrier()
@@ -157,7 +171,7 @@ def destroyed(folder: Path) -> None:
 def together(folder: Path) -> None:
     """All ranks leave by the same error; rank 1 takes a second longer to write its last lines."""
     try:
-        with CommProfiler(model := ddp(), dirpath=folder, show=False) as profiler:
+        with CommProfiler(model := ddp(), dirpath=folder, print_summary=False) as profiler:
             train(model, steps=8)
             if dist.get_rank() == 1:
                 of_session = profiler._run._session.end
@@ -178,7 +192,7 @@ def steps_in_backward(folder: Path) -> None:
     module = network()
     apply(torch.optim.SGD, module.parameters(), {"lr": 0.01})
     model = DistributedDataParallel(module)
-    with CommProfiler(model, dirpath=folder, show=False):
+    with CommProfiler(model, dirpath=folder, print_summary=False):
         pass  # DDP takes its own hook at the first pass, where there is an accelerator
     model.register_comm_hook(None, lambda state, bucket: None)  # as it does
     tell(folder)
@@ -199,7 +213,7 @@ def closures(folder: Path) -> None:
         loss.backward()
         return loss
 
-    with CommProfiler(model, dirpath=folder, budget=1, show=False):
+    with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):
         for _ in range(STEPS):
             optimizer.step(closure)
     tell(folder, asked=asked)
@@ -210,7 +224,7 @@ def other_hook(folder: Path) -> None:
 
     model = ddp()
     model.register_comm_hook(None, fp16_compress_hook)
-    with CommProfiler(model, dirpath=folder, show=False):
+    with CommProfiler(model, dirpath=folder, print_summary=False):
         train(model)
     tell(folder)
 
@@ -218,7 +232,7 @@ def other_hook(folder: Path) -> None:
 def no_folder(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "taken").touch()
-    with CommProfiler(ddp(), dirpath=folder / "taken", show=False) as profiler:
+    with CommProfiler(ddp(), dirpath=folder / "taken", print_summary=False) as profiler:
         train(profiler._model)
     tell(folder, found=str(profiler.folder))
 
@@ -230,7 +244,7 @@ def no_folder_on_one(folder: Path) -> None:
         os.mkdir("elsewhere")
         os.chdir("elsewhere")
         Path("profiles").touch()
-    with CommProfiler(ddp(), dirpath="profiles", show=False) as profiler:
+    with CommProfiler(ddp(), dirpath="profiles", print_summary=False) as profiler:
         train(profiler._model)
     tell(folder, summary=profiler.summary is not None)
 
@@ -248,10 +262,10 @@ def own_folders(folder: Path) -> None:
     os.chdir(own)
     model = ddp()
     before = sockets()
-    with CommProfiler(model, dirpath="profiles", show=False) as profiler:
+    with CommProfiler(model, dirpath="profiles", print_summary=False) as profiler:
         train(model, steps=230)
     left = sockets() - before
-    with suppress(ArithmeticError), CommProfiler(model, dirpath="failed", show=False):
+    with suppress(ArithmeticError), CommProfiler(model, dirpath="failed", print_summary=False):
         train(model, steps=5, fails_at=3)
     tell(
         folder,
@@ -267,7 +281,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "late at the end": late_at_the_end,
     "hanging": hanging,
     "twice": twice,
-    "zoomed": zoomed,
+    "traced": traced,
     "alone": alone,
     "compiled": compiled,
     "closures": closures,

@@ -58,7 +58,9 @@ def skew(folder: Path, *, codec: str | None) -> None:
     for owner, name in ((dist.ProcessGroup, "allreduce"), (dist, "all_gather_single")):
         setattr(owner, name, noted(vars(owner)[name], launched))
     # Links would be measured with the functions that are watched.
-    with CommProfiler(model, dirpath=folder, budget=1, show=False, calibrate=False):
+    with CommProfiler(
+        model, dirpath=folder, max_overhead=1, print_summary=False, measure_links=False
+    ):
         train(model, late=lambda step: late.get(step, 0.0))
     tell(folder, launched=launched)
 
@@ -70,7 +72,7 @@ def codec_time(folder: Path) -> None:
         setattr(BlockChunk, name, timed(getattr(BlockChunk, name), planted, spent))
     model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
     compress_ddp(model, "int8", compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, budget=1, show=False):
+    with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):
         train(model)
     tell(folder, encode_ms=1e3 * sum(spent) / STEPS)
 
@@ -83,7 +85,9 @@ def same_bits(folder: Path) -> None:
             if codec is not None:
                 compress_ddp(model, codec, compile_kernels=False)
             if profiled:
-                with CommProfiler(model, dirpath=folder, error_every=1, show=False, html=False):
+                with CommProfiler(
+                    model, dirpath=folder, error_every_n_steps=1, print_summary=False, html=False
+                ):
                     train(model)
             else:
                 train(model)
@@ -103,7 +107,7 @@ def residual(folder: Path, codec: str | Int8) -> None:
     """One bucket, so that it is looked at often."""
     model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
     compress_ddp(model, codec, error_feedback=True, compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, budget=1, error_every=1, html=False):
+    with CommProfiler(model, dirpath=folder, max_overhead=1, error_every_n_steps=1, html=False):
         train(model, steps=150)
     tell(folder)
 
@@ -111,7 +115,7 @@ def residual(folder: Path, codec: str | Int8) -> None:
 def accumulation(folder: Path) -> None:
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with CommProfiler(model, dirpath=folder, budget=1, show=False):
+    with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):
         for _ in range(6):
             with model.no_sync():
                 model(torch.ones(2, 256)).sum().backward()

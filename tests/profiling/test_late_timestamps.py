@@ -19,7 +19,7 @@ from lightning_dist.profiling.capture.ddp_hook import WatchedAllReduce, Watching
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
-from lightning_dist.reducer.moments import Moment
+from lightning_dist.reducer.device_clock import Timestamp
 
 STEPS, ASKED = 10, 3
 
@@ -29,22 +29,22 @@ class At:
     nanoseconds: int
 
 
-class LateMoments:
+class LateClock:
     """Past when they are asked for the third time."""
 
     def __init__(self) -> None:
         self._asked = 0
 
-    def now(self) -> Moment:
+    def now(self) -> Timestamp:
         return At(time.monotonic_ns())
 
-    def are_past(self, moments: Iterable[Moment]) -> bool:
-        assert all(isinstance(each, At) for each in moments)
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
+        assert all(isinstance(each, At) for each in timestamps)
         self._asked += 1
         return self._asked % ASKED == 0
 
-    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
-        return [each.nanoseconds for each in moments]
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        return [each.nanoseconds for each in timestamps]
 
     def compare(self) -> None:
         pass
@@ -59,9 +59,9 @@ def test_every_step_is_written_down_whole(codec: str | None, tmp_path: Path) -> 
             compress_ddp(model, codec, groups=rank.groups(), min_compress_numel=0)
         about = RankRecord(rank.rank, 2, "host", {"flat": [0, 1]}, clock=0, unix=0.0)
         problems: list[str] = []
-        settings = SessionSettings(budget=1.0, error_every=4)
+        settings = SessionSettings(max_overhead=1.0, error_every_n_steps=4)
         session = Session(
-            tmp_path, about, settings=settings, moments=LateMoments(), on_problem=problems.append
+            tmp_path, about, settings=settings, device_clock=LateClock(), on_problem=problems.append
         )
         if (reducer := reducer_of(model.module)) is not None:
             reducer.observe(session.recorder)

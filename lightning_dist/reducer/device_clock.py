@@ -1,4 +1,4 @@
-"""When things happen: on a CPU at once, on an accelerator when its stream comes to them."""
+"""Clocks of devices: a CPU knows a time at once, an accelerator when its stream comes there."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ class Mark:
     anchor: Anchor
 
 
-Moment: TypeAlias = int | Mark
+Timestamp: TypeAlias = int | Mark
 """Nanoseconds, or what will be some. Those of one source may be compared for being the same."""
 
 
-class Moments(Protocol):
-    """Of the thread or stream that does the work."""
+class DeviceClock(Protocol):
+    """A clock of the thread or the stream that does the work."""
 
-    def now(self) -> Moment:
+    def now(self) -> Timestamp:
         """On an accelerator: when it has come to this place in the stream of the caller."""
 
-    def are_past(self, moments: Iterable[Moment]) -> bool:
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
         """Whether all of them have been. Waits for none."""
 
-    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
-        """Nanoseconds of the host's monotonic clock, of moments that have been.
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        """Nanoseconds of the host's monotonic clock, of timestamps that are past.
 
         Args:
-            since: not after any of them. What is read since the same moment fits together.
+            since: not after any of them. What is read since the same timestamp fits together.
         """
 
     def compare(self) -> None:
         """Clocks drift: compare them again, where that takes next to no time."""
 
 
-class HostMoments:
-    """They are past when they are taken.
+class HostClock:
+    """Clock of the host, whose timestamps are past at once.
 
     Args:
         clock: in nanoseconds.
@@ -63,17 +63,17 @@ class HostMoments:
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.now = clock
 
-    def are_past(self, moments: Iterable[Moment]) -> bool:
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
         return True
 
-    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
-        return cast(Sequence[int], moments)
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        return cast(Sequence[int], timestamps)
 
     def compare(self) -> None:
         pass
 
 
-class StreamMoments:
+class StreamClock:
     """CUDA events. Nothing is synchronised for them, besides once here.
 
     What an event costs a stream is about a microsecond. Events tell only how far they are from each
@@ -95,20 +95,20 @@ class StreamMoments:
         """One that nobody else has: torch runs callbacks of futures in those of usual priority."""
         return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def now(self) -> Moment:
+    def now(self) -> Timestamp:
         return Mark(self._event(torch.cuda.current_stream(self._device)), self._anchor)
 
-    def are_past(self, moments: Iterable[Moment]) -> bool:
-        return all(_has_been(_mark(each).event) for each in moments)
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
+        return all(_has_been(_mark(each).event) for each in timestamps)
 
-    def read(self, moments: Sequence[Moment], *, since: Moment) -> Sequence[int]:
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
         first = _mark(since)
         # CUDA tells a float32 of milliseconds: an hour after the anchor its steps are a quarter of
         # one. So an old anchor says only where all of them are.
         anchor = first.anchor
         begin = anchor.at + round(anchor.event.elapsed_time(first.event) * 1e6)
         return [
-            begin + round(first.event.elapsed_time(_mark(each).event) * 1e6) for each in moments
+            begin + round(first.event.elapsed_time(_mark(each).event) * 1e6) for each in timestamps
         ]
 
     def compare(self) -> None:
@@ -130,15 +130,15 @@ class StreamMoments:
         return event
 
 
-def moments_on(device: torch.device) -> Moments:
-    """Of work on ``device``."""
-    return StreamMoments(device) if device.type == "cuda" else HostMoments()
+def clock_of(device: torch.device) -> DeviceClock:
+    """A clock for work on ``device``."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()
 
 
 def _has_been(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-def _mark(moment: Moment) -> Mark:
-    assert isinstance(moment, Mark)
-    return moment
+def _mark(timestamp: Timestamp) -> Mark:
+    assert isinstance(timestamp, Mark)
+    return timestamp

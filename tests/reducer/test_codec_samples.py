@@ -13,9 +13,9 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.fitting import fitted
-from lightning_dist.reducer.glimpse import Sampler
-from lightning_dist.reducer.observer import Observer, Sight
+from lightning_dist.reducer.observer import EncodedBucket, Observer
 from lightning_dist.reducer.reducer import Reducer
 
 SETTINGS = {"min_compress_numel": 256}
@@ -31,18 +31,18 @@ class Looking(Observer):
     buckets: list[int] = field(default_factory=list)
     arrived: Tensors = field(default_factory=dict)
 
-    def looks(self, sights: Iterator[Sight]) -> Callable[[], None]:
-        seen = list(sights)
-        self.buckets += [sight.bucket for sight in seen]
+    def looks(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
+        seen = list(encoded_buckets)
+        self.buckets += [encoded.bucket for encoded in seen]
         sampler = Sampler(7, share=1)
-        glimpses = [each for sight in seen for each in sight.glimpses(sampler)]
-        rows = [[g.gradient, g.pending, g.sent] for g in glimpses]
+        samples = [each for encoded in seen for each in encoded.samples(sampler)]
+        rows = [[g.gradient, g.pending, g.sent] for g in samples]
 
         def settled() -> None:
-            kept = [torch.zeros(0) if g.residual is None else g.residual() for g in glimpses]
+            kept = [torch.zeros(0) if g.residual is None else g.residual() for g in samples]
             rows.append(kept)
-            parts = [torch.cat([row[i] for row in rows[:-1]]) for i in range(3)] if glimpses else []
-            self.steps.append([*parts, torch.cat(kept)] if glimpses else [])
+            parts = [torch.cat([row[i] for row in rows[:-1]]) for i in range(3)] if samples else []
+            self.steps.append([*parts, torch.cat(kept)] if samples else [])
 
         return settled
 

@@ -15,7 +15,7 @@ _RUN = 4096
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class CodecSample:
     """The same elements of four tensors, flat and in the compute dtype.
 
     All but the residual carry the GradScaler's scale.

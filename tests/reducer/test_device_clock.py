@@ -8,35 +8,35 @@ import pytest
 import torch
 from planted_gpu import MS, Gpu
 
-from lightning_dist.reducer.moments import HostMoments, StreamMoments, moments_on
+from lightning_dist.reducer.device_clock import HostClock, StreamClock, clock_of
 
 US = 1000
 CUDA = torch.device("cuda", 0)
 
 
 def test_on_a_cpu_they_are_past_at_once() -> None:
-    moments = moments_on(torch.device("cpu"))
-    assert isinstance(moments, HostMoments)
-    first, second = moments.now(), moments.now()
-    assert moments.are_past([first, second])
-    assert list(moments.read([first, second], since=first)) == [first, second]
+    clock = clock_of(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    first, second = clock.now(), clock.now()
+    assert clock.are_past([first, second])
+    assert list(clock.read([first, second], since=first)) == [first, second]
 
 
 def test_they_are_when_the_stream_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu := Gpu()).install(monkeypatch)
-    moments = StreamMoments(CUDA, gpu.clock)
+    clock = StreamClock(CUDA, gpu.clock)
     asked = gpu.host
     gpu.work(3)
-    begin = moments.now()
+    begin = clock.now()
     gpu.work(40)
-    end = moments.now()
+    end = clock.now()
     assert gpu.host - asked < 1 * MS
-    assert not moments.are_past([begin])
+    assert not clock.are_past([begin])
     gpu.sleep(4)
-    assert moments.are_past([begin])
-    assert not moments.are_past([begin, end])
+    assert clock.are_past([begin])
+    assert not clock.are_past([begin, end])
     gpu.sleep(40)
-    times = moments.read([begin, end], since=begin)
+    times = clock.read([begin, end], since=begin)
     assert times == [
         pytest.approx(asked + 3 * MS, abs=5 * US),
         pytest.approx(asked + 43 * MS, abs=5 * US),
@@ -47,15 +47,15 @@ def test_they_are_when_the_stream_comes_to_them(monkeypatch: pytest.MonkeyPatch)
 
 def test_clocks_that_drift_are_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu := Gpu(rate=1 + 50e-6)).install(monkeypatch)
-    moments = StreamMoments(CUDA, gpu.clock)
+    clock = StreamClock(CUDA, gpu.clock)
     marks = []
     for _ in range(3600):
         gpu.work(900)
-        marks.append((moments.now(), gpu.host + 900 * MS))
+        marks.append((clock.now(), gpu.host + 900 * MS))
         gpu.sleep(1000)
-        moments.compare()
+        clock.compare()
     for (before, _), (mark, at) in pairwise(marks):
-        (first, read) = moments.read([before, mark], since=before)
+        (first, read) = clock.read([before, mark], since=before)
         assert read == pytest.approx(at, abs=150 * US), "of a second before: 50 millionths, twice"
         assert read - first == pytest.approx(1000 * MS, abs=100 * US)
 
@@ -65,14 +65,14 @@ def test_within_a_step_they_are_exact_however_old_the_comparison(
 ) -> None:
     """Five hours after it a float32 of milliseconds has steps of two."""
     (gpu := Gpu()).install(monkeypatch)
-    moments = StreamMoments(CUDA, gpu.clock)
+    clock = StreamClock(CUDA, gpu.clock)
     gpu.sleep(5 * 3600 * 1000)
-    marks = [moments.now()]
+    marks = [clock.now()]
     for milliseconds in (1.4, 5.8, 0.8):
         gpu.work(milliseconds)
-        marks.append(moments.now())
+        marks.append(clock.now())
     gpu.sleep(10)
-    times = moments.read(marks, since=marks[0])
+    times = clock.read(marks, since=marks[0])
     took = [after - before for before, after in pairwise(times)]
     assert took == pytest.approx([1.4 * MS, 5.8 * MS, 0.8 * MS], abs=2 * US)
 
@@ -81,10 +81,10 @@ def test_where_the_device_has_no_time_the_last_comparison_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (gpu := Gpu()).install(monkeypatch)
-    moments = StreamMoments(CUDA, gpu.clock)
+    clock = StreamClock(CUDA, gpu.clock)
     gpu.work(500, gpu.streams[0])  # its queue is shared with somebody's
     before = gpu.host
-    moments.compare()
+    clock.compare()
     assert gpu.host - before < 0.1 * MS
-    mark = moments.now()
-    assert moments.read([mark], since=mark) == [pytest.approx(gpu.host, abs=5 * US)]
+    mark = clock.now()
+    assert clock.read([mark], since=mark) == [pytest.approx(gpu.host, abs=5 * US)]
