@@ -50,10 +50,10 @@ def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -
     _, summary = profile(folder / "comm_profile")
     found = summary["whatif"]
     assert "whatif" not in summary["reasons"]
-    assert found["label"] == "PREDICTION, not measured"
-    assert found["current"]["codec"] == "ddp"
-    assert abs(found["error"]) <= found["margin"]
-    told = {each["codec"] for each in found["others"] if each["step_ms"]}
+    assert found["label"] == "Predicted step time (simulated)"
+    assert found["baseline"]["codec"] == "ddp"
+    assert abs(found["error"]) <= found["tolerance"]
+    told = {each["codec"] for each in found["scenarios"] if each["step_ms"]}
     assert {"none", "fp16", "int8", "int4", "sign", "topk", "powersgd"} <= told
     kept = read_costs(folder / "comm_profile" / "run-0")
     assert set(kept.by_name) >= told - {"ddp"}

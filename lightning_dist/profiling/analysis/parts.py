@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Intervals
-from lightning_dist.profiling.whatif.answer import WhatIf
+from lightning_dist.profiling.whatif.answer import Predictions
 
 SCHEMA = 1
 
@@ -304,7 +304,7 @@ class Summary:
     reasons: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     exposed_straggler: int | None = None
-    whatif: WhatIf | None = None
+    whatif: Predictions | None = None
     parts_steps: int = 0
     uneven: Sequence[Uneven] = ()
 

@@ -285,15 +285,15 @@ def _curves(name: str, color: str, by_step: Mapping[int, Sequence[float]]) -> li
 def predicted_steps(summary: Summary) -> Picture | None:
     """Bars of predicted steps; None where the simulation has no error to be judged by."""
     found = summary.whatif
-    told = [] if found is None else [each for each in found.others if each.step_ms is not None]
-    if found is None or found.margin is None or not told:
+    told = [] if found is None else [each for each in found.scenarios if each.step_ms is not None]
+    if found is None or found.tolerance is None or not told:
         return None
-    own = f"{plain(name_of(found.current, found.current))} (this run)"
-    names = [own, *(plain(name_of(each, found.current)) for each in told)]
-    steps = [each.step_ms or 0.0 for each in (found.current, *told)]
-    exposed = [each.exposed_ms or 0.0 for each in (found.current, *told)]
+    own = f"{plain(name_of(found.baseline, found.baseline))} (this run)"
+    names = [own, *(plain(name_of(each, found.baseline)) for each in told)]
+    steps = [each.step_ms or 0.0 for each in (found.baseline, *told)]
+    exposed = [each.exposed_ms or 0.0 for each in (found.baseline, *told)]
     rest = [step - of_it for step, of_it in zip(steps, exposed, strict=True)]
-    error = {"type": "data", "array": [found.margin * step for step in steps], "color": INK}
+    error = {"type": "data", "array": [found.tolerance * step for step in steps], "color": INK}
     stacks = (("not exposed", rest, "backward", None), ("exposed", exposed, "transfer", error))
     traces = [
         go.Bar(
@@ -328,7 +328,7 @@ def predicted_steps(summary: Summary) -> Picture | None:
     )
     caption = (
         "All bars are simulated, also that of the run itself, beside which is the measured step. "
-        f"Differences below {format_value(found.margin, '%')} are within the error."
+        f"Differences below {format_value(found.tolerance, '%')} are within the error."
     )
     return Picture("whatif-steps", f"{PREDICTED}, by setting", caption, {"": drawn})
 
