@@ -182,7 +182,7 @@ class Planted:
             begin=round((begin + self.shift.get(rank, 0)) * MS),
             duration=since(done + self.optimizer),
             phases=(
-                Phase("data", 0, since(loaded)),
+                Phase("between_steps", 0, since(loaded)),
                 Phase("forward", since(loaded), since(backward)),
                 Phase("backward", since(backward), since(done)),
                 Phase("optimizer", since(done), since(done + self.optimizer)),

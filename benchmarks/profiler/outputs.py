@@ -80,7 +80,7 @@ def _step(step: int, rng: random.Random) -> StepRecord:
         spans.append(Span("decode", index, end, end + MS))
         buckets.append(BucketTimes(index, ready, end + MS, 4_000_000, 0, 1_000_000, "int8"))
     edges = (0, 2 * MS, 20 * MS + late, 90 * MS, 100 * MS)
-    names = ("data", "forward", "backward", "optimizer")
+    names = ("between_steps", "forward", "backward", "optimizer")
     return StepRecord(
         step,
         step * 100 * MS,

@@ -137,7 +137,7 @@ def compare(
     for (setting, link), observed in found.items():
         scenario = scenario_of(profile, setting, link, base[1], arguments)
         answer = predict(profile, [scenario], costs=costs)
-        (prediction,) = answer.others
+        (prediction,) = answer.scenarios
         measured, predicted = observed.step * 1e3, prediction.step_ms
         rows.append(
             {
@@ -175,7 +175,7 @@ def scaling(
                 for setting in arguments.setting
             ],
             costs=costs,
-        ).others
+        ).scenarios
     ]
     shown = ("codec", "form", "hosts", "step_ms")
     return [

@@ -14,7 +14,7 @@ from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.run import read_run, run_folder
-from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, WhatIf
+from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, Predictions
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import (
@@ -153,9 +153,9 @@ def _costs(
     return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
 
 
-def _print(found: WhatIf) -> None:
+def _print(found: Predictions) -> None:
     """Print the run and the error of the model, then all predictions."""
-    console, current = stdout_console(), found.current
+    console, current = stdout_console(), found.baseline
     run = f"{current.codec}, {current.form}, {where_of(found)}"
     console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run})."))
     console.print(Text(f"{error_of(found)}\n{LABEL}:"))
@@ -165,10 +165,10 @@ def _print(found: WhatIf) -> None:
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     table.add_column("change", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for each in found.others:
+    for each in found.scenarios:
         if each.step_ms is not None:
             cells = (
-                str(each.place or ""),
+                str(each.position or ""),
                 each.codec,
                 each.form,
                 "" if each.bucket_mb is None else f"{each.bucket_mb:g} MB",
@@ -182,9 +182,9 @@ def _print(found: WhatIf) -> None:
             )
             table.add_row(*map(Text, cells))
     console.print(table)
-    notes = [*untold(found.others), *sources(found.others)]
+    notes = [*untold(found.scenarios), *sources(found.scenarios)]
     notes += [f"{name}: n/a, {reason}" for name, reason in found.reasons.items()]
-    if found.against != THIS_RUN:
-        notes.insert(0, f"change: against {found.against}, and so are places")
+    if found.change_baseline != THIS_RUN:
+        notes.insert(0, f"change: against {found.change_baseline}, and so are positions")
     for note in notes:
         console.print(Text(f"note: {note}"))

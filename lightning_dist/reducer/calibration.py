@@ -110,7 +110,7 @@ def _cost(
     where: str,
     seconds: Callable[[Passes], tuple[float, float]],
 ) -> CodecCost:
-    wire, assumes = _wire(name, codec)
+    wire, assumption = _wire(name, codec)
     can_fuse = fused and isinstance(codec, BlockCodec) and codec.fusable and not codec.lossless
 
     def passes(received: int | None) -> Passes:
@@ -141,7 +141,7 @@ def _cost(
         min(decode, settle_one) / elements,
         max(settle_one - decode, 0.0) / elements,
         source=f"{'compiled' if is_fused else NOT_COMPILED}, {where}",
-        assumes=assumes,
+        assumption=assumption,
     )
 
 

@@ -20,7 +20,7 @@ class CodecCost:
         decode: of one payload more.
         settle: to gradient and state, beside the payloads.
         source: where the times are from.
-        assumes: what has to be so for the bytes to be these; empty: nothing.
+        assumption: what has to be so for the bytes to be these; empty: nothing.
     """
 
     name: str
@@ -30,7 +30,7 @@ class CodecCost:
     decode: float
     settle: float
     source: str = ""
-    assumes: str = ""
+    assumption: str = ""
 
     def decoding(self, payloads: int) -> float:
         """Seconds from so many payloads to the mean."""

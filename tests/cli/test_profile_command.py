@@ -178,7 +178,7 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
         *["±", "0.00", "ms", "+444.4", "%"],
     ]
     assert cells["sent"][-2:] == ["-50.0", "%"]
-    assert cells["data"][-1] == "ms"
+    assert cells["between"][-1] == "ms"
     assert cells["all"][1:4] == ["steps", "210.00", "ms"]
     assert rows[-1] == (
         "medians over the steps in detail (a report has means), parts as means over ranks; "

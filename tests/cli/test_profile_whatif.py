@@ -19,7 +19,7 @@ from lightning_dist.reducer.costs import CodecCost
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 FP16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")
 KEPT = Costs({"fp16": FP16, "none": replace(FP16, name="none")})
-AGAINST = "ddp flat, as in this run, with the same link and hosts"
+CHANGE_BASELINE = "ddp flat, as in this run, with the same link and hosts"
 
 
 @pytest.fixture
@@ -44,10 +44,11 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
     measured, error, label, columns, best, other, *notes = result.stdout.splitlines()
     assert measured == "Measured: 197.0 ms a step (ddp, flat, 2 hosts, 0.836 Gbit/s)."
     assert re.fullmatch(
-        r"The model says 197\.0 ms of it, [+-]0\.0 %\. Steps within 2\.0 % are not told apart\.",
+        r"This run simulated: 197\.0 ms \([+-]0\.0 %\)\. Differences within 2\.0 % are not "
+        r"ranked\.",
         error,
     )
-    assert label == "PREDICTION, not measured:"
+    assert label == "Predicted step time (simulated):"
     assert columns.split()[:2] == ["codec", "form"]
     assert best.split()[:4] == ["1", "fp16", "flat", "2"]
     assert other.split()[:4] == ["2", "ddp", "flat", "2"]
@@ -59,22 +60,22 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
 
 def test_json_and_nothing_else(folder: Path) -> None:
     found = content(folder, "--link-gbps", "0.05", "--hosts", "4", "--codec", "ddp")
-    assert (found["schema"], found["label"]) == (1, "PREDICTION, not measured")
+    assert (found["schema"], found["label"]) == (2, "Predicted step time (simulated)")
     assert found["error"] == pytest.approx(0, abs=1e-9)
-    assert found["current"]["step_ms"] == pytest.approx(found["measured_ms"])
-    (only,) = found["others"]
+    assert found["baseline"]["step_ms"] == pytest.approx(found["measured_ms"])
+    (only,) = found["scenarios"]
     assert (only["codec"], only["hosts"], only["gbps"]) == ("ddp", 4, pytest.approx(0.05))
     # 16 MB, three halves of it between four, and the link is slower than the measured 100 MB/s
     assert only["exposed_ms"] == pytest.approx(24e6 / (50e6 / 8 * 1448 / 1514) * 1e3 - 30)
 
 
 def test_all_codecs_measured_here_and_other_buckets_by_default(folder: Path) -> None:
-    found = content(folder)["others"]
+    found = content(folder)["scenarios"]
     assert {each["codec"] for each in found} == {
         *("ddp", "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
     }
     assert all(each["step_ms"] > 0 for each in found)
-    assert ["matrices" in each["assumes"] for each in found].count(True) == 1
+    assert ["matrices" in each["assumption"] for each in found].count(True) == 1
     own = [each for each in found if each["codec"] == "ddp"]
     # 16 MB in all: 100 is the same bucket as 25
     assert sorted(each["bucket_mb"] or 0 for each in own) == [0, 5, 25]
@@ -123,12 +124,12 @@ def test_a_profile_of_one_rank_is_refused(tmp_path: Path) -> None:
 def test_a_run_whose_codec_cannot_be_measured(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", replace(DDP, codec="threshold", encode=1, decode=1).run())
     found = content(folder, "--codec", "fp16")
-    assert found["current"]["reason"] == "what threshold costs was not measured"
-    (other,) = found["others"]
+    assert found["baseline"]["reason"] == "what threshold costs was not measured"
+    (other,) = found["scenarios"]
     assert other["step_ms"] > 0
     assert other["verdict"] == "the model has no error to be judged by"
     text = profile("whatif", folder, "--codec", "fp16").stdout
-    assert "The model says nothing of the run itself: what threshold costs" in text
+    assert "This run cannot be simulated: what threshold costs" in text
 
 
 def test_what_the_run_has_measured_is_taken_and_the_rest_is_measured_here(folder: Path) -> None:
@@ -163,7 +164,7 @@ def test_what_codecs_cost_on_a_gpu_is_not_measured_on_a_cpu(
     assert kept.stderr == (
         "no cuda here to measure codecs on: codecs that the run has not measured are n/a\n"
     )
-    steps = {each["codec"]: each["step_ms"] for each in json.loads(kept.stdout)["others"]}
+    steps = {each["codec"]: each["step_ms"] for each in json.loads(kept.stdout)["scenarios"]}
     assert steps["fp16"] < steps["ddp"]
     assert steps["int8"] is None
     for option in ("--measure", "--compiled"):
@@ -180,10 +181,10 @@ def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder
     change = best.index("%") - 1
     assert re.fullmatch(r"-4\d\.\d", best[change])
     assert own[change] in ("+0.0", "0.0")
-    assert f"note: change: against {AGAINST}" in text
+    assert f"note: change: against {CHANGE_BASELINE}" in text
     found = content(*asked)
-    assert [each["change"] < 0 for each in found["others"]] == [True, False]
-    assert found["against"] == AGAINST
+    assert [each["change"] < 0 for each in found["scenarios"]] == [True, False]
+    assert found["change_baseline"] == CHANGE_BASELINE
 
 
 def test_of_one_host_nothing_is_told_of_several_without_a_rate_between_them(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_of_one_host_nothing_is_told_of_several_without_a_rate_between_them(tmp_
             "nothing of this can be predicted: the run was on one host; give the rate of a link "
             "between hosts with --link-gbps"
         )
-    found = content(folder, *asked, "--link-gbps", "10")["others"]
+    found = content(folder, *asked, "--link-gbps", "10")["scenarios"]
     assert {(each["codec"], each["hosts"]) for each in found} == {("ddp", 64), ("fp16", 64)}
 
 
@@ -217,4 +218,4 @@ def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
     told = profile("report", folder, "--no-html").stdout
     assert told.splitlines()[0].endswith(" Predicted with fp16: 1.7x.")
     found = json.loads((folder / "summary.json").read_text())
-    assert found["predictions"]["others"][0]["source"] == "on a after this run"
+    assert found["predictions"]["scenarios"][0]["source"] == "on a after this run"

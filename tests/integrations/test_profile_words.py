@@ -61,13 +61,12 @@ def test_callbacks_and_loggers_are_in_data_and_validation_is_in_no_step(tmp_path
     trainer.fit(Net(), make_loader(), make_loader(shuffle=False))
     assert profiler.summary is not None
     parts = profiler.summary.breakdown_ms
-    assert (parts["data"] or 0) >= 45  # 60 but for steps that follow a validation
+    assert (parts["between_steps"] or 0) >= 45  # 60 but for steps that follow a validation
     assert (parts["optimizer"] or 0) >= 30
     assert (parts["other"] or 0) < 1
     assert (profiler.summary.step_ms["median"] or 0) < 300
-    data, optimizer, other = (METRICS[name] for name in ("data", "optimizer", "other"))
-    assert "callbacks" in data.label
-    assert "callbacks, loggers" in data.meaning
+    between, optimizer, other = (METRICS[name] for name in ("between_steps", "optimizer", "other"))
+    assert "callbacks, loggers" in between.meaning
     assert "clipping" in optimizer.meaning
     assert not any(word in other.meaning for word in ("callbacks", "logging", "validation"))
     assert "Validation belongs to no step" in METRICS["step_ms"].meaning

@@ -18,7 +18,7 @@ from lightning_dist.profiling.analysis.parts import (
     Traffic,
 )
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.answer import NO_DIFFERENCE, Prediction, WhatIf
+from lightning_dist.profiling.whatif.answer import NO_DIFFERENCE, Prediction, Predictions
 
 MS = 1_000_000
 MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))
@@ -96,7 +96,7 @@ def a_timeline(
             now += 1.5
             of_buckets.append((index, ns(at[rank][index]), ns(now)))
         phases[rank] = [
-            ("data", 0, ns(2)),
+            ("between_steps", 0, ns(2)),
             ("forward", ns(2), ns(begins[rank])),
             ("backward", ns(begins[rank]), ns(now)),
             ("optimizer", ns(now), ns(now + 5)),
@@ -189,7 +189,7 @@ def a_summary(
     )
 
 
-def a_whatif(*, ranks: int = 2) -> WhatIf:
+def a_whatif(*, ranks: int = 2) -> Predictions:
     """Three settings that are told apart or not, and one of which nothing is known."""
 
     def told(codec: str, step: float, *, sent_mb: float = 16.0, **more: Any) -> Prediction:
@@ -197,16 +197,16 @@ def a_whatif(*, ranks: int = 2) -> WhatIf:
         source = "not compiled, on node-00.cluster after this run"
         return Prediction(codec, "flat", 2, ranks, 0.196, **of_run, source=source, **more)
 
-    return WhatIf(
+    return Predictions(
         measured_ms=114.2,
-        current=told("int8", 112.0),
+        baseline=told("int8", 112.0),
         error=-0.0193,
-        margin=0.02,
-        others=[
-            told("int4", 92.0, sent_mb=8.2, change=-0.179, place=1),
-            told("sign", 93.0, sent_mb=2.1, change=-0.17, place=1),
-            told("int8", 111.0, change=-0.009, place=3, verdict=NO_DIFFERENCE, bucket_mb=5.0),
-            told("ddp", 280.0, sent_mb=64.0, change=1.5, place=4),
+        tolerance=0.02,
+        scenarios=[
+            told("int4", 92.0, sent_mb=8.2, change=-0.179, position=1),
+            told("sign", 93.0, sent_mb=2.1, change=-0.17, position=1),
+            told("int8", 111.0, change=-0.009, position=3, verdict=NO_DIFFERENCE, bucket_mb=5.0),
+            told("ddp", 280.0, sent_mb=64.0, change=1.5, position=4),
             Prediction("topk", "flat", 2, ranks, 0.196, reason="what topk costs was not measured"),
         ],
         link={"gbps": 0.196, "inside_gbps": None, "latency_us": None},

@@ -27,7 +27,7 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
     assert tardy.waited_for == {}
     # Rank 0 came to its first exchange at 33 ms, and had its last gradient at 62 ms.
     assert in_ms(punctual) == {
-        "data": 2,
+        "between_steps": 2,
         "forward": 20,
         "backward": 40,
         "exposed_wait": late - 29,

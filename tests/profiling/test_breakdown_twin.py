@@ -41,7 +41,7 @@ def drawn_step(rng: random.Random, *, begin: int) -> StepRecord:
     if rng.random() < 0.05:
         return StepRecord(0, begin, 50, detailed=False)
     passes = ["forward", "backward"] * rng.randrange(1, 4)
-    names = [*(["data"] * rng.randrange(2)), *passes, *(["optimizer"] * rng.randrange(2))]
+    names = [*(["between_steps"] * rng.randrange(2)), *passes, *(["optimizer"] * rng.randrange(2))]
     phases, now = [], 0
     for name in names:
         now += rng.randrange(3)

@@ -36,7 +36,7 @@ def test_a_row_for_every_step_and_rank(tmp_path: Path) -> None:
         parts = sum(float(row[f"{name}_ms"]) for name in PARTS)
         assert parts == pytest.approx(float(row["step_ms"]))
         assert float(row["forward_ms"]) == 20 + 30 * int(row["rank"])
-        assert float(row["data_ms"]) == 2
+        assert float(row["between_steps_ms"]) == 2
 
 
 def test_the_table_is_of_the_summary(tmp_path: Path) -> None:

@@ -267,8 +267,8 @@ def hostile() -> Summary:
         notes=HOSTILE,
         predictions=replace(
             a_whatif(),
-            current=replace(a_whatif().current, codec=HOSTILE[2]),
-            others=[replace(each, reason=HOSTILE[3]) for each in a_whatif().others],
+            baseline=replace(a_whatif().baseline, codec=HOSTILE[2]),
+            scenarios=[replace(each, reason=HOSTILE[3]) for each in a_whatif().scenarios],
         ),
     )
 

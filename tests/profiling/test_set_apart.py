@@ -127,10 +127,10 @@ def test_what_is_before_an_evaluation_in_the_middle_of_an_accumulation_counts() 
         phases(interrupted)
         == phases(plain)
         == [
-            ("data", 0, 2),
+            ("between_steps", 0, 2),
             ("forward", 2, 22),
             ("backward", 22, 42),
-            ("data", 42, 44),
+            ("between_steps", 42, 44),
             ("forward", 44, 64),
             ("backward", 64, 84),
             ("optimizer", 84, 89),
@@ -171,7 +171,7 @@ def test_a_pass_without_gradients_within_a_step_is_of_that_step() -> None:
     *within, after = steps_of(train)
     for step in within:
         assert phases(step) == [
-            ("data", 0, 2),
+            ("between_steps", 0, 2),
             ("forward", 2, 522),
             ("backward", 522, 542),
             ("optimizer", 542, 547),
@@ -193,8 +193,8 @@ def test_an_evaluation_after_a_step_that_was_skipped_is_of_none() -> None:
     assert [skipped.duration, step.duration, last.duration] == [42 * MS, 49 * MS, 42 * MS]
     assert step.begin == (42 + 2 * EVALUATION + PASS) * MS
     assert [name for name, *_ in phases(step)] == [
-        "data",
-        "data",
+        "between_steps",
+        "between_steps",
         "forward",
         "backward",
         "optimizer",

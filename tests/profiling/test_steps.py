@@ -29,7 +29,7 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
         100,
         180,
         (
-            Phase("data", 0, 10),
+            Phase("between_steps", 0, 10),
             Phase("forward", 10, 30),
             Phase("backward", 30, 70),
             Phase("optimizer", 70, 80),
@@ -40,7 +40,7 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
     timer.stepped(215)
     cut = read(timer.restart(300))
     assert (cut.begin, cut.end) == (180, 215)
-    assert cut.phases[0] == Phase("data", 0, 15)
+    assert cut.phases[0] == Phase("between_steps", 0, 15)
 
 
 def test_accumulated_passes_are_one_step() -> None:
@@ -52,13 +52,13 @@ def test_accumulated_passes_are_one_step() -> None:
     timer.stepped(100)
     cut = read(timer.forward(110))
     assert [(phase.name, phase.begin, phase.end) for phase in cut.phases] == [
-        ("data", 0, 10),
+        ("between_steps", 0, 10),
         ("forward", 10, 20),
         ("backward", 20, 30),
-        ("data", 30, 40),
+        ("between_steps", 30, 40),
         ("forward", 40, 50),
         ("backward", 50, 60),
-        ("data", 60, 70),
+        ("between_steps", 60, 70),
         ("forward", 70, 80),
         ("backward", 80, 90),
         ("optimizer", 90, 100),
@@ -103,7 +103,7 @@ def test_an_optimizer_that_asks_again_has_one_step() -> None:
     cut = read(cuts[2])
     assert (cut.begin, cut.end) == (0, 70)
     assert [(each.name, each.begin, each.end) for each in cut.phases] == [
-        ("data", 0, 10),
+        ("between_steps", 0, 10),
         ("forward", 10, 20),
         ("backward", 20, 30),
         ("optimizer", 30, 40),
@@ -139,7 +139,7 @@ def test_a_forward_pass_without_a_backward_pass() -> None:
     timer.stepped(45)
     cut = read(timer.forward(50))
     assert [phase.name for phase in cut.phases] == [
-        *("data", "forward", "forward", "backward", "optimizer")
+        *("between_steps", "forward", "forward", "backward", "optimizer")
     ]
 
 
@@ -150,7 +150,7 @@ def test_steps_within_a_forward_pass_end_a_step_each() -> None:
     timer.stepped(25)
     cut = read(timer.stepped_within())
     assert cut == Step(
-        0, 25, (Phase("data", 0, 5), Phase("backward", 5, 20), Phase("optimizer", 20, 25))
+        0, 25, (Phase("between_steps", 0, 5), Phase("backward", 5, 20), Phase("optimizer", 20, 25))
     )
     timer.stepping(40, exchanged=True)
     timer.stepped(45)
@@ -164,7 +164,7 @@ def test_steps_within_a_forward_pass_end_a_step_each() -> None:
     timer.stepping(70, exchanged=True)
     timer.stepped(75)
     cut = read(timer.stepped_within())
-    assert cut.phases[:2] == (Phase("data", 0, 15), Phase("backward", 15, 25))
+    assert cut.phases[:2] == (Phase("between_steps", 0, 15), Phase("backward", 15, 25))
 
 
 def test_a_backward_pass_that_was_not_seen_ends_with_the_step_of_an_optimizer() -> None:

@@ -20,7 +20,7 @@ def test_a_planted_run_in_numbers() -> None:
     assert summary.step_ms == pytest.approx({"mean": 150, "median": 150, "p95": 150})
     assert summary.breakdown_ms == pytest.approx(
         {
-            "data": 2,
+            "between_steps": 2,
             "forward": 45,
             "backward": 40,
             "exposed_wait": 10.5,

@@ -177,7 +177,13 @@ def test_no_exchange() -> None:
     reason = "no bucket of gradients was seen, nor an exchange"
     for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait", "straggler", "buckets"):
         assert summary.unavailable[name] == reason
-    assert summary.breakdown_ms.keys() == {"data", "forward", "backward", "optimizer", "other"}
+    assert summary.breakdown_ms.keys() == {
+        "between_steps",
+        "forward",
+        "backward",
+        "optimizer",
+        "other",
+    }
     assert summary.per_step.breakdown_ms.keys() == summary.breakdown_ms.keys()
     assert sum(summary.breakdown_ms.values()) == pytest.approx(summary.step_ms["mean"])
 
@@ -218,7 +224,7 @@ def test_steps_that_are_not_recorded_in_detail() -> None:
     assert summary.unavailable["breakdown_ms"] == "no step is recorded in detail on all ranks"
     # The phases are known, and what is exposed is not: it is not zero either.
     assert summary.breakdown_ms == pytest.approx(
-        {"data": 2, "forward": 20, "backward": 73, "optimizer": 5, "other": 0}
+        {"between_steps": 2, "forward": 20, "backward": 73, "optimizer": 5, "other": 0}
     )
     assert not summary.breakdown_ms.keys() & set(EXPOSED)
     assert [each.label for each in pick_steps(run, summary)] == ["median step"]

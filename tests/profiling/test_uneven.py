@@ -62,25 +62,25 @@ def test_waiting_before_the_exchange_is_told() -> None:
     summary = found(BUFFERS)
     assert summary.ranks[1].wait_ms == pytest.approx(0), "in exchanges"
     assert [*summary.phase_skew] == [
-        PhaseSkew("data", [0], 1, 50.0),
+        PhaseSkew("between_steps", [0], 1, 50.0),
         PhaseSkew("forward", [1], 0, 50.0),
     ]
     assert summary.notes == [
-        "ranks differ in data (rank 0: +50.0 ms), forward (rank 1: +50.0 ms): waiting in "
+        "ranks differ: between steps (rank 0: +50.0 ms), forward (rank 1: +50.0 ms); waiting in "
         "collectives other than gradient exchanges (DDP buffers such as those of BatchNorm, "
-        "`sync_dist=True`, your own) is counted in these phases; late: rank 0 in data"
+        "`sync_dist=True`, your own) is counted in these phases; late: rank 0 (between steps)"
     ]
 
 
 def test_of_many_that_wait_none_is_left_out() -> None:
-    assert what(FOUR) == [("data", [2], 0, 40), ("forward", [0, 1, 3], 2, 40)]
+    assert what(FOUR) == [("between_steps", [2], 0, 40), ("forward", [0, 1, 3], 2, 40)]
     assert "forward (ranks 0, 1, 3: +40.0 ms)" in found(FOUR).notes[0]
     assert "forward (11 of 12 ranks: +40.0 ms)" in found(replace(FOUR, world_size=12)).notes[0]
 
 
 def test_who_waits_longer_than_half_as_long_is_told_too() -> None:
     planted = replace(FOUR, late_data={0: 40, 1: 10, 2: 25})
-    assert what(planted) == [("data", [0, 2], 3, 40), ("forward", [3, 1], 0, 40)]
+    assert what(planted) == [("between_steps", [0, 2], 3, 40), ("forward", [3, 1], 0, 40)]
 
 
 def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
@@ -92,7 +92,7 @@ def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
         values = np.zeros((5, 2, len(COLUMNS)))
         values[..., COLUMNS.index("duration")] = 1000
         values[..., COLUMNS.index("exchange")] = 1
-        values[:, 0, COLUMNS.index("data")] = 200
+        values[:, 0, COLUMNS.index("between_steps")] = 200
         values[:, 0, COLUMNS.index("waited")] = 4000 / 5
         values[:, 1, COLUMNS.index("waited")] = waited / 5
         waited_for = np.array([[0.0, 4000.0], [waited, 0.0]])
@@ -136,9 +136,9 @@ def moved(run: Run, rank: int, **milliseconds: int) -> Run:
 @pytest.mark.parametrize(
     ("of_0", "of_1", "late"),
     [
-        ({"optimizer": 30}, {"data": 30}, "rank 0 in optimizer"),
-        ({"optimizer": 30}, {"forward": 30}, "rank 0 in optimizer"),
-        ({"forward": 30}, {"data": 30}, "rank 1 in data"),
+        ({"optimizer": 30}, {"between_steps": 30}, "rank 0 (optimizer)"),
+        ({"optimizer": 30}, {"forward": 30}, "rank 0 (optimizer)"),
+        ({"forward": 30}, {"between_steps": 30}, "rank 1 (between steps)"),
     ],
 )
 def test_who_is_late_is_who_is_longer_first(
@@ -152,7 +152,7 @@ def test_who_is_late_is_who_is_longer_first(
 
 def test_without_one_who_waits_elsewhere_nobody_is_said_to_be_late() -> None:
     (note,) = found(moved(Planted(late_data={0: 1}).run(), 1, forward=30)).notes
-    assert note.startswith("ranks differ in forward (rank 1: +30.0 ms): waiting in")
+    assert note.startswith("ranks differ: forward (rank 1: +30.0 ms); waiting in")
     assert note.endswith("is counted in these phases")
 
 
@@ -176,11 +176,11 @@ def test_phases_of_the_ranks_are_there_for_all_to_see() -> None:
     summary = found(BUFFERS)
     told = json.loads(to_json(summary.as_dict()))
     assert [each["phases_ms"] for each in told["ranks"]] == [
-        {"data": 52, "forward": 20, "backward": 40, "optimizer": 5},
-        {"data": 2, "forward": 70, "backward": 40, "optimizer": 5},
+        {"between_steps": 52, "forward": 20, "backward": 40, "optimizer": 5},
+        {"between_steps": 2, "forward": 70, "backward": 40, "optimizer": 5},
     ]
     assert told["phase_skew"][0] == {
-        "phase": "data",
+        "phase": "between_steps",
         "ranks": [0],
         "fastest_rank": 1,
         "excess_ms": 50,
@@ -200,7 +200,7 @@ def test_phases_of_ranks_whose_steps_were_only_timed() -> None:
         run = replaced(run, rank, steps=steps)
     summary = found(run)
     assert summary.ranks[1].phases_ms == pytest.approx(
-        {"data": 2, "forward": 70, "backward": 73, "optimizer": 5}
+        {"between_steps": 2, "forward": 70, "backward": 73, "optimizer": 5}
     )
     for rank, each in run.ranks.items():
         steps = {number: replace(step, phases=()) for number, step in each.steps.items()}

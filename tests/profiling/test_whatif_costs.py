@@ -26,7 +26,7 @@ from lightning_dist.reducer import calibration
 from lightning_dist.reducer.calibration import calibrate, to_measure
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
-COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumes="b")
+COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumption="b")
 KEPT = Costs({"int8": COST}, "no time was left")
 LONG = Planted(steps=4, forward=10_000)
 """40 s."""
@@ -61,7 +61,7 @@ def test_what_is_kept_is_what_is_read_without_fields_of_a_later_version(tmp_path
     assert read_costs(tmp_path) == KEPT
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     content = json.loads((tmp_path / NAME).read_text())
-    assert content == {"schema": 1, "reason": KEPT.reason, "costs": [vars(COST)]}
+    assert content == {"schema": 2, "reason": KEPT.reason, "costs": [vars(COST)]}
     content["costs"][0]["smell"] = 1
     (tmp_path / NAME).write_text(json.dumps(content))
     assert read_costs(tmp_path) == KEPT
@@ -69,7 +69,7 @@ def test_what_is_kept_is_what_is_read_without_fields_of_a_later_version(tmp_path
 
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     assert "was not measured" in read_costs(tmp_path).reason
-    kept = {"schema": 1, "reason": "", "costs": [vars(COST)]}
+    kept = {"schema": 2, "reason": "", "costs": [vars(COST)]}
     bad = [{"encode": nan}, {"encode": -1}, {"wire": 0}, {"encode": "fast"}, {"name": ["int8"]}]
     bad += [{"exchange": "pigeon"}]
     costs = [None, [{}], *([{**vars(COST), **change}] for change in bad)]
@@ -77,8 +77,9 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     for text in (*damaged, '{"schema": 1, "co', "[1]", "\xff"):
         (tmp_path / NAME).write_text(text, encoding="latin-1")
         assert read_costs(tmp_path) == Costs(reason=f"{NAME} is damaged; {MEASURES}"), text
-    (tmp_path / NAME).write_text(json.dumps({**kept, "schema": 2, "costs": "of another kind"}))
-    assert "install a newer" in read_costs(tmp_path).reason
+    for schema in (1, 3):
+        (tmp_path / NAME).write_text(json.dumps({**kept, "schema": schema, "costs": "another"}))
+        assert f"has schema {schema}, this version reads 2" in read_costs(tmp_path).reason
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).mkdir()
     assert "cannot be read" in read_costs(tmp_path).reason

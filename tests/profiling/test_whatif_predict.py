@@ -18,7 +18,7 @@ from lightning_dist.profiling.whatif.answer import (
 )
 from lightning_dist.profiling.whatif.observe import begin_of_gradients, observe
 from lightning_dist.profiling.whatif.predict import (
-    LEAST_MARGIN,
+    LEAST_TOLERANCE,
     candidates,
     elsewhere,
     other_buckets,
@@ -77,7 +77,7 @@ def test_small_collectives_that_were_measured_count() -> None:
     assert "overhead" in observe(run).reasons
     fast = elsewhere(found.scenario, link_gbps=100.0)
     free = replace(fast, link=replace(fast.link, overhead=0.0))
-    counted, without = (predict(found, [each], costs=COSTS).others[0] for each in (fast, free))
+    counted, without = (predict(found, [each], costs=COSTS).scenarios[0] for each in (fast, free))
     assert counted.step_ms == pytest.approx(without.step_ms + 1.0, abs=0.7)  # of the last one
 
 
@@ -98,7 +98,7 @@ def test_a_codec_shares_the_core_of_a_run_that_had_one_for_each_rank() -> None:
         assert one.one_core is is_one
         scenarios = [elsewhere(one.scenario, link_gbps=1.0), replace(one.scenario, codec="fp16")]
         shared, alone = (
-            {each.codec: each.step_ms for each in predict(of, scenarios, costs=slow).others}
+            {each.codec: each.step_ms for each in predict(of, scenarios, costs=slow).scenarios}
             for of in (one, replace(one, one_core=False))
         )
         assert shared["int8"] == alone["int8"]
@@ -122,7 +122,7 @@ def test_the_run_itself_is_predicted(planted: Planted) -> None:
     found = asked(planted)
     assert found.measured_ms == pytest.approx(duration(planted))
     assert found.error == pytest.approx(0.0, abs=1e-6)
-    assert (found.margin, found.label) == (LEAST_MARGIN, LABEL)
+    assert (found.tolerance, found.label) == (LEAST_TOLERANCE, LABEL)
 
 
 def test_a_slower_link_is_predicted() -> None:
@@ -136,20 +136,23 @@ def test_a_slower_link_is_predicted() -> None:
 
 def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_there() -> None:
     slow, near = asked(DDP, FP16, {}, link_gbps=0.1), asked(DDP, FP16)
-    best, own = slow.others
-    assert slow.current.step_ms is not None
-    assert best.step_ms > slow.current.step_ms  # the link is slow, and the codec helps there
+    best, own = slow.scenarios
+    assert slow.baseline.step_ms is not None
+    assert best.step_ms > slow.baseline.step_ms  # the link is slow, and the codec helps there
     assert best.change == pytest.approx(best.step_ms / own.step_ms - 1)
-    assert [(each.codec, each.place, is_faster(each)) for each in slow.others] == [
+    assert [(each.codec, each.position, is_faster(each)) for each in slow.scenarios] == [
         ("fp16", 1, True),
         ("ddp", 2, False),
     ]
-    change = near.others[0].step_ms / near.current.step_ms - 1
-    assert near.others[0].change == pytest.approx(change)
-    assert near.against == THIS_RUN
-    assert slow.as_dict()["against"] == "ddp flat, as in this run, with the same link and hosts"
+    change = near.scenarios[0].step_ms / near.baseline.step_ms - 1
+    assert near.scenarios[0].change == pytest.approx(change)
+    assert near.change_baseline == THIS_RUN
+    assert (
+        slow.as_dict()["change_baseline"]
+        == "ddp flat, as in this run, with the same link and hosts"
+    )
     rounds = with_small_exchanges(DDP.run(), took=0.4)
-    late = {each.codec: each for each in asked(rounds, {}, FP16, latency_us=1e5).others}
+    late = {each.codec: each for each in asked(rounds, {}, FP16, latency_us=1e5).scenarios}
     assert (late["ddp"].change, late["fp16"].change < 0) == (0.0, True)
 
 
@@ -164,16 +167,16 @@ def test_bytes_and_times_of_the_runs_own_codec_are_those_of_the_run() -> None:
     heavy = replace(CHUNK, encode=12, decode=7, sent=2 * CHUNK_ELEMENTS)
     found = asked(heavy, {})
     assert found.error == pytest.approx(0.0, abs=1e-6)
-    assert found.others[0].sent_mb == pytest.approx(8 * CHUNK_ELEMENTS / 1e6)
-    assert found.others[0].source == THIS_RUN
+    assert found.scenarios[0].sent_mb == pytest.approx(8 * CHUNK_ELEMENTS / 1e6)
+    assert found.scenarios[0].source == THIS_RUN
 
 
 def test_other_hosts_and_links_in_one_call_are_ranked_by_themselves() -> None:
     observed = observe(DDP.run())
     there = [elsewhere(observed.scenario, hosts=hosts) for hosts in (64, 4)]
     scenarios = [replace(each, codec=codec) for each in there for codec in ("ddp", "fp16")]
-    found = predict(observed, scenarios, costs=COSTS).others
-    assert [(each.hosts, each.codec, each.place) for each in found] == [
+    found = predict(observed, scenarios, costs=COSTS).scenarios
+    assert [(each.hosts, each.codec, each.position) for each in found] == [
         (hosts, codec, place)
         for hosts in (64, 4)
         for place, codec in enumerate(("fp16", "ddp"), start=1)
@@ -190,15 +193,15 @@ def test_nothing_is_ranked_closer_than_the_error() -> None:
     observed = observe(DDP.run())
     scenarios = [replace(observed.scenario, codec=name) for name in costs]
     found = predict(observed, scenarios, costs={**COSTS, **costs})
-    assert found.margin == LEAST_MARGIN
-    steps = [each.step_ms or 0 for each in found.others]
+    assert found.tolerance == LEAST_TOLERANCE
+    steps = [each.step_ms or 0 for each in found.scenarios]
     assert steps == sorted(steps)
-    pairs = list(zip(found.others, found.others[1:], strict=False))
+    pairs = list(zip(found.scenarios, found.scenarios[1:], strict=False))
     for one, other in pairs:
-        apart = (other.step_ms or 0) > (one.step_ms or 0) * (1 + found.margin)
-        assert (one.place != other.place) is apart
-    assert {one.place == other.place for one, other in pairs} == {True, False}
-    verdicts = [each.verdict for each in found.others]
+        apart = (other.step_ms or 0) > (one.step_ms or 0) * (1 + found.tolerance)
+        assert (one.position != other.position) is apart
+    assert {one.position == other.position for one, other in pairs} == {True, False}
+    verdicts = [each.verdict for each in found.scenarios]
     assert (verdicts[:2], verdicts[-1]) == ([NO_DIFFERENCE] * 2, "")
 
 
@@ -207,27 +210,29 @@ def test_a_large_error_joins_what_a_small_one_would_rank() -> None:
     odd = replace(DDP, slow_steps={2: 3, 3: 3, 4: 3, 5: 1, 6: 1, 7: 1})
     found = asked(odd, {}, FP16)
     assert found.error is not None
-    assert found.margin == pytest.approx(max(abs(found.error), LEAST_MARGIN))
-    assert found.margin > LEAST_MARGIN
+    assert found.tolerance == pytest.approx(max(abs(found.error), LEAST_TOLERANCE))
+    assert found.tolerance > LEAST_TOLERANCE
 
 
 def test_what_is_not_known_is_none_and_says_why() -> None:
     first, *others = asked(
         DDP, FP16, {"codec": "topk"}, {"codec": "int8", "form": "sharded"}
-    ).others
+    ).scenarios
     assert first.step_ms is not None
     reasons = {each.codec: each.reason for each in others}
     assert reasons["topk"] == "what topk costs was not measured"
     assert reasons["int8"].startswith("one rank per host")
     for each in others:
-        assert (each.step_ms, each.exposed_ms, each.sent_mb, each.change, each.place) == (None,) * 5
+        assert (each.step_ms, each.exposed_ms, each.sent_mb, each.change, each.position) == (
+            None,
+        ) * 5
 
 
 def test_without_a_prediction_of_the_run_nothing_is_ranked() -> None:
     found = asked(replace(INT8, codec="sign"), {"codec": "ddp"}, FP16)
-    assert (found.current.step_ms, found.error, found.margin) == (None, None, None)
-    assert found.current.reason == "what sign costs was not measured"
-    assert [(each.place, each.change, each.verdict) for each in found.others] == [
+    assert (found.baseline.step_ms, found.error, found.tolerance) == (None, None, None)
+    assert found.baseline.reason == "what sign costs was not measured"
+    assert [(each.position, each.change, each.verdict) for each in found.scenarios] == [
         (None, None, NO_ERROR)
     ] * 2
 
@@ -243,8 +248,8 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     here, free, late = (
         asked(run, {}, hosts=64, link_gbps=10.0, latency_us=us) for us in (None, 0.0, 1e3)
     )
-    assert here.others[0].step_ms == free.others[0].step_ms
-    assert late.others[0].step_ms > free.others[0].step_ms
+    assert here.scenarios[0].step_ms == free.scenarios[0].step_ms
+    assert late.scenarios[0].step_ms > free.scenarios[0].step_ms
     assert "rounds between hosts count nothing" in here.reasons["latency"]
     assert "latency" not in late.reasons
 

@@ -19,7 +19,7 @@ from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.tables import PREDICTED, whatif_table
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run
-from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, WhatIf
+from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, Predictions
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.profiling.whatif.told import predicted, times_faster, untold
@@ -41,9 +41,9 @@ def told(planted: Planted, costs: Mapping[str, CodecCost] = COSTS) -> Summary:
     return with_whatif(summarize(run), run, lambda observed: Costs(costs))
 
 
-def with_best(**changes: Any) -> WhatIf:
+def with_best(**changes: Any) -> Predictions:
     found = a_whatif()
-    return replace(found, others=[replace(found.others[0], **changes), *found.others[2:]])
+    return replace(found, scenarios=[replace(found.scenarios[0], **changes), *found.scenarios[2:]])
 
 
 def printed(summary: Summary) -> str:
@@ -73,8 +73,8 @@ def test_where_nothing_is_faster_it_says_so() -> None:
         ({"bucket_mb": 100.0}, "Predicted with int4 in buckets of 100 MB: 1.2x."),
         ({"verdict": NO_DIFFERENCE}, NOTHING),
         (
-            {"assumes": "matrices", "place": None},
-            f"{NOTHING[:-1]}; int4 may be, with what it assumes.",
+            {"assumption": "matrices", "position": None},
+            f"{NOTHING[:-1]}; int4 may be, under its assumption.",
         ),
         ({"change": 0.5}, NOTHING),
     ],
@@ -85,7 +85,7 @@ def test_what_is_told_of_the_best(changes: dict[str, Any], sentence: str) -> Non
 
 def test_a_flat_exchange_is_named_where_the_run_had_another() -> None:
     found = a_whatif()
-    found = replace(found, current=replace(found.current, form="sharded"))
+    found = replace(found, baseline=replace(found.baseline, form="sharded"))
     assert predicted(found) == "Predicted with int4, flat: 1.2x."
 
 
@@ -95,37 +95,39 @@ def test_the_headline_has_the_first_of_the_table() -> None:
         "sign": cost("sign", 0.5),
         "int4": cost("int4", 0.501),  # cannot be told from it, and loses less
         "fp16": COSTS["fp16"],
-        "powersgd": replace(cost("powersgd", 0.1), assumes="matrices"),
+        "powersgd": replace(cost("powersgd", 0.1), assumption="matrices"),
     }
     summary = told(DDP, costs)
     assert summary.predictions is not None
-    names = [each.codec for each in summary.predictions.others if each.step_ms]
+    names = [each.codec for each in summary.predictions.scenarios if each.step_ms]
     assert names[:3] == ["int4", "sign", "fp16"]
     assert names[-1] == "powersgd"
-    places = {each.codec: each.place for each in summary.predictions.others if not each.bucket_mb}
-    assert (places["int4"], places["sign"], places["fp16"]) == (1, 1, 3)
-    assert places["powersgd"] is None
+    positions = {
+        each.codec: each.position for each in summary.predictions.scenarios if not each.bucket_mb
+    }
+    assert (positions["int4"], positions["sign"], positions["fp16"]) == (1, 1, 3)
+    assert positions["powersgd"] is None
     assert " Predicted with int4: " in summary.headline
     rows = [line.split() for line in printed(summary).splitlines()]
     assert ["1", "int4"] in [row[:2] for row in rows]
 
 
 def test_what_cannot_be_told_of_many_hosts_is_said_once() -> None:
-    missing = replace(a_whatif().others[-1], step_ms=None, reason="not measured")
+    missing = replace(a_whatif().scenarios[-1], step_ms=None, reason="not measured")
     assert untold([replace(missing, hosts=2**power) for power in range(1, 11)]) == [
         "n/a for topk flat: not measured"
     ]
 
 
 def test_without_an_error_nothing_is_told() -> None:
-    assert predicted(replace(a_whatif(), margin=None)) == ""
+    assert predicted(replace(a_whatif(), tolerance=None)) == ""
 
 
 @pytest.mark.parametrize(
     ("change", "factor"), [(-0.474, "1.9x"), (-0.5, "2x"), (-0.84, "6.2x"), (-0.95, "20x")]
 )
 def test_factors_have_two_digits(change: float, factor: str) -> None:
-    assert times_faster(replace(a_whatif().others[0], change=change)) == factor
+    assert times_faster(replace(a_whatif().scenarios[0], change=change)) == factor
 
 
 def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
@@ -134,11 +136,13 @@ def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "summary.json").read_text())["predictions"]
     assert summary.predictions is not None
     assert content == json.loads(json.dumps(summary.predictions.as_dict()))
-    assert (content["label"], content["schema"]) == (LABEL, 1)
+    assert (content["label"], content["schema"]) == (LABEL, 2)
     assert content["error"] == pytest.approx(0, abs=1e-9)
     # the run itself is the first row anyway
-    assert "ddp" not in [each["codec"] for each in content["others"] if each["bucket_mb"] is None]
-    assert {each["bucket_mb"] for each in content["others"]} == {None, 5.0, 25.0}
+    assert "ddp" not in [
+        each["codec"] for each in content["scenarios"] if each["bucket_mb"] is None
+    ]
+    assert {each["bucket_mb"] for each in content["scenarios"]} == {None, 5.0, 25.0}
 
 
 @pytest.mark.parametrize(
@@ -210,5 +214,5 @@ def test_an_old_folder_is_predicted_too() -> None:
     costs = {**COSTS, "int8": replace(cost("int8", 1.0), exchange="gather")}
     found = with_whatif(summarize(run), run, lambda observed: Costs(costs))
     assert found.predictions is not None
-    assert found.predictions.current.step_ms is not None
-    assert found.predictions.others
+    assert found.predictions.baseline.step_ms is not None
+    assert found.predictions.scenarios

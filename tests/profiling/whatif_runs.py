@@ -8,7 +8,7 @@ from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.capture.events import Span
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.answer import Prediction, WhatIf
+from lightning_dist.profiling.whatif.answer import Prediction, Predictions
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
@@ -27,7 +27,7 @@ COSTS = {
 }
 
 
-def asked(of: Planted | Run, *changes: dict[str, Any], **place: Any) -> WhatIf:
+def asked(of: Planted | Run, *changes: dict[str, Any], **place: Any) -> Predictions:
     """Predictions of the run with ``changes``, on the links and hosts of ``place``."""
     observed = observe(of.run() if isinstance(of, Planted) else of)
     there = elsewhere(observed.scenario, **place)
@@ -36,7 +36,7 @@ def asked(of: Planted | Run, *changes: dict[str, Any], **place: Any) -> WhatIf:
 
 def only(of: Planted | Run, change: dict[str, Any] | None = None, **place: Any) -> Prediction:
     """The one prediction of :func:`asked`."""
-    (found,) = asked(of, change or {}, **place).others
+    (found,) = asked(of, change or {}, **place).scenarios
     return found
 
 

@@ -31,8 +31,8 @@ def test_every_candidate_has_a_cost_and_bytes() -> None:
     assert [costs[name].wire for name in ("none", "fp16")] == [4.0, 2.0]
     assert costs["none"].decoding(1) == 0  # added up in the bucket itself
     assert costs["powersgd"].wire == 4 * 4 / 1024
-    assert costs["powersgd"].assumes
-    assert {name for name, cost in costs.items() if cost.assumes} == {"powersgd"}
+    assert costs["powersgd"].assumption
+    assert {name for name, cost in costs.items() if cost.assumption} == {"powersgd"}
 
 
 def test_options_count() -> None:

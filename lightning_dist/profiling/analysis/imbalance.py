@@ -18,7 +18,7 @@ SHARE = 2 / 3
 _DEVIATIONS = 2
 """By so many standard deviations more than chance would give."""
 
-_ORDER = ("optimizer", "data", "forward", "backward")
+_ORDER = ("optimizer", "between_steps", "forward", "backward")
 """As they come after an exchange, which ranks leave together: who is late in one is waited for in
 another that comes later."""
 

@@ -42,7 +42,7 @@ METRICS: Mapping[str, Metric] = {
     each[0]: metric(*each)
     for each in (
         # Parts of a step, in the order in which they are drawn.
-        ("data", "data, callbacks", "ms", "waiting for a batch, callbacks, loggers, checkpoints"),
+        ("between_steps", "", "ms", "waiting for a batch, callbacks, loggers, checkpoints"),
         ("forward", "", "ms", "forward pass and loss"),
         ("backward", "", "ms", "backward pass, with the communication that is hidden under it"),
         ("exposed_wait", "", "ms", "gradients are complete, but another rank is late"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
 from lightning_dist.profiling.analysis.clock_quality import clock_notes
 from lightning_dist.profiling.analysis.imbalance import growth_of
-from lightning_dist.profiling.analysis.metrics import format_value
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.sample import Sample, spread
 from lightning_dist.profiling.analysis.tables import StepTable, mean
@@ -133,18 +133,18 @@ def _outside(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     if not phase_skew:
         return []
     phases = [
-        f"{each.phase} ({_who(each.ranks, ranks)}: +{_ms(each.excess_ms)})" for each in phase_skew
+        f"{METRICS[each.phase].label} ({_who(each.ranks, ranks)}: +{_ms(each.excess_ms)})"
+        for each in phase_skew
     ]
     note = (
-        f"ranks differ in {', '.join(phases)}: waiting in collectives other than gradient "
+        f"ranks differ: {', '.join(phases)}; waiting in collectives other than gradient "
         "exchanges (DDP buffers such as those of BatchNorm, `sync_dist=True`, your own) is "
         "counted in these phases"
     )
     first, *rest = phase_skew
-    if any(
-        each.fastest_rank in first.ranks for each in rest
-    ):  # where others wait, who is late does not
-        note += f"; late: {_who(first.ranks, ranks)} in {first.phase}"
+    # Where the other ranks wait, the late one does not.
+    if any(each.fastest_rank in first.ranks for each in rest):
+        note += f"; late: {_who(first.ranks, ranks)} ({METRICS[first.phase].label})"
     return [note]
 
 

@@ -14,12 +14,12 @@ from enum import StrEnum
 from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Intervals
-from lightning_dist.profiling.whatif.answer import WhatIf
+from lightning_dist.profiling.whatif.answer import Predictions
 
 SCHEMA = 2
 
 PARTS = (
-    "data",
+    "between_steps",
     "forward",
     "backward",
     "exposed_wait",
@@ -305,7 +305,7 @@ class Summary:
     unavailable: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     exposed_straggler: int | None = None
-    predictions: WhatIf | None = None
+    predictions: Predictions | None = None
     detailed_steps: int = 0
     phase_skew: Sequence[PhaseSkew] = ()
 

@@ -13,10 +13,10 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct, field
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
 
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("between_steps", "forward", "backward", "optimizer")
 """What a step spends its time on, besides what no phase covers."""
 
 

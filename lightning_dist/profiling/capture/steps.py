@@ -170,7 +170,7 @@ class StepTimer:
         self._spans: list[tuple[str, Timestamp, Timestamp]] = []
         self._left_out: list[tuple[Timestamp, Timestamp]] = []
         self._apart: Timestamp | None = None  # until then an evaluation was, of a step or of none
-        self._phase, self._since = "data", begin
+        self._phase, self._since = "between_steps", begin
         self._synchronised: Timestamp | None = None
         self._stepped: Timestamp | None = None
         self._is_optimizing = False
@@ -200,7 +200,7 @@ class StepTimer:
 
     def backward_ended(self, now: Timestamp, *, synchronised: bool) -> None:
         """It has ended; ``synchronised``: with the mean over all ranks."""
-        self._enter("optimizer" if synchronised else "data", now)
+        self._enter("optimizer" if synchronised else "between_steps", now)
         if synchronised:
             self._synchronised, self._stepped = now, None
 
@@ -226,7 +226,7 @@ class StepTimer:
     def forward_ended(self) -> None:
         """What is left of a pass, after a step within it, is of no phase."""
         if self._phase == "forward" and self._since == self._begin:
-            self._phase = "data"
+            self._phase = "between_steps"
 
     def stepped(self, now: Timestamp) -> None:
         """An optimizer has made its step."""
@@ -240,7 +240,7 @@ class StepTimer:
         Where a pass or a step of an optimizer is to come it may be of the step, as a target that
         the model computes without gradients: then the next event tells.
         """
-        if self._phase != "data" and self._stepped is None:
+        if self._phase != "between_steps" and self._stepped is None:
             self._apart = now
             return None
         return self._leave_out(now)
@@ -258,7 +258,7 @@ class StepTimer:
             self._left_out.append((since, until))
         else:
             self._begin = until
-        self._phase, self._since, self._apart = "data", until, None
+        self._phase, self._since, self._apart = "between_steps", until, None
         return cut
 
     def _enter(self, phase: str, now: Timestamp) -> None:
@@ -268,7 +268,7 @@ class StepTimer:
     def _cut(self) -> Cut:
         assert self._synchronised is not None
         end = self._synchronised if self._stepped is None else self._stepped
-        self._enter("data", end)
+        self._enter("between_steps", end)
         cut = Cut(self._begin, end, self._spans, self._left_out)
         self._begin, self._spans, self._left_out = end, [], []
         self._synchronised = self._stepped = None

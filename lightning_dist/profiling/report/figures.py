@@ -30,7 +30,12 @@ from lightning_dist.profiling.whatif.told import name_of
 
 INK, LINE, GRID, RAISED = "#1b1f24", "#c9ced6", "#e6e8ec", "#f5f6f8"
 COLORS = {  # Okabe and Ito's, which colour-blind people can tell apart
-    **{"data": "#f0e442", "forward": "#56b4e9", "backward": "#0072b2", "optimizer": "#009e73"},
+    **{
+        "between_steps": "#f0e442",
+        "forward": "#56b4e9",
+        "backward": "#0072b2",
+        "optimizer": "#009e73",
+    },
     **dict.fromkeys(("wait", "exposed_wait"), "#d55e00"),
     **dict.fromkeys(("transfer", "exposed_transfer"), "#e69f00"),
     **{"exposed_other": "#8c8c8c", "other": "#c4c8ce"},
@@ -294,15 +299,15 @@ def _curves(name: str, color: str, by_step: Mapping[int, Sequence[float]]) -> li
 def predicted_steps(summary: Summary) -> Picture | None:
     """Bars of predicted steps; None where the simulation has no error to be judged by."""
     found = summary.predictions
-    told = [] if found is None else [each for each in found.others if each.step_ms is not None]
-    if found is None or found.margin is None or not told:
+    told = [] if found is None else [each for each in found.scenarios if each.step_ms is not None]
+    if found is None or found.tolerance is None or not told:
         return None
-    own = f"{plain(name_of(found.current, found.current))} (this run)"
-    names = [own, *(plain(name_of(each, found.current)) for each in told)]
-    steps = [each.step_ms or 0.0 for each in (found.current, *told)]
-    exposed = [each.exposed_ms or 0.0 for each in (found.current, *told)]
+    own = f"{plain(name_of(found.baseline, found.baseline))} (this run)"
+    names = [own, *(plain(name_of(each, found.baseline)) for each in told)]
+    steps = [each.step_ms or 0.0 for each in (found.baseline, *told)]
+    exposed = [each.exposed_ms or 0.0 for each in (found.baseline, *told)]
     rest = [step - of_it for step, of_it in zip(steps, exposed, strict=True)]
-    error = {"type": "data", "array": [found.margin * step for step in steps], "color": INK}
+    error = {"type": "data", "array": [found.tolerance * step for step in steps], "color": INK}
     stacks = (("not exposed", rest, "backward", None), ("exposed", exposed, "transfer", error))
     traces = [
         go.Bar(
@@ -337,7 +342,7 @@ def predicted_steps(summary: Summary) -> Picture | None:
     )
     caption = (
         "All bars are simulated, also that of the run itself, beside which is the measured step. "
-        f"Differences below {format_value(found.margin, '%')} are within the error."
+        f"Differences below {format_value(found.tolerance, '%')} are within the error."
     )
     return Picture("whatif-steps", f"{PREDICTED}, by setting", caption, {"": drawn})
 

@@ -239,29 +239,29 @@ def whatif_table(summary: Summary, *, most: int | None = None) -> Table:
     if found is None:
         missing = f"n/a: {why(summary.unavailable, 'predictions', 'steps')}."
         return Table("whatif", PREDICTED, columns, missing=missing)
-    current = found.current
+    baseline = found.baseline
 
-    def row(place: str, name: str, each: Prediction, change: str, remark: str) -> Sequence[str]:
+    def row(position: str, name: str, each: Prediction, change: str, remark: str) -> Sequence[str]:
         figures = (each.step_ms, each.exposed_ms, each.sent_mb)
-        return place, name, *map(format_value, figures), change, remark
+        return position, name, *map(format_value, figures), change, remark
 
     error = format_value(found.error, "%", signed=True)
     own = f"measured {_ms(found.measured_ms)}; error of the simulation {error}"
-    rows = [row("", f"{name_of(current, current)} (this run)", current, "", own)]
-    for each in [each for each in found.others if each.step_ms is not None][:most]:
+    rows = [row("", f"{name_of(baseline, baseline)} (this run)", baseline, "", own)]
+    for each in [each for each in found.scenarios if each.step_ms is not None][:most]:
         change = format_value(each.change, "%", signed=True)
-        place = "" if each.place is None else str(each.place)
-        rows.append(row(place, name_of(each, current), each, change, remarks(each)))
-    hosts = f"{count(current.world_size, 'rank')} on {count(current.hosts, 'host')}"
-    rate = format_value(current.gbps, "Gbit/s")
+        position = "" if each.position is None else str(each.position)
+        rows.append(row(position, name_of(each, baseline), each, change, remarks(each)))
+    hosts = f"{count(baseline.world_size, 'rank')} on {count(baseline.hosts, 'host')}"
+    rate = format_value(baseline.gbps, "Gbit/s")
     sentences = [
         f"This step simulated with other settings: {hosts}, {rate} "
-        + ("between them" if current.hosts > 1 else "per rank, no network"),
+        + ("between them" if baseline.hosts > 1 else "per rank, no network"),
         error_of(found).rstrip("."),
-        "Settings that share a position are too close to be ranked. Accuracy is not predicted",
-        *sources([current, *found.others]),
+        "Accuracy is not predicted",
+        *sources([baseline, *found.scenarios]),
         *(f"{name}: n/a, {reason}" for name, reason in found.reasons.items()),
-        *untold(found.others),
+        *untold(found.scenarios),
     ]
     caption = " ".join(f"{each[:1].upper()}{each[1:]}." for each in sentences)
     return Table("whatif", PREDICTED, columns, rows, caption)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA = 1
-LABEL = "PREDICTION, not measured"
+SCHEMA = 2
+LABEL = "Predicted step time (simulated)"
 THIS_RUN = "this run"
 NO_DIFFERENCE = "no difference that the model could tell"
 NO_ERROR = "the model has no error to be judged by"
@@ -23,11 +23,11 @@ class Prediction:
         sent_mb: over the link of a host.
         change: of the step against the run's own codec, form and buckets with the same link and
             hosts, as predicted; -0.5: half as long.
-        place: 1 for the best with the same link and hosts; those that the model cannot tell apart
+        position: 1 for the fastest with the same link and hosts; settings closer than the tolerance
             share one. None: not ranked.
         verdict: in words; empty where ``change`` says it.
         source: of the codec's cost.
-        assumes: condition of the prediction.
+        assumption: condition of the prediction; empty if there is none. Not ranked with one.
         bucket_mb: ``bucket_cap_mb`` of DDP; None: the buckets of the run.
     """
 
@@ -40,10 +40,10 @@ class Prediction:
     exposed_ms: float | None = None
     sent_mb: float | None = None
     change: float | None = None
-    place: int | None = None
+    position: int | None = None
     verdict: str = ""
     source: str = ""
-    assumes: str = ""
+    assumption: str = ""
     reason: str = ""
     bucket_mb: float | None = None
 
@@ -54,29 +54,29 @@ def is_faster(each: Prediction) -> bool:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class Predictions:
     """Predictions for a run and for others like it.
 
     Args:
         measured_ms: median step of the run.
-        current: prediction for that very run.
-        error: of ``current`` against ``measured_ms``, -0.1: a tenth too short; None: no prediction.
-        margin: share of a step within which nothing is ranked.
-        others: by links and hosts the best first; those without a prediction last.
+        baseline: prediction for the run itself.
+        error: of ``baseline``, -0.1: a tenth shorter than measured; None: no prediction.
+        tolerance: share of a step; settings that differ by less are not ranked.
+        scenarios: by links and hosts the fastest first; those without a prediction last.
         link: measured speed of the links.
         reasons: figures that are not known, and why.
-        against: reference of ``change``, in words.
+        change_baseline: reference of ``change``, in words.
     """
 
     measured_ms: float
-    current: Prediction
+    baseline: Prediction
     error: float | None
-    margin: float | None
-    others: Sequence[Prediction]
+    tolerance: float | None
+    scenarios: Sequence[Prediction]
     link: Mapping[str, float | None]
     reasons: Mapping[str, str] = field(default_factory=dict)
     label: str = LABEL
-    against: str = THIS_RUN
+    change_baseline: str = THIS_RUN
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
     from lightning_dist.profiling.whatif.observe import Observed
 
 NAME = "costs.json"
-SCHEMA = 1
+SCHEMA = 2
 MEASURES = "`lightning-dist profile whatif DIR` measures"
 """Remedy where costs are missing."""
 
@@ -61,11 +61,9 @@ def read_costs(folder: str | Path) -> Costs:
     """Costs from ``costs.json``; none, and the reason, where it cannot be used."""
     try:
         file = msgspec.json.decode((Path(folder) / NAME).read_bytes(), type=_File)
-        if file.schema > SCHEMA:
-            return Costs(
-                reason=f"{NAME} is of schema {file.schema}, and this version knows {SCHEMA}; "
-                "install a newer lightning_dist"
-            )
+        if file.schema != SCHEMA:
+            what = f"{NAME} has schema {file.schema}, this version reads {SCHEMA}"
+            return Costs(reason=f"{what}; {MEASURES}")
         costs = msgspec.json.decode(file.costs, type=list[CodecCost])
         if not all(map(_is_possible, costs)):
             raise ValueError("a cost of no codec")

@@ -14,7 +14,7 @@ from lightning_dist.profiling.whatif.answer import (
     NO_ERROR,
     THIS_RUN,
     Prediction,
-    WhatIf,
+    Predictions,
     is_faster,
 )
 from lightning_dist.profiling.whatif.costs import Costs
@@ -32,7 +32,7 @@ from lightning_dist.profiling.whatif.simulator import (
 from lightning_dist.profiling.whatif.told import predicted
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
-LEAST_MARGIN = 0.02
+LEAST_TOLERANCE = 0.02
 """Two runs of the same scenario differ by as much, however exact the model is for one of them."""
 
 BUCKET_SIZES = (5.0, 25.0, 100.0)
@@ -108,36 +108,43 @@ def other_buckets(
 
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
-) -> WhatIf:
+) -> Predictions:
     """Simulate the run itself, and then ``scenarios``."""
     run = observed.scenario
     known = {**costs, **_cost_in_run(observed, costs)}
-    current = _prediction(observed, run, known)
-    error = None if current.step_ms is None else current.step_ms / (observed.step * 1e3) - 1
-    margin = None if error is None else max(abs(error), LEAST_MARGIN)
-    of_place: dict[Scenario, list[Prediction]] = {}  # by the run's own codec, form and buckets
+    baseline = _prediction(observed, run, known)
+    error = None if baseline.step_ms is None else baseline.step_ms / (observed.step * 1e3) - 1
+    tolerance = None if error is None else max(abs(error), LEAST_TOLERANCE)
+    of_link: dict[Scenario, list[Prediction]] = {}  # by the run's own codec, form and buckets
     for scenario in scenarios:
         own = replace(scenario, codec=run.codec, form=run.form, bucket_mb=None)
-        of_place.setdefault(own, []).append(_prediction(observed, scenario, known))
-    others: list[Prediction] = []
-    for own, alike in of_place.items():
-        others += _ranked(alike, _prediction(observed, own, known).step_ms, margin)
-    for alike in of_place.values():
-        others += [each for each in alike if each.step_ms is None]
-    reasons, against = dict(observed.reasons), THIS_RUN
-    if run.hosts == 1 and any(own.hosts > 1 and own.link.latency is None for own in of_place):
+        of_link.setdefault(own, []).append(_prediction(observed, scenario, known))
+    ranked: list[Prediction] = []
+    for own, alike in of_link.items():
+        ranked += _ranked(alike, _prediction(observed, own, known).step_ms, tolerance)
+    for alike in of_link.values():
+        ranked += [each for each in alike if each.step_ms is None]
+    reasons, change_baseline = dict(observed.reasons), THIS_RUN
+    if run.hosts == 1 and any(own.hosts > 1 and own.link.latency is None for own in of_link):
         reasons["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
         )
-    if set(of_place) - {run}:
-        against = f"{run.codec} {run.form}, as in this run, with the same link and hosts"
+    if set(of_link) - {run}:
+        change_baseline = f"{run.codec} {run.form}, as in this run, with the same link and hosts"
     link = {
         "gbps": run.link.gbps,
         "inside_gbps": None if run.inside is None else run.inside.gbps,
         "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
     }
-    return WhatIf(
-        observed.step * 1e3, current, error, margin, others, link, reasons, against=against
+    return Predictions(
+        observed.step * 1e3,
+        baseline,
+        error,
+        tolerance,
+        ranked,
+        link,
+        reasons,
+        change_baseline=change_baseline,
     )
 
 
@@ -181,7 +188,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     if cost is None or run.unsupported:
         return {}
     step = simulate_step(observed.buckets, run, cost=cost, inside_cost=costs.get("none"))
-    cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumes="")
+    cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
     if run.form != FLAT or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
     payloads, reduced = 1, 0.0
@@ -241,37 +248,41 @@ def _prediction(
         exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
         source="" if cost is None else cost.source,
-        assumes="" if cost is None else cost.assumes,
+        assumption="" if cost is None else cost.assumption,
     )
 
 
 def _ranked(
-    found: Sequence[Prediction], own_ms: float | None, margin: float | None
+    found: Sequence[Prediction], own_ms: float | None, tolerance: float | None
 ) -> list[Prediction]:
-    """The best first. One that is within the margin of the one before it shares its place.
+    """The best first. One that is within the tolerance of the one before it shares its position.
 
-    Those of a place that cannot be told from its fastest are listed by what they send, because more
-    bytes lose less, and first those that are faster than the run's own by more than the margin. A
-    prediction that is only true of some models has no place, and comes after all that have.
+    Those of a position that cannot be told from its fastest are listed by what they send, because
+    more bytes lose less, and first those that are faster than the run's own by more than the
+    tolerance. A prediction with an assumption has no position, and comes after all that have.
     """
     step = attrgetter("step_ms")
     told = sorted((each for each in found if each.step_ms is not None), key=step)
-    if margin is None or own_ms is None:
+    if tolerance is None or own_ms is None:
         return [replace(each, verdict=NO_ERROR) for each in told]
     told = [replace(each, change=step(each) / own_ms - 1) for each in told]
     told = [
-        replace(each, verdict=NO_DIFFERENCE) if abs(each.change or 0.0) <= margin else each
+        replace(each, verdict=NO_DIFFERENCE) if abs(each.change or 0.0) <= tolerance else each
         for each in told
     ]
-    place, fastest, before = 0, 0.0, -inf
+    position, fastest, before = 0, 0.0, -inf
     ranked: list[tuple[tuple[int, float, float], Prediction]] = []
-    for number, each in enumerate((each for each in told if not each.assumes), start=1):
-        if step(each) > before * (1 + margin):
-            place, fastest = number, step(each)
+    for number, each in enumerate((each for each in told if not each.assumption), start=1):
+        if step(each) > before * (1 + tolerance):
+            position, fastest = number, step(each)
         before = step(each)
-        order = place, 2.0, before
-        if before <= fastest * (1 + margin):
-            order = place, float(not is_faster(each)), -round(each.sent_mb or 0.0, 6)  # to a byte
-        ranked.append((order, replace(each, place=place)))
+        order = position, 2.0, before
+        if before <= fastest * (1 + tolerance):
+            order = (
+                position,
+                float(not is_faster(each)),
+                -round(each.sent_mb or 0.0, 6),
+            )  # to a byte
+        ranked.append((order, replace(each, position=position)))
     ranked.sort(key=itemgetter(0))
-    return [each for _, each in ranked] + [each for each in told if each.assumes]
+    return [each for _, each in ranked] + [each for each in told if each.assumption]

@@ -5,36 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_dist.profiling.analysis.metrics import format_value
-from lightning_dist.profiling.whatif.answer import Prediction, WhatIf, is_faster
+from lightning_dist.profiling.whatif.answer import Prediction, Predictions, is_faster
 from lightning_dist.profiling.whatif.simulator import FLAT, LEADER
 
 _NOTHING = "No other setting is predicted to be faster than the model can tell"
 
 
-def predicted(found: WhatIf) -> str:
+def predicted(found: Predictions) -> str:
     """The sentence of the headline; empty where the model has no error to be judged by."""
-    if found.margin is None or found.current.step_ms is None:
+    if found.tolerance is None or found.baseline.step_ms is None:
         return ""
     best = recommended(found)
     if best is None or best.step_ms is None:
-        only = dict.fromkeys(each.codec for each in found.others if is_faster(each))
-        unless = f"; {', '.join(only)} may be, with what it assumes" if only else ""
+        only = dict.fromkeys(each.codec for each in found.scenarios if is_faster(each))
+        unless = f"; {', '.join(only)} may be, under its assumption" if only else ""
         return f"{_NOTHING}{unless}."
-    return f"Predicted with {name_of(best, found.current)}: {times_faster(best)}."
+    return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best)}."
 
 
-def recommended(found: WhatIf) -> Prediction | None:
+def recommended(found: Predictions) -> Prediction | None:
     """The first of the others, if it is faster by more than the model can be wrong."""
-    first = next(iter(found.others), None)
-    return first if first is not None and first.place and is_faster(first) else None
+    first = next(iter(found.scenarios), None)
+    return first if first is not None and first.position and is_faster(first) else None
 
 
-def name_of(each: Prediction, current: Prediction) -> str:
+def name_of(each: Prediction, baseline: Prediction) -> str:
     """The codec, and what else is not as in a flat exchange with the buckets of the run."""
     words = each.codec
     if each.form != FLAT:
         words += " between hosts"
-    elif current.form != FLAT:
+    elif baseline.form != FLAT:
         words += ", flat"
     if each.form == LEADER:
         words += ", leader form"
@@ -52,26 +52,26 @@ def times_faster(each: Prediction) -> str:
 
 def remarks(each: Prediction) -> str:
     """What beside the figures has to be said of one."""
-    found = (each.reason, each.verdict, each.assumes and f"not ranked: for {each.assumes}")
+    found = (each.reason, each.verdict, each.assumption and f"not ranked: for {each.assumption}")
     return "; ".join(remark for remark in found if remark)
 
 
-def error_of(found: WhatIf) -> str:
+def error_of(found: Predictions) -> str:
     """How well the model knows the run itself."""
-    current = found.current
-    if found.error is None or found.margin is None or current.step_ms is None:
-        return f"The model says nothing of the run itself: {current.reason}; so nothing is ranked."
+    baseline = found.baseline
+    if found.error is None or found.tolerance is None or baseline.step_ms is None:
+        return f"This run cannot be simulated: {baseline.reason}; nothing is ranked."
     return (
-        f"The model says {current.step_ms:.1f} ms of it, {signed(found.error)}. Steps within "
-        f"{100 * found.margin:.1f} % are not told apart."
+        f"This run simulated: {baseline.step_ms:.1f} ms ({signed(found.error)}). "
+        f"Differences within {100 * found.tolerance:.1f} % are not ranked."
     )
 
 
-def where_of(found: WhatIf) -> str:
+def where_of(found: Predictions) -> str:
     """The hosts of the run, and what their rate is of."""
-    if found.current.hosts > 1:
-        return f"{found.current.hosts} hosts, {found.current.gbps:.3g} Gbit/s"
-    return f"1 host, {found.current.gbps:.3g} Gbit/s of a rank, which is loopback or shared memory"
+    if found.baseline.hosts > 1:
+        return f"{found.baseline.hosts} hosts, {found.baseline.gbps:.3g} Gbit/s"
+    return f"1 host, {found.baseline.gbps:.3g} Gbit/s of a rank, which is loopback or shared memory"
 
 
 def sources(others: Iterable[Prediction]) -> list[str]:
