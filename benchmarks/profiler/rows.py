@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.profiler.link_packets import LinkPackets
 from benchmarks.profiler.rank import FIRST
-from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
+from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.run import Run, read_run
 
@@ -29,7 +29,7 @@ def skew_rows(
     run = read_run(folder / "run-0")
     misses: dict[float, list[float]] = {planted: [] for planted in sorted(set(late_ms))}
     for step, planted in enumerate(late_ms, start=FIRST):
-        first, _ = parts_of(run, step)
+        first, _ = analyse(run, step)
         known = (launched[1][step] - launched[0][step]) / MS
         misses[planted].append(first.waited_for.get(1, 0) / MS - max(known, 0.0))
     return [
@@ -79,7 +79,7 @@ def wire_row(
         for each in analyse(run, step):
             begin = each.record.begin
             for since, until in each.moving:
-                carried += packets[each.parts.rank].between(begin + since, begin + until)
+                carried += packets[each.rank].between(begin + since, begin + until)
                 lasted += until - since
     return {
         "kind": "wire",

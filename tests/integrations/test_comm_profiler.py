@@ -16,7 +16,7 @@ from comm_profiles import (
 )
 
 from lightning_dist import CommProfiler
-from lightning_dist.profiling.analysis.breakdown import parts_of
+from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.analysis.parts import PARTS
 
 CASES = (
@@ -39,7 +39,7 @@ def test_planted_skew_is_waiting_for_that_rank(codec: str, folders: dict[str, Pa
     # A machine with something else to do may hold up rank 0 as well, in some of the steps.
     assert any(lates[step] > planted / 2 for step, planted in PLANTED.items()), lates
     for step, late in lates.items():
-        first, second = parts_of(profiled, step)
+        first, second = analyse(profiled, step)
         assert first.waited_for.get(1, 0) / MS == pytest.approx(max(0.0, late), abs=2)
         assert sum(second.waited_for.values()) / MS < 2 + max(0.0, -late)
 
@@ -64,7 +64,7 @@ def test_planted_codec_time_is_codec_time(folders: dict[str, Path]) -> None:
 def test_the_parts_add_up_to_the_step(name: str, folders: dict[str, Path]) -> None:
     profiled, _ = profile(folders[name])
     for step in profiled.common_steps:
-        for each in parts_of(profiled, step):
+        for each in analyse(profiled, step):
             assert set(each.parts) == set(PARTS)
             assert all(value >= 0 for value in each.parts.values())
             assert sum(each.parts.values()) == each.duration

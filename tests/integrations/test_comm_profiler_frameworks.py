@@ -19,7 +19,7 @@ from comm_profiles import (
 )
 from wandb_runs import history, records
 
-from lightning_dist.profiling.analysis.breakdown import parts_of
+from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.whatif.costs import read_costs
 
 CASES = (
@@ -122,7 +122,7 @@ def test_every_optimizer_step_of_manual_optimization_is_a_step(
             assert orders
             assert len({bucket.index for bucket in step.buckets}) == len(step.buckets) > 0
     for step in profiled.common_steps:
-        for each in parts_of(profiled, step):
+        for each in analyse(profiled, step):
             assert sum(each.parts.values()) == each.duration
     assert summary["exposed_ms"] > 0
     assert (

@@ -14,7 +14,7 @@ from comm_profiles import (
     truth,
 )
 
-from lightning_dist.profiling.analysis.breakdown import parts_of, passes_of
+from lightning_dist.profiling.analysis.breakdown import analyse, passes_of
 from lightning_dist.profiling.run import read_run
 
 ENDS = ("lost at the end", "late at the end")
@@ -103,7 +103,7 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
         if step.step:  # the first has other buckets, which are built anew after it
             assert sum(each.raw for each in step.buckets) == of_step * 4 * (256 * 256 + 256) * 4
     for step in profiled.common_steps:
-        for each in parts_of(profiled, step):
+        for each in analyse(profiled, step):
             assert sum(each.parts.values()) == each.duration
             assert each.exposed > 0
     (note,) = (note for note in summary["notes"] if "gradients are exchanged" in note)

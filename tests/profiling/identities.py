@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_dist.profiling.analysis.parts import PARTS, StepParts
+from lightning_dist.profiling.analysis.breakdown import Analysed
+from lightning_dist.profiling.analysis.parts import PARTS
 
 
-def check_identities(parts: StepParts) -> None:
+def check_identities(parts: Analysed) -> None:
     assert tuple(parts.parts) == PARTS
     assert sum(parts.parts.values()) == parts.duration
     assert min(parts.parts.values()) >= 0

@@ -6,8 +6,7 @@ import pytest
 from identities import check_identities
 from planted import MS, Planted, replace, replaced
 
-from lightning_dist.profiling.analysis.breakdown import analyse, parts_of, timeline, unknown_wait
-from lightning_dist.profiling.analysis.parts import StepParts
+from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, timeline, unknown_wait
 from lightning_dist.profiling.capture.events import (
     ClockRecord,
 )
@@ -15,14 +14,14 @@ from lightning_dist.profiling.capture.events import (
 SHIFTS = ({}, {1: 123.456}, {1: -9_999.001}, {1: 1e6})
 
 
-def in_ms(parts: StepParts) -> dict[str, float]:
+def in_ms(parts: Analysed) -> dict[str, float]:
     return {name: nanoseconds / MS for name, nanoseconds in parts.parts.items()}
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("late", [50, 100])
 def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int, float]) -> None:
-    punctual, tardy = parts_of(Planted(late={1: late}, shift=shift).run(), 0)
+    punctual, tardy = analyse(Planted(late={1: late}, shift=shift).run(), 0)
     assert punctual.waited_for == {1: late * MS}
     assert tardy.waited_for == {}
     # Rank 0 came to its first exchange at 33 ms, and had its last gradient at 62 ms.
@@ -52,7 +51,7 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
 @pytest.mark.parametrize(("encode", "decode"), [(1, 2), (0, 0), (3, 0.5)])
 def test_planted_transfer_and_codec_times(transfer: float, encode: float, decode: float) -> None:
     run = Planted(transfer=transfer, encode=encode, decode=decode).run()
-    for parts in parts_of(run, 0):
+    for parts in analyse(run, 0):
         # The first exchange is launched 30 ms before the last gradient is there, less encoding.
         assert parts.union == 4 * transfer * MS
         assert parts.hidden == (30 - encode) * MS
@@ -67,20 +66,20 @@ def test_what_nothing_covers_is_other() -> None:
     record = run.ranks[0].steps[0]
     spans = [span for span in record.spans if span.phase == "exchange"]
     stock = replaced(run, 0, steps={0: replace(record, spans=spans)})
-    assert in_ms(parts_of(stock, 0)[0])["exposed_other"] == 2
+    assert in_ms(analyse(stock, 0)[0])["exposed_other"] == 2
     bare = replaced(run, 0, steps={0: replace(record, spans=())})
-    assert in_ms(parts_of(bare, 0)[0])["exposed_other"] == 33
-    assert parts_of(bare, 0)[0].union == 0
+    assert in_ms(analyse(bare, 0)[0])["exposed_other"] == 33
+    assert analyse(bare, 0)[0].union == 0
 
 
 def test_a_rank_is_waited_for_once_however_many_exchanges_wait() -> None:
-    parts = parts_of(Planted(world_size=4, late={1: 30, 3: 70}).run(), 0)
+    parts = analyse(Planted(world_size=4, late={1: 30, 3: 70}).run(), 0)
     # All of them move when rank 3 has come.
     assert [each.waited_for for each in parts] == [{3: 70 * MS}, {3: 40 * MS}, {3: 70 * MS}, {}]
 
 
 def test_of_several_that_came_last_the_lowest_is_named() -> None:
-    parts = parts_of(Planted(world_size=3, late={1: 50, 2: 50}).run(), 0)
+    parts = analyse(Planted(world_size=3, late={1: 50, 2: 50}).run(), 0)
     assert [each.waited_for for each in parts] == [{1: 50 * MS}, {}, {}]
 
 
@@ -88,12 +87,12 @@ def test_a_mean_after_the_backward_pass_takes_nothing_from_other_phases() -> Non
     run = Planted().run()
     record = run.ranks[0].steps[0]
     late = [replace(each, done=record.duration + MS) for each in record.buckets]
-    parts = parts_of(replaced(run, 0, steps={0: replace(record, buckets=late)}), 0)[0]
-    assert parts == parts_of(run, 0)[0]
+    parts = analyse(replaced(run, 0, steps={0: replace(record, buckets=late)}), 0)[0]
+    assert replace(parts, record=record) == analyse(run, 0)[0]
     early = [replace(each, end=70 * MS) if each.name == "backward" else each
              for each in record.phases if each.name != "optimizer"]  # fmt: skip
     record = replace(record, buckets=late, phases=early)
-    parts = parts_of(replaced(run, 0, steps={0: record}), 0)[0]
+    parts = analyse(replaced(run, 0, steps={0: record}), 0)[0]
     # The mean was never there: all that is left of the step is exposed.
     assert parts.exposed == 38 * MS
     check_identities(parts)
@@ -102,7 +101,7 @@ def test_a_mean_after_the_backward_pass_takes_nothing_from_other_phases() -> Non
 def test_where_a_member_is_missing_all_is_transfer() -> None:
     run = Planted(world_size=3, late={1: 50}).run()
     del run.ranks[1]
-    for parts in parts_of(run, 0):
+    for parts in analyse(run, 0):
         assert parts.parts["exposed_wait"] == 0
         assert parts.parts["exposed_transfer"] == (60 + 21) * MS
         assert parts.waited_for == {}
@@ -118,11 +117,11 @@ def test_a_member_without_the_step_or_without_detail_is_missing() -> None:
     del steps[1]
     run = replaced(run, 1, steps=steps)
     for step in (0, 1):
-        (parts,) = parts_of(run, step)
+        (parts,) = analyse(run, step)
         assert (parts.rank, parts.parts["exposed_wait"]) == (0, 0)
         assert "rank 1" in unknown_wait(analyse(run, step))
     assert unknown_wait(analyse(run, 2)) == ""
-    assert len(parts_of(run, 2)) == 2
+    assert len(analyse(run, 2)) == 2
 
 
 @pytest.mark.parametrize("change", [{"group": "foreign"}, {"order": -1}])
@@ -134,7 +133,7 @@ def test_an_exchange_that_does_not_say_who_takes_part_is_transfer(
         record = run.ranks[rank].steps[0]
         spans = [replace(s, **change) if s.phase == "exchange" else s for s in record.spans]
         run = replaced(run, rank, steps={0: replace(record, spans=spans)})
-    assert [each.parts["exposed_wait"] for each in parts_of(run, 0)] == [0, 0]
+    assert [each.parts["exposed_wait"] for each in analyse(run, 0)] == [0, 0]
     assert "do not say who takes part" in unknown_wait(analyse(run, 0))
 
 
@@ -142,19 +141,19 @@ def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
     run = Planted(world_size=4, late={1: 50, 3: 20}).run()
     for rank, group in {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}.items():
         run = replaced(run, rank, about=replace(run.ranks[rank].about, groups={"flat": group}))
-    parts = parts_of(run, 0)
+    parts = analyse(run, 0)
     assert [each.waited_for for each in parts] == [{1: 50 * MS}, {}, {3: 20 * MS}, {}]
 
 
 def test_without_a_comparison_of_clocks_durations_say_who_waited() -> None:
     run = Planted(late={1: 50}, shift={1: 1e6}, uncertainty=None).run()
-    punctual, tardy = parts_of(run, 0)
+    punctual, tardy = analyse(run, 0)
     assert punctual.waited_for == {1: 50 * MS}
     assert punctual.parts["exposed_transfer"] == 60 * MS
     assert tardy.waited_for == {}
     # On one host all processes read the same clock.
     same = Planted(late={1: 50}, hosts=["host-a"], uncertainty=None).run()
-    assert parts_of(same, 0)[0].waited_for == {1: 50 * MS}
+    assert analyse(same, 0)[0].waited_for == {1: 50 * MS}
 
 
 def test_a_clock_that_drifts_within_a_run() -> None:
@@ -167,12 +166,12 @@ def test_a_clock_that_drifts_within_a_run() -> None:
         clocks.append(ClockRecord(at=steps[step].begin, offset=-step * MS, uncertainty=1))
     run = replaced(run, 1, steps=steps, clocks=clocks)
     for step in range(planted.steps):
-        assert parts_of(run, step)[0].waited_for == {1: 50 * MS}
+        assert analyse(run, step)[0].waited_for == {1: 50 * MS}
 
 
 def test_an_arrival_after_the_end_is_the_clocks_fault() -> None:
     run = Planted(misread={1: -500}).run()
-    waiting, waited_for = parts_of(run, 0)
+    waiting, waited_for = analyse(run, 0)
     assert waiting.parts["exposed_transfer"] == 0
     assert waiting.union == waiting.hidden + waiting.parts["exposed_wait"]
     assert waited_for.waited_for == {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from identities import check_identities
 
-from lightning_dist.profiling.analysis.breakdown import analyse, parts_of
-from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, StepParts
+from lightning_dist.profiling.analysis.breakdown import analyse
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS
 from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
@@ -103,7 +104,7 @@ class Twin:
         latest = max(launches.values())
         return latest - begin, min(m for m, at in launches.items() if at == latest)
 
-    def parts(self) -> StepParts:
+    def analysed(self) -> dict[str, Any]:
         of_rank = self.run.ranks[self.rank]
         record = of_rank.steps[0]
         exchanges = [
@@ -138,8 +139,15 @@ class Twin:
                 if exposed:
                     exposed_for[last] = exposed_for.get(last, 0) + 1
         begin = record.begin + of_rank.clocks[0].offset
-        sums = parts, union, hidden, waited_for, exposed_for
-        return StepParts(0, self.rank, begin, record.duration, *sums)
+        return {
+            "rank": self.rank,
+            "begin": begin,
+            "parts": parts,
+            "union": union,
+            "hidden": hidden,
+            "waited_for": waited_for,
+            "exposed_for": exposed_for,
+        }
 
 
 def test_every_instant_is_where_the_twin_has_it() -> None:
@@ -149,20 +157,18 @@ def test_every_instant_is_where_the_twin_has_it() -> None:
         seen |= {"missing rank"} if len(run.ranks) < 4 else set()
         found = analyse(run, 0)
         expected = [
-            Twin(run, rank).parts()
+            Twin(run, rank).analysed()
             for rank, each in run.ranks.items()
             if 0 in each.steps and each.steps[0].detailed
         ]
-        assert parts_of(run, 0) == [each.parts for each in found] == expected, f"seed {seed}"
-        for each in found:
-            parts = each.parts
-            check_identities(parts)
-            waited = sum(parts.waited_for.values())
-            assert (
-                parts.parts["exposed_wait"] <= waited <= parts.parts["exposed_wait"] + parts.hidden
-            ), seed
-            seen |= {name for name in EXPOSED if parts.parts[name]}
-            seen |= {"hidden"} if parts.hidden else set()
-            seen |= {"several"} if len(parts.waited_for) > 1 else set()
+        for each, of_twin in zip(found, expected, strict=True):
+            assert {name: getattr(each, name) for name in of_twin} == of_twin, f"seed {seed}"
+            check_identities(each)
+            waited = sum(each.waited_for.values())
+            exposed = each.parts["exposed_wait"]
+            assert exposed <= waited <= exposed + each.hidden, seed
+            seen |= {name for name in EXPOSED if each.parts[name]}
+            seen |= {"hidden"} if each.hidden else set()
+            seen |= {"several"} if len(each.waited_for) > 1 else set()
             seen |= {"missing"} if any(x.missing for x in each.exchanges) else set()
     assert seen == {*EXPOSED, "missing rank", "hidden", "several", "missing"}

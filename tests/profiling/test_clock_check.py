@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from planted import MS, Planted, replace, replaced
 
+from lightning_dist.profiling.analysis.notes import ONE_HOST
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.analysis.traffic import ONE_HOST
 from lightning_dist.profiling.capture.events import ClockRecord
 from lightning_dist.profiling.run import Run
 

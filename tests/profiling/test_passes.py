@@ -39,10 +39,10 @@ def test_every_pass_has_its_exposed_part() -> None:
 
 def test_all_of_it_counts_and_the_parts_add_up() -> None:
     for one, two in zip(analyse(ONCE, 3), analyse(TWICE, 3), strict=True):
-        check_identities(two.parts)
-        assert two.parts.exposed == 2 * one.parts.exposed > 0
-        assert two.parts.hidden == 2 * one.parts.hidden > 0
-        assert two.parts.parts["exposed_wait"] == 2 * one.parts.parts["exposed_wait"]
+        check_identities(two)
+        assert two.exposed == 2 * one.exposed > 0
+        assert two.hidden == 2 * one.hidden > 0
+        assert two.parts["exposed_wait"] == 2 * one.parts["exposed_wait"]
     once, both = summarize(ONCE), summarize(TWICE)
     assert both.traffic.raw_bytes == 2 * once.traffic.raw_bytes
     assert both.traffic.wire_gbps == pytest.approx(once.traffic.wire_gbps)

@@ -6,10 +6,10 @@ import time
 import pytest
 from planted import MS, Planted, replace, replaced
 
+from lightning_dist.profiling.analysis.notes import ONE_HOST
 from lightning_dist.profiling.analysis.parts import PARTS
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
-from lightning_dist.profiling.analysis.traffic import ONE_HOST
 from lightning_dist.profiling.capture.events import ErrorRecord, LinkRecord
 from lightning_dist.profiling.run import Run
 

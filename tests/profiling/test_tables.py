@@ -7,7 +7,6 @@ from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS
 from lightning_dist.profiling.analysis.tables import step_table
-from lightning_dist.profiling.analysis.traffic import link_uses
 
 
 def test_parts_add_up_to_every_step_of_every_rank() -> None:
@@ -23,10 +22,10 @@ def test_waiting_is_of_who_waits_and_for_who_is_late() -> None:
     run = Planted(world_size=4, late={1: 30, 3: 70}).run()
     table = step_table(run, [2, 5])
     assert (table.of("waited") == [[70 * MS, 40 * MS, 70 * MS, 0]] * 2).all()
-    assert (table.late == [[0, 0, 0, 180 * MS]] * 2).all()
-    assert (table.waited_for.sum(axis=0) == table.late.sum(axis=0)).all()
+    assert (table.of("late") == [[0, 0, 0, 180 * MS]] * 2).all()
+    assert (table.waited_for.sum(axis=0) == table.of_ranks("late")).all()
     assert (table.waited_for.sum(axis=1) == table.of_ranks("waited")).all()
-    assert 0 < table.exposed_late.sum() <= table.late.sum()
+    assert 0 < table.total("exposed_late") <= table.total("late")
 
 
 def test_what_was_not_recorded_is_not_a_number() -> None:
@@ -42,7 +41,7 @@ def test_what_was_not_recorded_is_not_a_number() -> None:
 
 def test_a_host_has_one_link_to_the_others() -> None:
     run = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
-    sent, moving = link_uses(step_table(run, [2]))
+    sent, moving = step_table(run, [2]).link_uses()
     assert (sent.tolist(), moving.tolist()) == ([[8e6, 8e6]], [[60 * MS, 60 * MS]])
-    alone, moving = link_uses(step_table(Planted(hosts=["a"]).run(), [2]))
+    alone, moving = step_table(Planted(hosts=["a"]).run(), [2]).link_uses()
     assert (alone.tolist(), moving.tolist()) == ([[4e6, 4e6]], [[60 * MS, 60 * MS]])

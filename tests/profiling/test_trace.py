@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planted import Planted, twice
 from trace_rules import Event, events_of, problems
 
-from lightning_dist.profiling.analysis.breakdown import parts_of, timeline
+from lightning_dist.profiling.analysis.breakdown import analyse, timeline
 from lightning_dist.profiling.analysis.intervals import lanes, length, union
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
 from lightning_dist.profiling.report.trace import write_trace
@@ -225,7 +225,7 @@ def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
     run = planted.run()
     events = drawn(timeline(run, 0, "first step"), timeline(run, 2, "median step"))
     assert len(of(events, cat="phases")) == (4 + 1) * 4 * 2
-    for each in parts_of(run, 2):
+    for each in analyse(run, 2):
         shown = of(events, name="exposed communication", rank=each.rank)
         assert shown[1]["dur"] * 1000 == each.exposed
         backward = of(events, name="backward", rank=each.rank)
@@ -244,7 +244,7 @@ def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
 def test_every_backward_pass_of_a_step_has_its_exposed_part(drawn: Any) -> None:
     run = twice(Planted(late={1: 50}, shift={1: 700}, steps=3).run())
     events = drawn(timeline(run, 1, "median step"))
-    for each in parts_of(run, 1):
+    for each in analyse(run, 1):
         shown = of(events, name="exposed communication", rank=each.rank)
         assert len(shown) == 2
         assert sum(event["dur"] for event in shown) * 1000 == each.exposed

@@ -1,9 +1,9 @@
-"""What a step spent its time on, on every rank, and how its exchanges lay on one time line."""
+"""Parts of a step on every rank, and its exchanges on one time line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from lightning_dist.profiling.analysis.collectives import Exchange, begin_of, exchanges_of
@@ -15,46 +15,57 @@ from lightning_dist.profiling.analysis.intervals import (
     length,
     union,
 )
-from lightning_dist.profiling.analysis.parts import (
-    PARTS,
-    StepParts,
-    Timeline,
-    TimelineSpan,
-    Unavailable,
-)
-from lightning_dist.profiling.capture.events import PHASES, BucketTimes, StepRecord
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
+from lightning_dist.profiling.analysis.unavailable import Unavailable
+from lightning_dist.profiling.capture.events import PHASES, BucketTimes, Span, StepRecord
 from lightning_dist.profiling.run import Run
 
-_CODEC = ("encode", "decode")
 _OTHERS = tuple(name for name in PHASES if name != "backward")
 
 
 @dataclass(frozen=True)
 class Analysed:
-    """One step on one rank, with what its parts were made of.
+    """A step on one rank. Durations are nanoseconds, intervals count from its begin.
 
     Args:
-        moving: while any exchange of this rank moved, until all its members were done; since the
-            begin of the step.
+        begin: on rank 0's clock.
+        exchanges: in their order.
+        moving: while any exchange moved, until all its members were done.
+        parts: by name, all of :data:`PARTS`; they add up to ``duration``.
+        union: while any exchange was in flight on this rank.
+        hidden: share of ``union`` before the last gradient was ready.
+        waited_for: waiting, hidden or not, by the rank that came last.
+        exposed_for: exposed waiting alone.
     """
 
     record: StepRecord
-    parts: StepParts
+    rank: int
+    begin: int
     exchanges: Sequence[Exchange]
     moving: Intervals
+    parts: Mapping[str, int]
+    union: int
+    hidden: int
+    waited_for: Mapping[int, int]
+    exposed_for: Mapping[int, int]
+
+    @property
+    def duration(self) -> int:
+        """Duration of the step."""
+        return self.record.duration
+
+    @property
+    def exposed(self) -> int:
+        """Communication that compute does not hide."""
+        return sum(self.parts[name] for name in EXPOSED)
 
 
-def parts_of(run: Run, step: int) -> list[StepParts]:
-    """The parts of a step on every rank that has recorded it in detail.
+def analyse(run: Run, step: int) -> list[Analysed]:
+    """A step on every rank that has recorded it in detail.
 
     Where members of a collective have left no record of it, waiting for it is not known and all of
     it counts as transfer; :func:`unknown_wait` says so.
     """
-    return [each.parts for each in analyse(run, step)]
-
-
-def analyse(run: Run, step: int) -> list[Analysed]:
-    """The same, with what the parts were made of."""
     return [
         _analyse(run.ranks[rank].steps[step], exchanges, rank=rank, begin=begin_of(run, rank, step))
         for rank, exchanges in exchanges_of(run, step).items()
@@ -62,7 +73,7 @@ def analyse(run: Run, step: int) -> list[Analysed]:
 
 
 def unknown_wait(steps: Iterable[Analysed]) -> str:
-    """Why waiting is not, or not wholly, known; empty if it is."""
+    """Reason why waiting is not, or not wholly, known; empty if it is."""
     exchanges = [exchange for step in steps for exchange in step.exchanges]
     if missing := set[int]().union(*(each.missing for each in exchanges)):
         return Unavailable.NO_RECORD.format(ranks=", ".join(map(str, sorted(missing))))
@@ -80,30 +91,29 @@ def timeline(run: Run, step: int, label: str) -> Timeline:
         at, record = begin - min(begins.values()), run.ranks[rank].steps[step]
         phases[rank] = [(each.name, each.begin + at, each.end + at) for each in record.phases]
         buckets[rank] = [(each.index, each.ready + at, each.done + at) for each in record.buckets]
-        spans[rank] = _placed(record, exchanges.get(rank, ()), at)
+        seen = iter(exchanges.get(rank, ()))
+        spans[rank] = [
+            _placed(span, next(seen) if span.phase == "exchange" else Exchange(span), at)
+            for span in (record.spans if record.detailed else ())
+        ]
         exposed[rank] = [(since + at, until + at) for since, until in exposed_in(record)]
     return Timeline(step, label, phases, buckets, spans, exposed)
 
 
-def _placed(record: StepRecord, exchanges: Sequence[Exchange], at: int) -> list[TimelineSpan]:
-    found = []
-    of_spans = iter(exchanges)
-    for span in record.spans if record.detailed else ():
-        placed = TimelineSpan(
-            span.phase, span.bucket, span.begin + at, span.end + at, None, span.op, span.group
-        )
-        if span.phase == "exchange":
-            each = next(of_spans)
-            arrival = None if each.arrival is None else each.arrival + at
-            placed = replace(
-                placed,
-                arrival=arrival,
-                sent=span.sent,
-                last=each.last,
-                collective_id=each.collective_id,
-            )
-        found.append(placed)
-    return found
+def _placed(span: Span, exchange: Exchange, at: int) -> TimelineSpan:
+    """A span of a rank that began the step ``at`` nanoseconds after the first one."""
+    return TimelineSpan(
+        span.phase,
+        span.bucket,
+        span.begin + at,
+        span.end + at,
+        arrival=None if exchange.arrival is None else exchange.arrival + at,
+        op=span.op,
+        group=span.group,
+        sent=span.sent,
+        last=exchange.last,
+        collective_id=exchange.collective_id,
+    )
 
 
 def _analyse(
@@ -115,14 +125,14 @@ def _analyse(
     }
     window = exposed_in(record)
     transfer = union(each.transfer for each in exchanges)
-    under_way = union((each.span.begin, each.span.end) for each in exchanges)
-    codec = union((each.begin, each.end) for each in record.spans if each.phase in _CODEC)
+    in_flight = union((each.span.begin, each.span.end) for each in exchanges)
+    codec = union((each.begin, each.end) for each in record.spans if each.phase != "exchange")
     parts = {name: length(each) for name, each in phases.items()}
     parts["backward"] = length(difference(phases["backward"], window))
     left: Intervals = window
     for name, intervals in (
         ("exposed_transfer", transfer),
-        ("exposed_wait", under_way),
+        ("exposed_wait", in_flight),
         ("exposed_codec", codec),
     ):
         parts[name] = length(intersection(left, intervals))
@@ -132,22 +142,22 @@ def _analyse(
     waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
     waited_for = {late: length(of) for late, of in waits.items()}
     exposed_for = {late: length(intersection(of, window)) for late, of in waits.items()}
-    found = StepParts(
-        record.step,
+    return Analysed(
+        record,
         rank,
         begin,
-        record.duration,
+        exchanges,
+        union(each.moving for each in exchanges),
         {name: parts[name] for name in PARTS},
-        union=length(under_way),
-        hidden=length(difference(under_way, window)),
+        union=length(in_flight),
+        hidden=length(difference(in_flight, window)),
         waited_for={late: of for late, of in waited_for.items() if of},
         exposed_for={late: of for late, of in exposed_for.items() if of},
     )
-    return Analysed(record, found, exchanges, union(each.moving for each in exchanges))
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:
-    """From the last gradient to the last mean, where no phase is but the backward pass.
+    """Intervals from the last gradient to the last mean, without other phases than backward.
 
     Of every backward pass: gradients of the next one are not there before the means of this one.
     """
@@ -160,7 +170,7 @@ def exposed_in(record: StepRecord) -> list[Interval]:
 
 
 def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
-    """By the rank that was waited for.
+    """Intervals of waiting, by the rank that was waited for.
 
     An instant belongs to one rank: the last of the exchange that was launched first.
     """
@@ -192,12 +202,12 @@ class Pass:
 
     @property
     def begin(self) -> int:
-        """Its first bucket is ready."""
+        """Time at which its first bucket was ready."""
         return self.buckets[0].ready
 
     @property
     def last_ready(self) -> int:
-        """The gradients of its last bucket are there."""
+        """Time at which its last bucket was ready."""
         return max(each.ready for each in self.buckets)
 
     def has(self, begin: int) -> bool:
@@ -206,7 +216,7 @@ class Pass:
 
 
 def passes_of(record: StepRecord) -> list[Pass]:
-    """In their order. A bucket that comes again is of the next one."""
+    """Backward passes in their order. A bucket that comes again is of the next one."""
     groups: list[list[BucketTimes]] = []
     seen: set[int] = set()
     for bucket in record.buckets:

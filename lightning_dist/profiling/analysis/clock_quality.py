@@ -1,4 +1,4 @@
-"""How well the clocks of the ranks are known, and whether that is well enough."""
+"""Offsets between the clocks of ranks, and their uncertainty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lightning_dist.profiling.capture.events import ClockRecord
 
 if TYPE_CHECKING:  # which reads clocks with this module
-    from lightning_dist.profiling.analysis.tables import StepTable
     from lightning_dist.profiling.run import RankRun, Run
 
 DRIFT = 1e-4
@@ -17,9 +16,6 @@ DRIFT = 1e-4
 
 _WANDER = 1e-6
 """By about so much the rate of a quartz changes with its temperature within hours."""
-
-_SHARE = 0.1
-_LEAST = 2e6  # nanoseconds a step
 
 
 def offset_at(readings: Sequence[ClockRecord], at: int) -> int:
@@ -43,7 +39,7 @@ def offset_at(readings: Sequence[ClockRecord], at: int) -> int:
 
 
 def uncertainty_at(readings: Sequence[ClockRecord], at: int) -> int | None:
-    """By how many nanoseconds :func:`offset_at` may be off at most; None: never compared.
+    """Bound of the error of :func:`offset_at` in nanoseconds; None: never compared.
 
     It grows with the time to the nearest reading, by what is not known of the drift.
     """
@@ -61,14 +57,14 @@ def uncertainty_at(readings: Sequence[ClockRecord], at: int) -> int | None:
 
 
 def _around(readings: Sequence[ClockRecord], at: int) -> tuple[ClockRecord, ClockRecord]:
-    """The two that ``at`` is between, or the nearest two; the same one where there is no other."""
+    """Readings before and after ``at``, or the nearest two; the only one twice."""
     after = bisect_right(readings, at, key=lambda reading: reading.at)
     after = min(max(after, 1), len(readings) - 1)
     return readings[max(after - 1, 0)], readings[after]
 
 
 def _doubt(left: ClockRecord, right: ClockRecord) -> float:
-    """Nanoseconds in one by which the drift between two readings may not be that beyond them."""
+    """Bound of the error of the drift beyond two readings, as a share of time."""
     apart = right.at - left.at
     return (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
 
@@ -116,37 +112,9 @@ def uncertainty_of(rank: RankRun, steps: Sequence[int]) -> int | None:
 
 
 def mean_uncertainty(run: Run, steps: Sequence[int]) -> int:
-    """The mean over these steps of the rank whose clock is the least certain, in nanoseconds."""
+    """Nanoseconds of the rank whose clock is the least certain, the mean over these steps."""
     worst = [
         max((uncertainty_of(each, [step]) or 0 for each in run.ranks.values()), default=0)
         for step in steps
     ]
     return round(sum(worst) / max(len(worst), 1))
-
-
-def clock_notes(run: Run, table: StepTable) -> list[str]:
-    """Doubts about the waiting and transfer of these steps."""
-    notes = []
-    if strangers := uncompared(run):
-        ranks = ", ".join(map(str, strangers))
-        notes.append(
-            f"no clock of rank {ranks} was compared with rank 0's: who waited follows from how "
-            "long exchanges took"
-        )
-    by_clocks, by_durations = table.total("by_clocks"), table.total("by_durations")
-    gap = abs(by_clocks - by_durations)
-    if gap > _SHARE * max(by_clocks, by_durations) and gap > _LEAST * table.cells:
-        notes.append(
-            f"transfer between hosts is {by_clocks / table.cells / 1e6:.1f} ms a step by "
-            f"clocks and {by_durations / table.cells / 1e6:.1f} ms by durations: clocks may be "
-            "wrong, trust the latter"
-        )
-    uncertainty = max(uncertainty_of(each, table.steps) or 0 for each in run.ranks.values())
-    if uncertainty and (exchanges := table.total("exchanges")):
-        moved = table.total("moved") / exchanges
-        if uncertainty > _SHARE * moved:
-            notes.append(
-                f"clocks are uncertain by {uncertainty / 1e6:.2f} ms and an exchange takes "
-                f"{moved / 1e6:.2f} ms: what is waiting and what transfer is vague"
-            )
-    return notes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import MB
+from lightning_dist.profiling.analysis.tables import MS
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
@@ -86,7 +86,7 @@ def measured(run: Run, summary: Summary) -> Measured:
         "step_ms": per_step.step_ms,
         **{f"{part}_ms": per_step.breakdown_ms.get(part, ()) for part in PARTS},
         "exposed_ms": [sum(row) for row in zip(*exposed, strict=True)] if is_exposed else (),
-        "sent_mb": [_sent(run, step) / MB for step in per_step.steps] if is_sent else (),
+        "sent_mb": [_sent(run, step) / MS for step in per_step.steps] if is_sent else (),
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
     why = {f"{part}_ms": unavailable.get(part, unavailable.get("breakdown_ms")) for part in PARTS}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
-from lightning_dist.profiling.analysis.parts import PhaseSkew, Unavailable
+from lightning_dist.profiling.analysis.parts import PhaseSkew
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
+from lightning_dist.profiling.analysis.unavailable import Unavailable
 from lightning_dist.profiling.capture.events import ErrorRecord
 
 SHARE = 2 / 3
@@ -31,7 +32,7 @@ _EXPLAINED = 0.5
 
 def straggler(
     table: StepTable,
-    late: Array,
+    column: str,
     *,
     phase_skew: Sequence[PhaseSkew],
     uncertainty: int,
@@ -40,11 +41,12 @@ def straggler(
     """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
 
     Args:
-        late: by step and rank of the table, for how long the others waited for it.
+        column: ``late``, or ``exposed_late`` for exposed waiting alone.
         phase_skew: phases in which ranks differ.
         uncertainty: of the clocks, nanoseconds.
         least: share of the step below which waiting is too little to name anybody.
     """
+    late = table.of(column)
     total = late.sum(axis=0)
     if not total.any():
         return None, ""
@@ -109,7 +111,8 @@ def _skew_of(table: StepTable, phase: str) -> PhaseSkew | None:
     by_length = sorted(range(len(ms)), key=lambda row: -ms[row])
     longest, shortest = by_length[0], ms.index(min(ms))
     more = ms[longest] - ms[shortest]
-    if more <= _LEAST_UNEVEN * table.duration_ms or _is_explained(table, longest, shortest, more):
+    is_even = more <= _LEAST_UNEVEN * table.mean_ms("duration")
+    if is_even or _is_explained(table, longest, shortest, more):
         return None
     if may_be_chance(lengths[:, longest] - lengths[:, shortest]):
         return None

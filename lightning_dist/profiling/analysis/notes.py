@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
-from lightning_dist.profiling.analysis.clock_quality import clock_notes
+from lightning_dist.profiling.analysis.clock_quality import uncertainty_of, uncompared
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.sample import Sample, spread
-from lightning_dist.profiling.analysis.tables import StepTable, mean
-from lightning_dist.profiling.analysis.traffic import ONE_HOST, is_one_host
+from lightning_dist.profiling.analysis.tables import MS, StepTable, mean
 from lightning_dist.profiling.run import Run
+
+ONE_HOST = (
+    "all ranks are on one host: rates, and what is called its link, are of loopback or shared "
+    "memory, and say nothing of a network"
+)
 
 _LEAST = 0.005
 """Share of the step below which communication counts as hidden."""
@@ -25,7 +29,11 @@ _OFTEN = 0.1
 _LEAST_DIFFERENCE = 0.01
 """Share of a step below which detailed steps are said to be as long as all steps."""
 _MOST_NAMED = 4
-"""Of more ranks only the number is told."""
+"""Number of ranks up to which they are named."""
+_DOUBTFUL = 0.1
+"""Share of a time that another reading of it, or its clock, has to be off by to be mentioned."""
+_LEAST_GAP = 2e6
+"""Nanoseconds a step below which two readings of the transfer agree."""
 
 
 def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> str:
@@ -44,23 +52,18 @@ def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> st
 def _measured(summary: Summary) -> str:
     unavailable = summary.unavailable
     if not summary.steps:
-        return f"No data: {unavailable.get('steps', 'no step was recorded')}."
+        return f"No data: {unavailable['steps']}."
     step = f"the step takes {_ms(summary.step_ms['mean'])}"
-    if "breakdown_ms" in unavailable:
+    if summary.exposed is None or summary.exposed_ms is None:
         return f"T{step[1:]}; its parts are unavailable: {unavailable['breakdown_ms']}."
-    if summary.run.get("world_size", 1) < 2:
+    if summary.run["world_size"] < 2:
         return f"A single rank does not communicate; {step}."
-    assert summary.exposed is not None
-    assert summary.exposed_ms is not None
-    if summary.exposed < _LEAST and summary.overlap_fraction is None:
-        why = unavailable.get("overlap_fraction", "nothing was exchanged")
-        return f"No communication: {why}; {step}."
     exposed = _ms(summary.exposed_ms)
+    if summary.exposed < _LEAST and summary.overlap_fraction is None:
+        return f"No communication: {unavailable['overlap_fraction']}; {step}."
     if summary.exposed < _LEAST:
-        hidden = _ms(summary.hidden_ms)
-        return (
-            f"Communication is hidden: {hidden} under the backward pass, {exposed} exposed; {step}."
-        )
+        hidden = f"{_ms(summary.hidden_ms)} under the backward pass"
+        return f"Communication is hidden: {hidden}, {exposed} exposed; {step}."
     rank = summary.exposed_straggler
     names = {
         # Where waiting is not known, all of it may be in what counts as transfer.
@@ -72,51 +75,41 @@ def _measured(summary: Summary) -> str:
         "exposed_other": "other",
     }
     shares = {name: (summary.breakdown_ms[name] or 0.0) / summary.exposed_ms for name in names}
-    told = [
-        f"{format_value(shares[name], '%')} {names[name]}"
-        for name in names
-        if shares[name] >= _LEAST
-    ]
+    told = ", ".join(
+        f"{format_value(share, '%')} {names[name]}"
+        for name, share in shares.items()
+        if share >= _LEAST
+    )
     share = format_value(summary.exposed, "%")
-    return f"{share} of the step is exposed communication ({exposed}): {', '.join(told)}."
+    return f"{share} of the step is exposed communication ({exposed}): {told}."
 
 
 def _ms(value: float | None) -> str:
     return format_value(value, "ms")
 
 
-def notes_of(
-    run: Run,
-    chosen: Sample,
-    table: StepTable,
-    *,
-    phase_skew: Sequence[PhaseSkew],
-    overhead: float | None,
-    has_rates: bool,
-) -> list[str]:
-    """The most important first: what ended the training.
-
-    Args:
-        phase_skew: what ranks differ by outside of exchanges.
-        overhead: share of the time that the profiler took; None: not known.
-        has_rates: whether the summary has any of the network.
-    """
+def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> list[str]:
+    """Notes, the most important first: what ended the training."""
+    hosts = {each.about.host for each in run.ranks.values()}
+    is_one_host = len(hosts) == 1 and len(run.ranks) == run.world_size
     return [
         *_ended_by(run),
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
-        *_outside(phase_skew, len(table.ranks)),
+        *_outside(summary.phase_skew, len(table.ranks)),
         *_exchanges(chosen),
-        *_doubts(run, chosen, table),
+        *([table.unknown_wait] if table.unknown_wait else []),
+        *(_others_differ(chosen, table.mean_ms("duration")) if table.steps else []),
+        *(_clock_doubts(run, table) if table.steps else []),
         *_divergence(run),
-        *_over_budget(run, overhead),
-        *([ONE_HOST] if has_rates and is_one_host(run) else []),
+        *_over_budget(run, summary.profiler_overhead),
+        *([ONE_HOST] if summary.traffic is not None and is_one_host else []),
     ]
 
 
 def _ended_by(run: Run) -> list[str]:
-    """Of a training that did not end by itself what ended it, as its ranks have noted."""
+    """Errors and signals that ended the training, by the ranks that have noted them."""
     ranks_of: dict[str, list[int]] = {}
     for rank, each in run.ranks.items():
         if each.end is not None and each.end.reason != "finished":
@@ -155,7 +148,7 @@ def _who(ranks: Sequence[int], of: int) -> str:
 
 
 def _exchanges(chosen: Sample) -> list[str]:
-    """Whether gradients travel more often than an optimizer makes a step."""
+    """Gradients that travel more often than an optimizer makes a step."""
     steps = spread(chosen.steps, _ENOUGH)
     records = [each.steps[step] for each in chosen.ranks.values() for step in steps]
     passes = [len(passes_of(record)) for record in records if record.buckets]
@@ -181,23 +174,15 @@ def _exchanges(chosen: Sample) -> list[str]:
     ]
 
 
-def _doubts(run: Run, chosen: Sample, table: StepTable) -> list[str]:
-    if not table.steps:
-        return []
-    doubts = [table.unknown_wait] if table.unknown_wait else []
-    return [*doubts, *_others_differ(chosen, table.duration_ms), *clock_notes(run, table)]
-
-
 def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
-    """Whether steps in detail are longer or shorter than chance would have picked them."""
+    """Steps in detail that are longer or shorter than chance would have picked them."""
     durations = chosen.durations_ms()
     of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
     if abs(of_detailed - of_all) <= _LEAST_DIFFERENCE * of_all:
         return []
     # Of a sample that is drawn without putting back; of one step it says nothing.
     error = statistics.stdev(durations) * math.sqrt((1 / few) - (1 / many))
-    is_noise = few > 1 and abs(of_detailed - of_all) <= 2 * error
-    if is_noise:
+    if few > 1 and abs(of_detailed - of_all) <= 2 * error:
         return []
     why = "looking in detail takes time" if of_detailed > of_all else "it is no matter of chance"
     return [
@@ -206,22 +191,46 @@ def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
     ]
 
 
+def _clock_doubts(run: Run, table: StepTable) -> Iterator[str]:
+    """Doubts about the waiting and transfer of these steps."""
+    if strangers := uncompared(run):
+        ranks = ", ".join(map(str, strangers))
+        yield (
+            f"no clock of rank {ranks} was compared with rank 0's: who waited follows from how "
+            "long exchanges took"
+        )
+    by_clocks, by_durations = table.total("by_clocks"), table.total("by_durations")
+    gap = abs(by_clocks - by_durations)
+    if gap > _DOUBTFUL * max(by_clocks, by_durations) and gap > _LEAST_GAP * table.cells:
+        yield (
+            f"transfer between hosts is {by_clocks / table.cells / MS:.1f} ms a step by "
+            f"clocks and {by_durations / table.cells / MS:.1f} ms by durations: clocks may be "
+            "wrong, trust the latter"
+        )
+    uncertainty = max(uncertainty_of(each, table.steps) or 0 for each in run.ranks.values())
+    if uncertainty and (exchanges := table.total("exchanges")):
+        moved = table.total("moved") / exchanges
+        if uncertainty > _DOUBTFUL * moved:
+            yield (
+                f"clocks are uncertain by {uncertainty / MS:.2f} ms and an exchange takes "
+                f"{moved / MS:.2f} ms: what is waiting and what transfer is vague"
+            )
+
+
 def _divergence(run: Run) -> list[str]:
-    """Of the rank whose residual has grown the most."""
+    """The residual that has grown the most."""
     growths = {rank: growth_of(each.errors) for rank, each in run.ranks.items()}
-    found = {rank: growth for rank, growth in growths.items() if growth is not None}
+    found = [(growth.now, -rank, growth) for rank, growth in growths.items() if growth is not None]
     if not found:
         return []
-    rank = max(found, key=lambda rank: found[rank].now)
-    return [f"rank {rank}: {found[rank]}"]
+    _, rank, growth = max(found)
+    return [f"rank {-rank}: {growth}"]
 
 
 def _over_budget(run: Run, overhead: float | None) -> list[str]:
     budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
-    if overhead is None or not 0 < budget < overhead:
-        return []
     took, may = format_value(overhead, "%"), format_value(budget, "%")
-    if took == may:
+    if overhead is None or not 0 < budget < overhead or took == may:
         return []
     note = f"the profiler took {took} of the time, and its budget is {may}"
     if run.is_stock:

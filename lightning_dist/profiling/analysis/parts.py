@@ -1,4 +1,4 @@
-"""What a profile says: the parts of a step, and a summary of all steps. Types only.
+"""Names of the parts of a step, and the types of a summary and of a time line.
 
 Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank; a
 figure that could not be measured is None, and ``unavailable`` says why. All but
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Intervals
@@ -34,75 +33,6 @@ PARTS = (
 is hidden under the backward pass is in ``backward``."""
 
 EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_codec", "exposed_other")
-
-
-class Unavailable(StrEnum):
-    """Reasons why a figure is None; what is in braces is filled in where one is given."""
-
-    NO_STEP = "no rank has recorded a step"
-    KILLED = "the training was killed in its first second, or has not made a step yet"
-    ENDED = "the training ended before its first step was over"
-    NO_OPTIMIZER_STEP = (
-        "no optimizer has made a step with parameters of the model; profile a training that makes "
-        "a few"
-    )
-    NO_COMMON_STEP = "no step is recorded on all ranks"
-    NO_DETAIL = "no step is recorded in detail on all ranks"
-    NO_STEP_OF_RANK = (
-        "no step of rank {ranks} is there: what it has sent is not known, and waiting for it "
-        "counts as transfer"
-    )
-    NO_RECORD = "exchanges without a record of rank {ranks} count as transfer, waiting included"
-    NO_MEMBERS = "exchanges that do not say who takes part count as transfer, waiting included"
-    NO_BUCKET = "no bucket of gradients was seen, nor an exchange"
-    NO_EXCHANGE = "no exchange was recorded"
-    NO_LINK = "no link was measured"
-    NOT_SENT = "no bucket of gradients was sent"
-    NOT_SAMPLED = "none was sampled"
-    NOT_COMPRESSED = "nothing is compressed"
-    STOCK = "DDP itself exchanges the gradients, without a codec"
-    ALONE = "one rank exchanges nothing"
-    ALONE_SENDS = "one rank sends nothing"
-    IN_BACKWARD = "the passes ran within each other; both are in backward"
-    NO_WAITING = "no rank waited"
-    LITTLE_WAITING = "waiting is {share:.1%} of the step"
-    NOT_MOST = "no rank is clearly the last: only {share:.0%} of it is for rank {rank}, the most"
-    UNCERTAIN = (
-        "no rank is clearly the last: clocks are no more certain than what rank {rank} was late"
-    )
-    CHANCE = (
-        "no rank is clearly the last: rank {rank} was late in too few steps to tell it from chance"
-    )
-    UNEVEN = "ranks are uneven outside of exchanges too, and by more"
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """One step on one rank, in nanoseconds.
-
-    Args:
-        begin: on rank 0's clock.
-        parts: by name, all of :data:`PARTS`; their sum is ``duration``.
-        union: how long any exchange was under way on this rank.
-        hidden: how much of that was before the last gradient was there.
-        waited_for: nanoseconds of ``wait`` and of hidden waiting by the rank that came last.
-        exposed_for: the same of ``wait`` alone.
-    """
-
-    step: int
-    rank: int
-    begin: int
-    duration: int
-    parts: Mapping[str, int]
-    union: int
-    hidden: int
-    waited_for: Mapping[int, int]
-    exposed_for: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def exposed(self) -> int:
-        """What compute did not hide."""
-        return sum(self.parts[name] for name in EXPOSED)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""Which steps a summary is of."""
+"""Steps that a summary is of."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dist.profiling.analysis.parts import Unavailable
+from lightning_dist.profiling.analysis.metrics import count
 from lightning_dist.profiling.analysis.tables import MS, mean
+from lightning_dist.profiling.analysis.unavailable import Unavailable
 from lightning_dist.profiling.run import RankRun, Run
 
 MOST = 500
@@ -29,11 +30,11 @@ class Sample:
         ranks: that have recorded any step.
         steps: that all of these have recorded, without the first.
         detailed: those of them to look at span by span.
-        warmup_steps: how many first steps were left out.
+        warmup_steps: number of first steps that were left out.
         reason: why ``detailed`` is empty: it stands wherever a figure is missing.
-        advice: where no rank has a step, why, and what to do about it.
         notes: what was left out, for the user to see.
         cut: how many of how many steps all ranks have, where one ends much earlier than another.
+        advice: where no rank has a step, why, and what to do about it.
     """
 
     ranks: Mapping[int, RankRun]
@@ -47,17 +48,17 @@ class Sample:
 
     @property
     def whole_reason(self) -> str:
-        """For the one place that says all."""
+        """``reason`` with the advice, for the one place that says all."""
         return ": ".join(filter(None, (self.reason, self.advice)))
 
     def durations_ms(self) -> list[float]:
-        """Of every step, the mean over ranks."""
+        """Duration of every step, the mean over ranks."""
         ranks = self.ranks.values()
         return [mean([each.head(step).duration / MS for each in ranks]) for step in self.steps]
 
 
 def sample(run: Run, *, warmup_steps: int) -> Sample:
-    """Choose them.
+    """The steps that count, and those of them to look at in detail.
 
     Raises:
         ValueError: ``warmup_steps`` is negative.
@@ -69,56 +70,44 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
     notes: list[str] = []
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     common = Run(ranks).common_steps
-    recorded = set().union(*(each.steps for each in ranks.values()))
+    recorded = set[int]().union(*(each.steps for each in ranks.values()))
     everything, cut = len(recorded), None
-    if common and _missing_at_the_end(ranks, recorded) > _LEAST_MISSING * everything:
-        cut = len(common), everything
+    if common:
+        end = min(max(each.steps) for each in ranks.values())
+        if sum(step > end for step in recorded) > _LEAST_MISSING * everything:
+            cut = len(common), everything
     if len(common) < everything:
         notes.append(f"{len(common)} of {everything} steps are of all ranks; only these count")
     left_out = warmup_steps if len(common) > warmup_steps else 0
     if common and left_out < warmup_steps:
         notes.append(
-            f"with only {_steps(len(common))} the first are not left out, in which DDP still "
-            "builds its buckets"
+            f"with only {count(len(common), 'step')} the first are not left out, in which DDP "
+            "still builds its buckets"
         )
     steps = common[left_out:]
     detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
-    reason: Unavailable | None = None
     if 0 < len(detailed) < len(steps):
         notes.append(
-            f"parts and communication are of the {_steps(len(detailed))} of {len(steps)} that were "
-            "looked at in detail; step times are of all"
+            f"parts and communication are of the {count(len(detailed), 'step')} of {len(steps)} "
+            "that were looked at in detail; step times are of all"
         )
-    if not detailed:
-        without = Unavailable.NO_DETAIL if steps else Unavailable.NO_COMMON_STEP
-        reason = without if everything else Unavailable.NO_STEP
-    elif (most := _most(ranks, detailed[-1])) < len(detailed):
-        notes.append(
-            f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
-            "of all"
-        )
-        detailed = spread(detailed, most)
-    advice = "" if everything else _why_no_step(run)
-    return Sample(ranks, steps, detailed, left_out, reason, notes, cut, advice)
-
-
-def _missing_at_the_end(ranks: Mapping[int, RankRun], recorded: Iterable[int]) -> int:
-    """Steps after the last one of the rank that ends first."""
-    end = min(max(each.steps) for each in ranks.values())
-    return sum(step > end for step in recorded)
-
-
-def _why_no_step(run: Run) -> Unavailable:
-    """What ended a training is told by a note."""
+    if detailed:
+        spans = sum(len(each.steps[detailed[-1]].spans) for each in ranks.values())
+        most = min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
+        if most < len(detailed):
+            notes.append(
+                f"communication is of {most} of {len(detailed)} steps, spread evenly; step times "
+                "are of all"
+            )
+        return Sample(ranks, steps, spread(detailed, most), left_out, None, notes, cut)
+    if everything:
+        reason = Unavailable.NO_DETAIL if steps else Unavailable.NO_COMMON_STEP
+        return Sample(ranks, steps, [], left_out, reason, notes, cut)
+    # What ended a training is told by a note.
     endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
-    if not endings:
-        return Unavailable.KILLED
-    return Unavailable.NO_OPTIMIZER_STEP if endings == {"finished"} else Unavailable.ENDED
-
-
-def _most(ranks: Mapping[int, RankRun], step: int) -> int:
-    spans = sum(len(each.steps[step].spans) for each in ranks.values())
-    return min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
+    finished = Unavailable.NO_OPTIMIZER_STEP if endings == {"finished"} else Unavailable.ENDED
+    advice = finished if endings else Unavailable.KILLED
+    return Sample(ranks, [], [], left_out, Unavailable.NO_STEP, notes, advice=advice)
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
@@ -131,7 +120,3 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
     rng = random.Random(0)
     edges = [math.floor(len(steps) * i / most) for i in range(most + 1)]
     return [steps[rng.randrange(edges[i], edges[i + 1])] for i in range(most)]
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,12 @@ from lightning_dist.profiling.analysis.parts import (
     RankSummary,
     Summary,
     Timeline,
-    Unavailable,
+    Traffic,
 )
 from lightning_dist.profiling.analysis.sample import MOST, Sample, sample, spread
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
-from lightning_dist.profiling.analysis.traffic import gbps, gone, traffic_of
-from lightning_dist.profiling.capture.events import PHASES, StepRecord
+from lightning_dist.profiling.analysis.unavailable import Unavailable, gone, unavailable_of
+from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord, StepRecord
 from lightning_dist.profiling.run import Run
 
 _LEAST_WAITING = 0.02
@@ -34,7 +34,7 @@ _LEAST_WAITING = 0.02
 
 
 def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
-    """What can be said of it; ``unavailable`` and ``notes`` say what cannot, and why.
+    """The summary of a run; ``unavailable`` and ``notes`` say what is missing, and why.
 
     Args:
         warmup_steps: first steps to leave out: DDP builds its buckets anew after the first.
@@ -44,24 +44,24 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     """
     chosen = sample(run, warmup_steps=warmup_steps)
     table = step_table(run, chosen.detailed)
-    unavailable = _unavailable(run, chosen, table)
+    # Phases are known of steps that were only timed, too.
+    timed = () if chosen.detailed else spread(chosen.steps, MOST)
+    peak = _link_gbps(run)
+    unavailable = unavailable_of(run, chosen, table, has_link=peak is not None)
     per_step = _per_step(chosen, table, unavailable)
-    breakdown_ms = _breakdown_ms(chosen, table, per_step, unavailable)
-    exchange = table.total("exchange")
-    traffic = traffic_of(run, table, unavailable)
+    breakdown_ms = _breakdown_ms(chosen, table, per_step, unavailable, timed)
     phase_skew = find_phase_skew(table)
     uncertainty = mean_uncertainty(run, table.steps)
-    last, why_none = straggler(
-        table, table.late, phase_skew=phase_skew, uncertainty=uncertainty, least=_LEAST_WAITING
-    )
-    exposed_last, _ = straggler(
-        table, table.exposed_late, phase_skew=phase_skew, uncertainty=uncertainty
+    (last, why_none), (exposed_last, _) = (
+        straggler(table, column, phase_skew=phase_skew, uncertainty=uncertainty, least=least)
+        for column, least in (("late", _LEAST_WAITING), ("exposed_late", 0.0))
     )
     if last is None:
-        nobody = unavailable.get("exposed_wait") or _alone(run) or Unavailable.NO_WAITING
-        unavailable["straggler"] = why_none or nobody
-    overhead = _overhead(chosen)
-    is_unknown = "exposed_ms" in unavailable or not chosen.detailed
+        alone = Unavailable.ALONE if run.world_size < 2 else Unavailable.NO_WAITING
+        unavailable["straggler"] = why_none or unavailable.get("exposed_wait") or alone
+    heads = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
+    duration = sum(each.duration for each in heads)
+    exchange, is_unknown = table.total("exchange"), "exposed_ms" in unavailable
     summary = Summary(
         headline="",
         run=_about(run),
@@ -70,34 +70,26 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         step_ms=_step_ms(chosen),
         breakdown_ms=breakdown_ms,
         exposed_ms=None if is_unknown else sum(breakdown_ms[name] or 0.0 for name in EXPOSED),
-        hidden_ms=None if is_unknown else table.total("hidden") / table.cells / MS,
+        hidden_ms=None if is_unknown else table.mean_ms("hidden"),
         overlap_fraction=table.total("hidden") / exchange if exchange else None,
-        traffic=traffic,
-        ranks=_ranks(chosen, table, unavailable, missing=bool(gone(run, chosen.ranks))),
+        traffic=_traffic(table, unavailable, peak),
+        ranks=_ranks(run, chosen, table, unavailable, timed),
         buckets=table.bucket_summaries(unavailable),
         straggler=last,
-        detailed_steps=len(chosen.detailed or _spread(chosen)) if breakdown_ms else 0,
+        detailed_steps=len(chosen.detailed or timed) if breakdown_ms else 0,
         exposed_straggler=exposed_last,
-        profiler_overhead=overhead,
+        profiler_overhead=sum(each.overhead for each in heads) / duration if duration else None,
         per_step=per_step,
-        errors=[
-            {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.errors
-        ],
-        links=[
-            {"rank": rank, **asdict(each)} for rank, of in run.ranks.items() for each in of.links
-        ],
+        errors=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.errors],
+        links=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.links],
         unavailable=unavailable,
-        notes=notes_of(
-            run,
-            chosen,
-            table,
-            phase_skew=phase_skew,
-            overhead=overhead,
-            has_rates=traffic is not None,
-        ),
         phase_skew=phase_skew,
     )
-    return replace(summary, headline=headline(summary, of_steps=chosen.cut))
+    return replace(
+        summary,
+        headline=headline(summary, of_steps=chosen.cut),
+        notes=notes_of(run, chosen, table, summary),
+    )
 
 
 def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
@@ -111,48 +103,6 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
             distances = [abs(each - duration) for each in step_ms]
             picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
     return [timeline(run, step, label) for step, label in picked.items()]
-
-
-def _unavailable(run: Run, chosen: Sample, table: StepTable) -> dict[str, str]:
-    """By field, why it is None; all but those of traffic and of the straggler."""
-    unavailable: dict[str, str] = {}
-    no_bucket = run.unseen or Unavailable.NO_BUCKET
-    if chosen.reason:
-        for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait", "traffic"):
-            unavailable[name] = chosen.reason
-    if table.unknown_wait:
-        unavailable["exposed_wait"] = table.unknown_wait
-    if not chosen.steps:
-        unavailable["step_ms"] = unavailable["profiler_overhead"] = chosen.reason or ""
-        unavailable["steps"] = chosen.whole_reason
-    if not table.buckets:
-        unavailable["buckets"] = chosen.reason or _alone(run) or no_bucket
-    if table.is_blind and run.world_size > 1:
-        for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait"):
-            unavailable[name] = no_bucket
-    if chosen.detailed and (run.is_stock or run.unseen):
-        unavailable["exposed_codec"] = Unavailable.STOCK if run.is_stock else run.unseen
-    if chosen.detailed and not any(map(_has_forward, _records(chosen))):
-        unavailable["forward"] = Unavailable.IN_BACKWARD
-    if not table.total("exchange"):
-        unavailable["overlap_fraction"] = chosen.reason or _alone(run) or Unavailable.NO_EXCHANGE
-    if not any(each.errors for each in run.ranks.values()):
-        unavailable["errors"] = _why_no_errors(run, chosen)
-    if not any(each.links for each in run.ranks.values()):
-        unavailable["links"] = Unavailable.NO_LINK
-    return unavailable
-
-
-def _alone(run: Run) -> str:
-    return Unavailable.ALONE if run.world_size < 2 else ""
-
-
-def _why_no_errors(run: Run, chosen: Sample) -> str:
-    if run.unseen or run.is_stock:
-        return run.unseen or Unavailable.STOCK
-    last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
-    is_whole = {bucket.codec for step in last for bucket in step.buckets} == {"none"}
-    return Unavailable.NOT_COMPRESSED if is_whole else Unavailable.NOT_SAMPLED
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -172,41 +122,6 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
-def _per_step(chosen: Sample, table: StepTable, unavailable: Mapping[str, str]) -> PerStep:
-    """Without parts that are not known, or zero where ``unavailable`` says that they are not."""
-    if not chosen.detailed:
-        return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
-
-    def means(part: str) -> list[float]:
-        return [mean(of_ranks) for of_ranks in (table.of(part) / MS).tolist()]
-
-    blind = EXPOSED if "breakdown_ms" in unavailable else ()
-    breakdown_ms = {name: means(name) for name in PARTS if name not in blind}
-    waited = (table.of("waited") / MS).T
-    has_waits = "exposed_wait" not in unavailable or waited.any()
-    return PerStep(
-        chosen.detailed,
-        means("duration"),
-        {name: of for name, of in breakdown_ms.items() if name not in unavailable or any(of)},
-        dict(zip(table.ranks, waited.tolist(), strict=True)) if has_waits else {},
-        [table.ranks[int(late.argmax())] if late.any() else None for late in table.late],
-    )
-
-
-def _breakdown_ms(
-    chosen: Sample, table: StepTable, per_step: PerStep, unavailable: Mapping[str, str]
-) -> dict[str, float | None]:
-    """Without detail of the phases alone; ``backward`` has the exposed communication in it then."""
-    if not chosen.detailed:
-        return _mean_phases_ms(_records(chosen))
-    blind = EXPOSED if "breakdown_ms" in unavailable else ()
-    return {
-        name: table.total(name) / table.cells / MS if name in per_step.breakdown_ms else None
-        for name in PARTS
-        if name not in blind
-    }
-
-
 def _step_ms(chosen: Sample) -> dict[str, float | None]:
     durations = sorted(chosen.durations_ms())
     if not durations:
@@ -218,71 +133,133 @@ def _step_ms(chosen: Sample) -> dict[str, float | None]:
     }
 
 
-def _mean_phases_ms(records: Sequence[StepRecord]) -> dict[str, float | None]:
-    """Empty if phases were not recorded."""
-    if not any(record.phases for record in records):
-        return {}
-    sums = dict.fromkeys(PHASES, 0)
+def _per_step(chosen: Sample, table: StepTable, unavailable: Mapping[str, str]) -> PerStep:
+    """Without parts that are not known, or zero where ``unavailable`` says that they are not."""
+    if not chosen.detailed:
+        return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
+
+    def means(part: str) -> list[float]:
+        return [mean(of_ranks) for of_ranks in (table.of(part) / MS).tolist()]
+
+    def is_known(part: str) -> bool:
+        is_blind = part in EXPOSED and "breakdown_ms" in unavailable
+        return not is_blind and (part not in unavailable or table.total(part) > 0)
+
+    waited, late = table.of("waited") / MS, table.of("late")
+    has_waits = "exposed_wait" not in unavailable or waited.any()
+    return PerStep(
+        chosen.detailed,
+        means("duration"),
+        {name: means(name) for name in PARTS if is_known(name)},
+        dict(zip(table.ranks, waited.T.tolist(), strict=True)) if has_waits else {},
+        [table.ranks[int(of_step.argmax())] if of_step.any() else None for of_step in late],
+    )
+
+
+def _breakdown_ms(
+    chosen: Sample,
+    table: StepTable,
+    per_step: PerStep,
+    unavailable: Mapping[str, str],
+    timed: Sequence[int],
+) -> dict[str, float | None]:
+    """Without detail of the phases alone; ``backward`` has the exposed communication in it then."""
+    if not chosen.detailed:
+        phases = _phases_ms(each.steps[step] for each in chosen.ranks.values() for step in timed)
+        return {**phases}
+    parts = (name for name in PARTS if name not in EXPOSED or "breakdown_ms" not in unavailable)
+    return {name: table.mean_ms(name) if name in per_step.breakdown_ms else None for name in parts}
+
+
+def _phases_ms(records: Iterable[StepRecord]) -> dict[str, float]:
+    """Means of the phases, and of what is ``other``; empty if phases were not recorded."""
+    sums, duration, count = dict.fromkeys(PHASES, 0), 0, 0
     for record in records:
+        duration, count = duration + record.duration, count + 1
         for phase in record.phases:
-            if phase.name in sums:
-                sums[phase.name] += phase.end - phase.begin
-    sums["other"] = sum(each.duration for each in records) - sum(sums.values())
-    return {name: total / len(records) / MS for name, total in sums.items()}
+            sums[phase.name] += phase.end - phase.begin
+    if not any(sums.values()):
+        return {}
+    sums["other"] = duration - sum(sums.values())
+    return {name: total / count / MS for name, total in sums.items()}
 
 
 def _ranks(
-    chosen: Sample, table: StepTable, unavailable: Mapping[str, str], *, missing: bool
+    run: Run,
+    chosen: Sample,
+    table: StepTable,
+    unavailable: Mapping[str, str],
+    timed: Sequence[int],
 ) -> list[RankSummary]:
     def known(value: float | None, name: str) -> float | None:
         return None if not value and name in unavailable else value
 
-    steps_of_parts = chosen.detailed or chosen.steps
-    per_step = max(len(table.steps), 1) * MS
+    steps = chosen.detailed or chosen.steps
+    # With ranks missing it is not known what of the time was waiting for them.
+    is_whole = not gone(run, chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
-        totals = {name: float(table.of_ranks(name)[row]) for name in _OF_RANKS}
-        uncertainty = uncertainty_of(of_rank, steps_of_parts)
-        phases: Mapping[str, float | None]
-        if table.steps:
-            phases = {name: totals[name] / len(table.steps) / MS for name in PHASES}
-        else:
-            phases = _mean_phases_ms([of_rank.steps[step] for step in _spread(chosen)])
+
+        def ms(column: str, row: int = row) -> float:
+            return float(table.of_ranks(column)[row]) / max(len(table.steps), 1) / MS
+
+        def rate(column: str, row: int = row) -> float | None:
+            sent, moving = table.of_ranks(column)[row], table.of_ranks(f"{column}_moving")[row]
+            return _gbps(float(sent), float(moving)) if is_whole else None
+
+        uncertainty = uncertainty_of(of_rank, steps)
+        phases: Mapping[str, float] = {name: ms(name) for name in PHASES}
+        if not table.steps:
+            phases = _phases_ms(of_rank.steps[step] for step in timed)
         summaries.append(
             RankSummary(
                 rank,
                 of_rank.about.host,
-                step_ms=mean([of_rank.head(step).duration / MS for step in steps_of_parts]),
-                exposed_ms=None if "exposed_ms" in unavailable else totals["exposed"] / per_step,
-                wait_ms=known(totals["waited"] / per_step, "exposed_wait"),
-                waited_for_ms=known(float(table.late[:, row].sum()) / per_step, "exposed_wait"),
+                step_ms=mean([of_rank.head(step).duration / MS for step in steps]),
+                exposed_ms=None if "exposed_ms" in unavailable else ms("exposed"),
+                wait_ms=known(ms("waited"), "exposed_wait"),
+                waited_for_ms=known(ms("late"), "exposed_wait"),
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
-                # With ranks missing it is not known what of the time was waiting for them.
-                intra_gbps=None if missing else gbps(totals["intra"], totals["intra_moving"]),
-                inter_gbps=None if missing else gbps(totals["inter"], totals["inter_moving"]),
+                intra_gbps=rate("intra"),
+                inter_gbps=rate("inter"),
                 phases_ms={name: known(phases[name], name) for name in PHASES if phases},
             )
         )
     return summaries
 
 
-_OF_RANKS = (*PHASES, "exposed", "waited", "intra", "intra_moving", "inter", "inter_moving")
+def _traffic(
+    table: StepTable, unavailable: Mapping[str, str], peak: float | None
+) -> Traffic | None:
+    if "traffic" in unavailable:
+        return None
+    raw, intra, inter, moving = map(table.total, ("raw", "intra", "inter", "moving"))
+    sent, under_way = table.link_uses()
+    wire, effective = _gbps(float(sent.sum()), float(under_way.sum())), _gbps(raw, moving)
+    if "traffic.wire_gbps" in unavailable:
+        wire = effective = None
+    cells = table.cells
+    means = (raw / cells, (intra + inter) / cells, intra / cells, inter / cells)
+    return Traffic(*means, wire, effective, peak)
 
 
-def _records(chosen: Sample) -> list[StepRecord]:
-    """Of as many steps as are looked at in detail: to parse all would take long."""
-    return [each.steps[step] for each in chosen.ranks.values() for step in _spread(chosen)]
+def _gbps(nbytes: float, nanoseconds: float) -> float | None:
+    """Gbit/s; None where nothing was sent or no time went by."""
+    return nbytes * 8 / nanoseconds if nbytes > 0 and nanoseconds > 0 else None
 
 
-def _spread(chosen: Sample) -> list[int]:
-    return spread(chosen.steps, MOST)
+def _link_gbps(run: Run) -> float | None:
+    """The best of the links between hosts; inside a host only where there is no other."""
+    rates = [
+        (_crosses(run, each.about, link), rate)
+        for each in run.ranks.values()
+        for link in each.links
+        if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None
+    ]
+    return max(rates)[1] if rates else None
 
 
-def _has_forward(record: StepRecord) -> bool:
-    return any(phase.name == "forward" for phase in record.phases)
-
-
-def _overhead(chosen: Sample) -> float | None:
-    records = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
-    duration = sum(each.duration for each in records)
-    return sum(each.overhead for each in records) / duration if duration else None
+def _crosses(run: Run, about: RankRecord, link: LinkRecord) -> bool:
+    """The link leads to another host."""
+    ends = about.groups.get(link.group, ()) if link.peer is None else [link.peer]
+    return bool({run.ranks[rank].about.host for rank in ends if rank in run.ranks} - {about.host})

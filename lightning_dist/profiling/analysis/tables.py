@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,17 @@ from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.run import Run
 
 MS = 1e6
-"""Nanoseconds in a millisecond."""
-
-MB = 1e6
-"""Bytes in a megabyte, as links count them."""
+"""Nanoseconds in a millisecond; bytes in a megabyte, as links count them."""
 
 COLUMNS = (
     *PARTS,
     "duration",
     "exposed",
-    "exchange",  # any was under way
+    "exchange",  # any was in flight
     "hidden",
-    "waited",  # hidden or not
+    "waited",  # for other ranks, hidden or not
+    "late",  # for how long the others, added up, waited for this rank
+    "exposed_late",  # the exposed share of that
     "moving",  # any exchange moved, on this rank or to another
     "intra_moving",  # one moved that had another member on this host
     "inter_moving",  # one moved that had a member on another host
@@ -40,16 +39,7 @@ COLUMNS = (
     "by_clocks",  # transfer between clocks that differ, by comparing them
     "by_durations",  # the same, without
 )
-BUCKET_COLUMNS = (
-    "raw_mb",
-    "wire_mb",
-    "ready_ms",
-    "encode_ms",
-    "wait_ms",
-    "transfer_ms",
-    "decode_ms",
-    "exposed_ms",
-)
+BUCKET_COLUMNS = tuple(each.name for each in fields(BucketSummary))[2:]
 
 _PART_OF = {"encode_ms": "exposed_codec", "wait_ms": "exposed_wait", "decode_ms": "exposed_codec"}
 """The part of a step whose reason for being unknown is also that of a bucket's column."""
@@ -65,22 +55,18 @@ class StepTable:
         steps, ranks: two of the axes.
         hosts: of every rank.
         values: by step, rank and :data:`COLUMNS`; NaN: the step was not recorded in detail.
-        late: by step and rank, for how long the others, added up, waited for it.
-        exposed_late: what of that was exposed.
         waited_for: by rank that waited and rank that was late, all steps added up.
         host_moving: by step and host, in the order of ``dict.fromkeys(hosts)``, while any rank of
             it exchanged with other hosts.
         buckets: by index: the codec; how often it was exchanged; sums of :data:`BUCKET_COLUMNS`, in
             nanoseconds and bytes.
-        unknown_wait: why waiting is not, or not wholly, known; empty: it is.
+        unknown_wait: reason why waiting is not, or not wholly, known; empty: it is.
     """
 
     steps: Sequence[int]
     ranks: Sequence[int]
     hosts: Sequence[str]
     values: Array
-    late: Array
-    exposed_late: Array
     waited_for: Array
     host_moving: Array
     buckets: Mapping[int, tuple[str, int, Array]]
@@ -91,14 +77,18 @@ class StepTable:
         found: Array = self.values[:, :, [COLUMNS.index(name) for name in columns]].sum(axis=2)
         return found
 
-    def total(self, *columns: str) -> float:
-        """The same, of all steps and ranks."""
-        return float(self.of(*columns).sum())
-
     def of_ranks(self, *columns: str) -> Array:
         """The same by rank, of all steps."""
         found: Array = self.of(*columns).sum(axis=0)
         return found
+
+    def total(self, *columns: str) -> float:
+        """The same, of all steps and ranks."""
+        return float(self.of(*columns).sum())
+
+    def mean_ms(self, *columns: str) -> float:
+        """The mean over steps and ranks; 0 of nothing."""
+        return self.total(*columns) / max(self.cells, 1) / MS
 
     @property
     def cells(self) -> int:
@@ -106,14 +96,21 @@ class StepTable:
         return len(self.steps) * len(self.ranks)
 
     @property
-    def duration_ms(self) -> float:
-        """The mean of these steps."""
-        return self.total("duration") / max(self.cells, 1) / MS
-
-    @property
     def is_blind(self) -> bool:
-        """Whether nothing of communication was seen in these steps."""
+        """No communication was seen in these steps."""
         return self.cells > 0 and not self.buckets and not self.total("exchange")
+
+    def link_uses(self) -> tuple[Array, Array]:
+        """Bytes that went out over a link, and nanoseconds in which something was on its way.
+
+        By step and link: that of a host to others, or where nothing goes there, of a rank.
+        """
+        inter = self.of("inter")
+        if not inter.any():
+            return self.of("intra"), self.of("intra_moving")
+        hosts = np.array(self.hosts)
+        links = [inter[:, hosts == host].sum(axis=1) for host in dict.fromkeys(self.hosts)]
+        return np.stack(links, axis=1), self.host_moving
 
     def bucket_summaries(self, unknown: Container[str]) -> list[BucketSummary]:
         """Means of every bucket; a zero of what is ``unknown`` was not measured."""
@@ -142,57 +139,46 @@ def step_table(
     reach = {rank: _reach(run, each.about) for rank, each in ranks.items()}
     one_clock = groups_of_one_clock(run)
     values = np.full((len(steps), len(ranks), len(COLUMNS)), np.nan)
-    late, exposed_late = np.zeros((2, len(steps), len(ranks)))
     waited_for = np.zeros((len(ranks), len(ranks)))
     host_moving = np.zeros((len(steps), len(set(hosts))))
     buckets: dict[int, tuple[str, int, Array]] = {}
     unknown = ""
     for i, of_step in enumerate(analysed or (analyse(run, step) for step in steps)):
         of_hosts: dict[str, list[Interval]] = {host: [] for host in hosts}
+        late = np.zeros((2, len(ranks)))
         for each in of_step:
-            rank, row = each.parts.rank, rows[each.parts.rank]
-            near, far = (_moving_in(each, groups) for groups in reach[rank])
-            own = _row(each, near, far, one_clock[rank])
-            values[i, row] = [own[name] for name in COLUMNS]
-            for last, waited in each.parts.waited_for.items():
-                late[i, rows[last]] += waited
+            row = rows[each.rank]
+            for last, waited in each.waited_for.items():
+                late[:, rows[last]] += waited, each.exposed_for.get(last, 0)
                 waited_for[row, rows[last]] += waited
-            for last, waited in each.parts.exposed_for.items():
-                exposed_late[i, rows[last]] += waited
-            begin = each.parts.begin
-            of_hosts[ranks[rank].about.host] += [(begin + a, begin + b) for a, b in far]
+        for each in of_step:
+            row, (intra, inter) = rows[each.rank], reach[each.rank]
+            near, far = _moving_in(each, intra), _moving_in(each, inter)
+            own = _row(each, near, far, one_clock[each.rank])
+            own["late"], own["exposed_late"] = late[:, row]
+            values[i, row] = [own[name] for name in COLUMNS]
+            of_hosts[hosts[row]] += [(each.begin + a, each.begin + b) for a, b in far]
             for index, codec, sums in _bucket_rows(each):
                 _, count, before = buckets.get(index, ("", 0, 0.0))
                 buckets[index] = codec, count + 1, before + sums
         # Ranks of one host may send at the same time or one after the other: the clock tells.
         host_moving[i] = [length(union(each)) for each in of_hosts.values()]
         unknown = unknown or unknown_wait(of_step)
-    return StepTable(
-        steps,
-        list(ranks),
-        hosts,
-        values,
-        late,
-        exposed_late,
-        waited_for,
-        host_moving,
-        buckets,
-        unknown,
-    )
+    return StepTable(steps, list(ranks), hosts, values, waited_for, host_moving, buckets, unknown)
 
 
 def _row(
     step: Analysed, near: Intervals, far: Intervals, one_clock: Container[str]
-) -> dict[str, int]:
-    parts, buckets = step.parts, step.record.buckets
+) -> dict[str, float]:
+    buckets = step.record.buckets
     doubted = [each for each in step.exchanges if each.span.group not in one_clock]
     return {
-        **parts.parts,
-        "duration": parts.duration,
-        "exposed": parts.exposed,
-        "exchange": parts.union,
-        "hidden": parts.hidden,
-        "waited": sum(parts.waited_for.values()),
+        **step.parts,
+        "duration": step.duration,
+        "exposed": step.exposed,
+        "exchange": step.union,
+        "hidden": step.hidden,
+        "waited": sum(step.waited_for.values()),
         "moving": length(step.moving),
         "intra_moving": length(near),
         "inter_moving": length(far),
@@ -207,10 +193,10 @@ def _row(
 
 
 def _by_duration(exchange: Exchange) -> Interval:
-    """A collective moves for as long as it took the member that came last.
+    """The time that a collective took the member that came last, at its end.
 
     That is the least that it took any, and needs no comparison of clocks, only that all members
-    leave it together. Where members read one clock that can not be wrong, and what differs is when
+    leave it together. Where members read one clock that cannot be wrong, and what differs is when
     they leave.
     """
     # The root of a broadcast leaves it before the others have it: its duration says nothing.
@@ -224,15 +210,17 @@ def _reach(run: Run, about: RankRecord) -> tuple[frozenset[str], frozenset[str]]
 
     A rank that has left nothing may be anywhere.
     """
-    intra, inter = set(), set()
-    for name, members in about.groups.items():
-        for rank in members:
-            host = run.ranks[rank].about.host if rank in run.ranks else None
-            if rank != about.rank and host in (about.host, None):
-                intra.add(name)
-            if host != about.host:
-                inter.add(name)
-    return frozenset(intra), frozenset(inter)
+    hosts = {
+        name: [
+            run.ranks[rank].about.host if rank in run.ranks else None
+            for rank in members
+            if rank != about.rank
+        ]
+        for name, members in about.groups.items()
+    }
+    here = {about.host, None}
+    near = frozenset(name for name, of in hosts.items() if any(host in here for host in of))
+    return near, frozenset(name for name, of in hosts.items() if {*of} - {about.host})
 
 
 def _moving_in(step: Analysed, groups: Container[str]) -> Intervals:
@@ -242,7 +230,7 @@ def _moving_in(step: Analysed, groups: Container[str]) -> Intervals:
     return union(each.moving for each in chosen)
 
 
-def _bucket_rows(step: Analysed) -> Iterable[tuple[int, str, Array]]:
+def _bucket_rows(step: Analysed) -> Iterator[tuple[int, str, Array]]:
     """Index, codec and :data:`BUCKET_COLUMNS` of every exchange of all gradients."""
     exchanges: dict[int, list[Exchange]] = {}
     for exchange in step.exchanges:
@@ -256,15 +244,15 @@ def _bucket_rows(step: Analysed) -> Iterable[tuple[int, str, Array]]:
         last_ready = each.last_ready
         for bucket in each.buckets:
             own = [x for x in exchanges.get(bucket.index, ()) if each.has(x.span.begin)]
-            moving = union(x.transfer for x in own)
+            transfer = union(x.transfer for x in own)
             end = max((x.span.end for x in own), default=bucket.done)
             sums = (
                 bucket.raw,
                 bucket.intra + bucket.inter,
                 bucket.ready,
                 coded["encode", bucket.index],
-                length(union([*(x.wait for x in own), *moving])) - length(moving),
-                length(moving),
+                length(union([*(x.wait for x in own), *transfer])) - length(transfer),
+                length(transfer),
                 coded["decode", bucket.index],
                 max(end - last_ready, 0),
             )
@@ -272,5 +260,5 @@ def _bucket_rows(step: Analysed) -> Iterable[tuple[int, str, Array]]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 of nothing."""
+    """The mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0

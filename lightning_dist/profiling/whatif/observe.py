@@ -11,7 +11,6 @@ from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passe
 from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.tables import Array, mean, step_table
-from lightning_dist.profiling.analysis.traffic import link_uses
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.simulator import (
@@ -103,7 +102,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     ):
         if because:
             raise ValueError(f"nothing can be predicted from this profile: {problem}")
-    sent, moving = link_uses(step_table(run, chosen.detailed, steps))
+    sent, moving = step_table(run, chosen.detailed, steps).link_uses()
     used = (sent > 0) & (moving > 0)
     if not used.any():
         raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
@@ -217,7 +216,7 @@ def _latency(run: Run, every: Iterable[Analysed]) -> float | None:
     """Seconds of a round in the quickest small exchange: others queued behind large ones."""
     found = []
     for each in every:
-        groups = run.ranks[each.parts.rank].about.groups
+        groups = run.ranks[each.rank].about.groups
         for exchange in each.exchanges:
             span, (begin, end) = exchange.span, exchange.transfer
             peers = len(groups.get(span.group, ()))
