@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.profiling.analysis.clock_quality import uncertainty_at
+from lightning_dist.profiling.analysis.clock_quality import clock_at
 from lightning_dist.profiling.capture.events import ClockRecord
 from lightning_dist.profiling.links import receive, send
 
@@ -114,7 +114,7 @@ def _answer(
     while not question.item():
         receive(question, source=asker, group=group)
         now = clock()
-        answer[0], answer[1] = now + own.offset, uncertainty_at([own], now) or 0
+        answer[0], answer[1] = now + own.offset, clock_at([own], now).uncertainty
         send(answer, to=asker, group=group)
 
 

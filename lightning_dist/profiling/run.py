@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from lightning_dist.profiling.analysis.clock_quality import offset_at, uncertainty_at
+from lightning_dist.profiling.analysis.clock_quality import clock_at
 from lightning_dist.profiling.capture.events import (
     SCHEMA,
     BurstRecord,
@@ -121,11 +121,11 @@ class RankRun:
 
     def offset(self, at: int) -> int:
         """Nanoseconds to add to this rank's clock at ``at`` to have rank 0's."""
-        return offset_at(self.clocks, at)
+        return clock_at(self.clocks, at).offset if self.clocks else 0
 
     def uncertainty(self, at: int) -> int | None:
         """By how many nanoseconds that may be off; None: the clocks were never compared."""
-        return uncertainty_at(self.clocks, at)
+        return clock_at(self.clocks, at).uncertainty if self.clocks else None
 
 
 @dataclass(frozen=True)

@@ -18,55 +18,30 @@ _WANDER = 1e-6
 """By about so much the rate of a quartz changes with its temperature within hours."""
 
 
-def offset_at(readings: Sequence[ClockRecord], at: int) -> int:
-    """Nanoseconds to add to the clock when it shows ``at``; 0 without readings.
+def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
+    """Offset and uncertainty of a clock when it shows ``at``, from its ``readings`` in order.
 
-    Between two of the ``readings``, which are in order, it drifts evenly, and before the first and
-    after the last one as it did between the nearest two. Where these are too close to tell the
-    drift, or there is only one, it stays.
+    Between two readings it drifts evenly, and before the first and after the last one as it did
+    between the nearest two. Where these are too close to tell the drift, or there is only one, the
+    offset stays. The uncertainty grows with the time to the nearest reading, by what is not known
+    of the drift.
     """
-    if not readings:
-        return 0
-    left, right = _around(readings, at)
+    after = min(max(bisect_right(readings, at, key=lambda each: each.at), 1), len(readings) - 1)
+    left, right = readings[max(after - 1, 0)], readings[after]
+    nearest = left if at - left.at < right.at - at else right
+    apart, away = right.at - left.at, at - nearest.at
+    drift = (right.offset - left.offset) / apart if apart else 0.0
+    # Bound of the error of the drift beyond these two.
+    doubt = (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
     if left.at <= at <= right.at:
-        part = (at - left.at) / max(right.at - left.at, 1)
-        return round(left.offset + part * (right.offset - left.offset))
-    nearest = right if at > right.at else left
-    if _doubt(left, right) >= DRIFT:
-        return nearest.offset
-    rate = (right.offset - left.offset) / (right.at - left.at)
-    return nearest.offset + round((at - nearest.at) * rate)
-
-
-def uncertainty_at(readings: Sequence[ClockRecord], at: int) -> int | None:
-    """Bound of the error of :func:`offset_at` in nanoseconds; None: never compared.
-
-    It grows with the time to the nearest reading, by what is not known of the drift.
-    """
-    if not readings:
-        return None
+        widening = (right.uncertainty - left.uncertainty) / apart if apart else 0.0
+        uncertainty = nearest.uncertainty + away * widening + _WANDER * abs(away)
+    else:
+        drift = drift if doubt < DRIFT else 0.0
+        uncertainty = nearest.uncertainty + abs(away) * min(doubt, DRIFT)
     if not any(each.uncertainty for each in readings):
-        return 0  # the same clock: from itself nobody drifts
-    left, right = _around(readings, at)
-    if left.at <= at <= right.at:
-        part = (at - left.at) / max(right.at - left.at, 1)
-        read = left.uncertainty + part * (right.uncertainty - left.uncertainty)
-        return round(read + _WANDER * min(at - left.at, right.at - at))
-    nearest = right if at > right.at else left
-    return round(nearest.uncertainty + abs(at - nearest.at) * min(_doubt(left, right), DRIFT))
-
-
-def _around(readings: Sequence[ClockRecord], at: int) -> tuple[ClockRecord, ClockRecord]:
-    """Readings before and after ``at``, or the nearest two; the only one twice."""
-    after = bisect_right(readings, at, key=lambda reading: reading.at)
-    after = min(max(after, 1), len(readings) - 1)
-    return readings[max(after - 1, 0)], readings[after]
-
-
-def _doubt(left: ClockRecord, right: ClockRecord) -> float:
-    """Bound of the error of the drift beyond two readings, as a share of time."""
-    apart = right.at - left.at
-    return (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
+        uncertainty = 0.0  # rank 0's own clock, which does not drift from itself
+    return ClockRecord(at, nearest.offset + round(away * drift), round(uncertainty))
 
 
 def uncompared(run: Run) -> list[int]:

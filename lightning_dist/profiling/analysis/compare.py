@@ -1,4 +1,4 @@
-"""Two runs beside each other, with what the spread of their steps can explain.
+"""Differences of two runs, and how much of them the spread of their steps explains.
 
 Of medians over steps. Each has the interval of a notched box plot, 1.58 quartile distances by the
 root of the number of steps to both sides; a difference that is not larger than both together is
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dist.profiling.analysis.metrics import METRICS
+from lightning_dist.profiling.analysis.metrics import METRICS, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.tables import MS
@@ -30,13 +30,13 @@ NAMES = (
     "sent_mb",
     "all_steps_ms",
 )
-"""What is compared: parts are means over ranks, ``sent_mb`` is of a rank. All but ``all_steps_ms``
-are of the steps that were looked at in detail, as they are in a report."""
+"""Figures that are compared: parts are means over ranks, ``sent_mb`` is of a rank. All but
+``all_steps_ms`` are of the steps that were looked at in detail, as they are in a report."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, by what is compared: a value for every step, or why there is none."""
+    """Figures of a run by name: a value for every step, or why there is none."""
 
     values: Mapping[str, Sequence[float]]
     unavailable: Mapping[str, str]
@@ -60,12 +60,12 @@ class Difference:
 
     @property
     def difference(self) -> float | None:
-        """By how much ``b`` is more."""
+        """Difference ``b - a``; None if one is not known."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
     def is_explained(self) -> bool | None:
-        """Whether the spread of the steps alone can explain it; None: nobody knows."""
+        """The spread of the steps alone can explain the difference; None: not known."""
         if self.difference is None or self.spread is None:
             return None
         assert self.a is not None
@@ -74,24 +74,26 @@ class Difference:
 
 
 def measured(run: Run, summary: Summary) -> Measured:
-    """What there is to compare of a run and its summary."""
+    """Figures of a run that can be compared."""
     per_step, unavailable = summary.per_step, summary.unavailable
     if not per_step.step_ms:
-        return Measured(
-            {}, dict.fromkeys(NAMES, unavailable.get("step_ms", "no step was recorded"))
-        )
-    exposed = [per_step.breakdown_ms[part] for part in EXPOSED if per_step.breakdown_ms.get(part)]
+        return Measured({}, dict.fromkeys(NAMES, unavailable["step_ms"]))
+    parts = per_step.breakdown_ms
+    exposed = [parts[part] for part in EXPOSED if parts.get(part)]
     is_sent, is_exposed = summary.traffic is not None, summary.exposed_ms is not None
     values: dict[str, Sequence[float]] = {
         "step_ms": per_step.step_ms,
-        **{f"{part}_ms": per_step.breakdown_ms.get(part, ()) for part in PARTS},
+        **{f"{part}_ms": parts.get(part, ()) for part in PARTS},
         "exposed_ms": [sum(row) for row in zip(*exposed, strict=True)] if is_exposed else (),
         "sent_mb": [_sent(run, step) / MS for step in per_step.steps] if is_sent else (),
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
-    why = {f"{part}_ms": unavailable.get(part, unavailable.get("breakdown_ms")) for part in PARTS}
-    why |= {"exposed_ms": unavailable.get("exposed_ms"), "sent_mb": unavailable.get("traffic")}
-    missing = {name: why[name] or "not recorded" for name in values if not values[name]}
+    fields = {"exposed_ms": "exposed_ms", "sent_mb": "traffic"}
+    missing = {
+        name: why(unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
+        for name, of in values.items()
+        if not of
+    }
     return Measured({name: of for name, of in values.items() if of}, missing)
 
 
@@ -101,7 +103,7 @@ def compare(a: Measured, b: Measured) -> list[Difference]:
 
 
 def verdict(differences: Sequence[Difference]) -> str:
-    """What is to be said of them, in a sentence."""
+    """The differences in a sentence."""
     step = differences[0]
     assert step.name == "step_ms"
     if step.difference is None or step.is_explained is None:
@@ -138,7 +140,7 @@ def _difference(name: str, a: Measured, b: Measured) -> Difference:
     spread, reason = None, ""
     if not of_a or not of_b:
         told = ((run, each.unavailable.get(name)) for run, each in (("A", a), ("B", b)))
-        reason = "; ".join(f"{run}: {why}" for run, why in told if why)
+        reason = "; ".join(f"{run}: {because}" for run, because in told if because)
     elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
         reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
     else:

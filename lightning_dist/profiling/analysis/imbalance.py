@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
+import numpy as np
+
 from lightning_dist.profiling.analysis.parts import PhaseSkew
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
 from lightning_dist.profiling.analysis.unavailable import Unavailable
@@ -79,9 +81,9 @@ def why_not_last(late: Array, row: int, *, uncertainty: int) -> Unavailable | No
 
 
 def may_be_chance(leads: Array) -> bool:
-    """Whether values of steps may add up to this though each is as likely above zero as below.
+    """Values of steps may add up to this though each is as likely above zero as below.
 
-    The values are whole numbers, however large.
+    They are whole numbers, however large.
     """
     exact = [int(lead) for lead in leads.tolist()]
     return sum(exact) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in exact)
@@ -91,41 +93,36 @@ def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
     """Phases in which ranks differ without waiting for each other in exchanges of gradients.
 
     Ranks make their steps together: what one of them takes longer the others spend elsewhere. Where
-    that is not in an exchange, they may wait in a collective that nobody has told the profiler of.
+    that is not in an exchange, they may wait in a collective that the profiler does not see.
     In the order in which they come after an exchange; none where waiting is not known.
     """
     if table.unknown_wait or not table.total("exchange"):
         return []
-    return [each for phase in _ORDER if (each := _skew_of(table, phase)) is not None]
+    waited = table.of_ranks("waited") / len(table.steps) / MS
+    found = []
+    for phase in _ORDER:
+        lengths = table.of(phase)
+        ms = lengths.sum(axis=0) / len(table.steps) / MS
+        by_length = np.argsort(-ms, kind="stable").tolist()
+        longest, shortest = by_length[0], int(ms.argmin())
+        excess = float(ms[longest] - ms[shortest])
+        is_even = excess <= _LEAST_UNEVEN * table.mean_ms("duration")
+        # Ranks wait for the longest in exchanges, or the shortest for one that has waited for it.
+        is_explained = (
+            waits_explain(table, longest, excess)
+            or waited[shortest] - waited[longest] >= _EXPLAINED * excess
+        )
+        if is_even or is_explained or may_be_chance(lengths[:, longest] - lengths[:, shortest]):
+            continue
+        ranks = [table.ranks[row] for row in by_length if ms[row] - ms[shortest] > excess / 2]
+        found.append(PhaseSkew(phase, ranks, table.ranks[shortest], excess))
+    return found
 
 
 def waits_explain(table: StepTable, row: int, excess_ms: float) -> bool:
-    """Whether the rank is waited for in exchanges as long as something that takes ``excess_ms``."""
+    """Others wait in exchanges for the rank in this row, for most of ``excess_ms`` a step."""
     longest = table.waited_for[:, row].max() / max(len(table.steps), 1)
     return bool(longest / MS >= _EXPLAINED * excess_ms)
-
-
-def _skew_of(table: StepTable, phase: str) -> PhaseSkew | None:
-    lengths = table.of(phase)
-    ms = (lengths.sum(axis=0) / len(table.steps) / MS).tolist()
-    by_length = sorted(range(len(ms)), key=lambda row: -ms[row])
-    longest, shortest = by_length[0], ms.index(min(ms))
-    more = ms[longest] - ms[shortest]
-    is_even = more <= _LEAST_UNEVEN * table.mean_ms("duration")
-    if is_even or _is_explained(table, longest, shortest, more):
-        return None
-    if may_be_chance(lengths[:, longest] - lengths[:, shortest]):
-        return None
-    ranks = [table.ranks[row] for row in by_length if ms[row] - ms[shortest] > more / 2]
-    return PhaseSkew(phase, ranks, table.ranks[shortest], more)
-
-
-def _is_explained(table: StepTable, longest: int, shortest: int, excess_ms: float) -> bool:
-    """Ranks wait for the longest in exchanges, or the shortest for one that has waited for it."""
-    waited = table.of_ranks("waited") / len(table.steps) / MS
-    return waits_explain(table, longest, excess_ms) or bool(
-        waited[shortest] - waited[longest] >= _EXPLAINED * excess_ms
-    )
 
 
 _RECENT = 5
@@ -139,7 +136,7 @@ _LEAST_RATIO = 10.0
 
 @dataclass(frozen=True)
 class Growth:
-    """The residual of a bucket was ``before`` times its gradient, and is ``now`` times as large."""
+    """Growth of the residual of a bucket, from ``before`` to ``now`` times its gradient."""
 
     bucket: int
     step: int
@@ -166,7 +163,7 @@ class ResidualAlarm:
         self._ratios: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MOST))
 
     def add(self, error: ErrorRecord) -> Growth | None:
-        """The growth that is there with this sample, if it is alarming."""
+        """The growth up to this sample, if it is alarming."""
         if error.residual_ratio is None:
             return None
         ratios = self._ratios[error.bucket]
@@ -182,7 +179,7 @@ class ResidualAlarm:
 
 
 def growth_of(errors: Iterable[ErrorRecord]) -> Growth | None:
-    """The largest that there was in the samples of a rank, in their order."""
+    """The largest growth in the samples of a rank, in their order."""
     alarm = ResidualAlarm()
     found = [growth for each in errors if (growth := alarm.add(each)) is not None]
     return max(found, key=lambda growth: growth.now, default=None)
