@@ -11,11 +11,10 @@ from report_pages import body_of
 
 from lightning_dist.integrations.live_profile import metrics_of
 from lightning_dist.profiling.analysis.compare import compare, measured
-from lightning_dist.profiling.analysis.parts import EXPOSED
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.events import EndRecord
 from lightning_dist.profiling.report.summary_file import to_json, write_summary
-from lightning_dist.profiling.report.tables import facts
+from lightning_dist.profiling.report.tables import facts, ranks_table
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
@@ -222,24 +221,10 @@ def test_steps_that_are_not_recorded_in_detail() -> None:
     summary = summarize(run)
     assert summary.step_ms["mean"] == pytest.approx(100)
     assert summary.unavailable["breakdown_ms"] == "no step is recorded in detail on all ranks"
-    # The phases are known, and what is exposed is not: it is not zero either.
-    assert summary.breakdown_ms == pytest.approx(
-        {"between_steps": 2, "forward": 20, "backward": 73, "optimizer": 5, "other": 0}
-    )
-    assert not summary.breakdown_ms.keys() & set(EXPOSED)
+    assert (summary.breakdown_ms, summary.detailed_steps) == ({}, 0)
+    assert {len(each.phases_ms) for each in summary.ranks} == {0}
+    assert ranks_table(summary).rows[1][6:10] == ("n/a",) * 4
     assert [each.label for each in pick_steps(run, summary)] == ["median step"]
-
-
-def test_steps_without_phases() -> None:
-    run = Planted().run()
-    for rank in (0, 1):
-        run = without_detail(run, rank, *range(6))
-        bare = {step: replace(each, phases=()) for step, each in run.ranks[rank].steps.items()}
-        run = replaced(run, rank, steps=bare)
-    summary = summarize(run)
-    assert summary.breakdown_ms == {}
-    assert summary.step_ms["mean"] == pytest.approx(100)
-    assert summary.unavailable["breakdown_ms"] == "no step is recorded in detail on all ranks"
 
 
 def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:

@@ -190,25 +190,6 @@ def test_phases_of_the_ranks_are_there_for_all_to_see() -> None:
     assert table.rows[1][6:10] == ("2.00", "70.0", "40.0", "5.00")
 
 
-def test_phases_of_ranks_whose_steps_were_only_timed() -> None:
-    run = BUFFERS.run()
-    for rank, each in run.ranks.items():
-        steps = {
-            number: replace(step, detailed=False, buckets=(), spans=())
-            for number, step in each.steps.items()
-        }
-        run = replaced(run, rank, steps=steps)
-    summary = found(run)
-    assert summary.ranks[1].phases_ms == pytest.approx(
-        {"between_steps": 2, "forward": 70, "backward": 73, "optimizer": 5}
-    )
-    for rank, each in run.ranks.items():
-        steps = {number: replace(step, phases=()) for number, step in each.steps.items()}
-        run = replaced(run, rank, steps=steps)
-    assert found(run).ranks[1].phases_ms == {}
-    assert ranks_table(found(run)).rows[1][6:10] == ("n/a",) * 4
-
-
 def test_a_forward_pass_that_is_in_backward_is_no_zero() -> None:
     run = Planted().run()
     for rank, each in run.ranks.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from lightning_dist.profiling.analysis.parts import (
     Timeline,
     Traffic,
 )
-from lightning_dist.profiling.analysis.sample import MOST, Sample, sample, spread
+from lightning_dist.profiling.analysis.sample import Sample, sample
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
 from lightning_dist.profiling.analysis.unavailable import Unavailable, gone, unavailable_of
-from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord, StepRecord
+from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
 from lightning_dist.profiling.run import Run
 
 _LEAST_WAITING = 0.02
@@ -44,12 +44,9 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     """
     chosen = sample(run, warmup_steps=warmup_steps)
     table = step_table(run, chosen.detailed)
-    # Phases are known of steps that were only timed, too.
-    timed = () if chosen.detailed else spread(chosen.steps, MOST)
     peak = _link_gbps(run)
     unavailable = unavailable_of(run, chosen, table, has_link=peak is not None)
-    per_step = _per_step(chosen, table, unavailable)
-    breakdown_ms = _breakdown_ms(chosen, table, per_step, unavailable, timed)
+    breakdown_ms = _breakdown_ms(table, unavailable)
     phase_skew = find_phase_skew(table)
     uncertainty = mean_uncertainty(run, table.steps)
     (last, why_none), (exposed_last, _) = (
@@ -73,13 +70,13 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         hidden_ms=None if is_unknown else table.mean_ms("hidden"),
         overlap_fraction=table.total("hidden") / exchange if exchange else None,
         traffic=_traffic(table, unavailable, peak),
-        ranks=_ranks(run, chosen, table, unavailable, timed),
+        ranks=_ranks(run, chosen, table, unavailable),
         buckets=table.bucket_summaries(unavailable),
         straggler=last,
-        detailed_steps=len(chosen.detailed or timed) if breakdown_ms else 0,
+        detailed_steps=len(chosen.detailed),
         exposed_straggler=exposed_last,
         profiler_overhead=sum(each.overhead for each in heads) / duration if duration else None,
-        per_step=per_step,
+        per_step=_per_step(chosen, table, breakdown_ms, unavailable),
         errors=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.errors],
         links=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.links],
         unavailable=unavailable,
@@ -133,99 +130,72 @@ def _step_ms(chosen: Sample) -> dict[str, float | None]:
     }
 
 
-def _per_step(chosen: Sample, table: StepTable, unavailable: Mapping[str, str]) -> PerStep:
-    """Without parts that are not known, or zero where ``unavailable`` says that they are not."""
-    if not chosen.detailed:
+def _breakdown_ms(table: StepTable, unavailable: Mapping[str, str]) -> dict[str, float | None]:
+    """Means of the parts; None: a zero that is not known to be one. Empty without detail."""
+    seen = [name for name in PARTS if name not in EXPOSED or "breakdown_ms" not in unavailable]
+    return {
+        name: _known(table.mean_ms(name), name, unavailable)
+        for name in (seen if table.steps else ())
+    }
+
+
+def _per_step(
+    chosen: Sample,
+    table: StepTable,
+    breakdown_ms: Mapping[str, float | None],
+    unavailable: Mapping[str, str],
+) -> PerStep:
+    if not table.steps:
         return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
-
-    def means(part: str) -> list[float]:
-        return [mean(of_ranks) for of_ranks in (table.of(part) / MS).tolist()]
-
-    def is_known(part: str) -> bool:
-        is_blind = part in EXPOSED and "breakdown_ms" in unavailable
-        return not is_blind and (part not in unavailable or table.total(part) > 0)
-
+    known = ("duration", *(name for name, value in breakdown_ms.items() if value is not None))
+    means = {name: [mean(of) for of in (table.of(name) / MS).tolist()] for name in known}
     waited, late = table.of("waited") / MS, table.of("late")
     has_waits = "exposed_wait" not in unavailable or waited.any()
     return PerStep(
-        chosen.detailed,
-        means("duration"),
-        {name: means(name) for name in PARTS if is_known(name)},
+        table.steps,
+        means.pop("duration"),
+        means,
         dict(zip(table.ranks, waited.T.tolist(), strict=True)) if has_waits else {},
         [table.ranks[int(of_step.argmax())] if of_step.any() else None for of_step in late],
     )
 
 
-def _breakdown_ms(
-    chosen: Sample,
-    table: StepTable,
-    per_step: PerStep,
-    unavailable: Mapping[str, str],
-    timed: Sequence[int],
-) -> dict[str, float | None]:
-    """Without detail of the phases alone; ``backward`` has the exposed communication in it then."""
-    if not chosen.detailed:
-        phases = _phases_ms(each.steps[step] for each in chosen.ranks.values() for step in timed)
-        return {**phases}
-    parts = (name for name in PARTS if name not in EXPOSED or "breakdown_ms" not in unavailable)
-    return {name: table.mean_ms(name) if name in per_step.breakdown_ms else None for name in parts}
-
-
-def _phases_ms(records: Iterable[StepRecord]) -> dict[str, float]:
-    """Means of the phases, and of what is ``other``; empty if phases were not recorded."""
-    sums, duration, count = dict.fromkeys(PHASES, 0), 0, 0
-    for record in records:
-        duration, count = duration + record.duration, count + 1
-        for phase in record.phases:
-            sums[phase.name] += phase.end - phase.begin
-    if not any(sums.values()):
-        return {}
-    sums["other"] = duration - sum(sums.values())
-    return {name: total / count / MS for name, total in sums.items()}
-
-
 def _ranks(
-    run: Run,
-    chosen: Sample,
-    table: StepTable,
-    unavailable: Mapping[str, str],
-    timed: Sequence[int],
+    run: Run, chosen: Sample, table: StepTable, unavailable: Mapping[str, str]
 ) -> list[RankSummary]:
-    def known(value: float | None, name: str) -> float | None:
-        return None if not value and name in unavailable else value
-
+    names = (*PHASES, "exposed", "waited", "late", "intra", "intra_moving", "inter", "inter_moving")
+    totals, per_step = {name: table.of_ranks(name) for name in names}, max(len(table.steps), 1) * MS
     steps = chosen.detailed or chosen.steps
     # With ranks missing it is not known what of the time was waiting for them.
     is_whole = not gone(run, chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
-
-        def ms(column: str, row: int = row) -> float:
-            return float(table.of_ranks(column)[row]) / max(len(table.steps), 1) / MS
-
-        def rate(column: str, row: int = row) -> float | None:
-            sent, moving = table.of_ranks(column)[row], table.of_ranks(f"{column}_moving")[row]
-            return _gbps(float(sent), float(moving)) if is_whole else None
-
+        own = {name: float(of_ranks[row]) for name, of_ranks in totals.items()}
+        intra, inter = (_gbps(own[name], own[f"{name}_moving"]) for name in ("intra", "inter"))
         uncertainty = uncertainty_of(of_rank, steps)
-        phases: Mapping[str, float] = {name: ms(name) for name in PHASES}
-        if not table.steps:
-            phases = _phases_ms(of_rank.steps[step] for step in timed)
         summaries.append(
             RankSummary(
                 rank,
                 of_rank.about.host,
                 step_ms=mean([of_rank.head(step).duration / MS for step in steps]),
-                exposed_ms=None if "exposed_ms" in unavailable else ms("exposed"),
-                wait_ms=known(ms("waited"), "exposed_wait"),
-                waited_for_ms=known(ms("late"), "exposed_wait"),
+                exposed_ms=None if "exposed_ms" in unavailable else own["exposed"] / per_step,
+                wait_ms=_known(own["waited"] / per_step, "exposed_wait", unavailable),
+                waited_for_ms=_known(own["late"] / per_step, "exposed_wait", unavailable),
                 clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
-                intra_gbps=rate("intra"),
-                inter_gbps=rate("inter"),
-                phases_ms={name: known(phases[name], name) for name in PHASES if phases},
+                intra_gbps=intra if is_whole else None,
+                inter_gbps=inter if is_whole else None,
+                phases_ms={
+                    name: _known(own[name] / per_step, name, unavailable)
+                    for name in (PHASES if table.steps else ())
+                },
             )
         )
     return summaries
+
+
+def _known(value: float, name: str, unavailable: Mapping[str, str]) -> float | None:
+    """None instead of a zero of what is not known."""
+    return None if not value and name in unavailable else value
 
 
 def _traffic(
