@@ -1,9 +1,9 @@
-"""Which spans of several ranks are the same collective, and who came to it last."""
+"""Spans of several ranks that are the same collective, and the rank that came to it last."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_dist.profiling.analysis.clock_quality import uncompared
@@ -20,13 +20,13 @@ class Exchange:
     """One collective as one rank saw it, in nanoseconds since its step began on this rank.
 
     Args:
-        arrival: when the last member had come, never before ``span.begin``; None: not known.
+        arrival: launch on the last member, never before ``span.begin``; None: not known.
         last: the member that came last; the lowest of several.
         shortest: the least that it took any member, which no clock can falsify; None: not known.
         missing: members of which there is no record of it.
         collective_id: its number in the step, equal on all members; None: the rank
             does not say which one it is.
-        over: when the last member was done; None: not known.
+        over: end on the last member; None: not known.
     """
 
     span: Span
@@ -39,13 +39,12 @@ class Exchange:
 
     @property
     def wait(self) -> Interval:
-        """The members were not all there. Empty where that is not known."""
-        until = self.span.begin if self.arrival is None else self.arrival
-        return self.span.begin, min(until, self.span.end)
+        """From the launch to that on the last member; empty where that is not known."""
+        return self.span.begin, self.transfer[0]
 
     @property
     def transfer(self) -> Interval:
-        """They all were: it moved, or queued behind others. Where that is not known, all of it."""
+        """With all members there: it moved, or queued behind others. All of it if not known."""
         since = self.span.begin if self.arrival is None else self.arrival
         return min(since, self.span.end), self.span.end
 
@@ -61,7 +60,7 @@ class Exchange:
 
 
 def begin_of(run: Run, rank: int, step: int) -> int:
-    """When a rank began a step, on rank 0's clock.
+    """Begin of a step on a rank, on rank 0's clock.
 
     One offset serves all of a step, so that its times keep their distances.
     """
@@ -77,74 +76,70 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
     same if their ranks are.
     """
     numbers: dict[tuple[str, Members], int] = {}
-    groups = {
-        rank: {
-            name: numbers.setdefault((name, tuple(members)), len(numbers))
-            for name, members in each.about.groups.items()
-        }
-        for rank, each in run.ranks.items()
-    }
-    members_of = [members for _, members in numbers]
     own: dict[int, list[tuple[Span, _Key | None]]] = {}
     together: dict[_Key, dict[int, Span]] = {}
     for rank, each in run.ranks.items():
         if step not in each.steps or not each.head(step).detailed:
             continue
+        groups = {
+            name: numbers.setdefault((name, tuple(members)), len(numbers))
+            for name, members in each.about.groups.items()
+        }
         own[rank] = []
         for span in each.steps[step].spans:
             if span.phase != "exchange":
                 continue
-            number = groups[rank].get(span.group)
-            key = None if number is None or span.order < 0 else (number, span.order)
+            is_known = span.group in groups and span.order >= 0
+            key = (groups[span.group], span.order) if is_known else None
             own[rank].append((span, key))
             if key is not None:
                 together.setdefault(key, {})[rank] = span
     begins = {rank: begin_of(run, rank, step) for rank in own}
-    strangers = uncompared(run)
-    known = {
-        key: replace(
-            _collective(members_of[key[0]], spans, begins, strangers), collective_id=number
-        )
+    members, strangers = [of for _, of in numbers], uncompared(run)
+    seen = {
+        key: _collective(number, members[key[0]], spans, begins, strangers)
         for number, (key, spans) in enumerate(together.items())
     }
     return {
-        rank: [
-            Exchange(span) if key is None else _seen(known[key], span, begins[rank])
-            for span, key in spans
-        ]
+        rank: [Exchange(span) if key is None else seen[key][rank] for span, key in spans]
         for rank, spans in own.items()
     }
 
 
 def _collective(
+    number: int,
     members: Members,
     spans: Mapping[int, Span],
     begins: Mapping[int, int],
     strangers: Collection[int],
-) -> Exchange:
-    """One of all its members, whose times are on rank 0's clock, with any of their spans."""
-    anyone = next(iter(spans.values()))
+) -> dict[int, Exchange]:
+    """One collective as every rank saw it.
+
+    Args:
+        begins: of the step, on rank 0's clock.
+        strangers: ranks whose clock was never compared.
+    """
     if missing := tuple(rank for rank in members if rank not in spans):
-        return Exchange(anyone, missing=missing)
+        return {
+            rank: Exchange(span, missing=missing, collective_id=number)
+            for rank, span in spans.items()
+        }
     durations = {rank: span.end - span.begin for rank, span in spans.items()}
     shortest = min(durations.values())
     if len(spans) > 1 and not spans.keys().isdisjoint(strangers):
+        # Without clocks: all leave a collective together, so who took longer has waited.
         last = min(rank for rank, took in durations.items() if took == shortest)
-        return Exchange(anyone, None, last, shortest)
+        return {
+            rank: Exchange(span, span.end - shortest, last, shortest, collective_id=number)
+            for rank, span in spans.items()
+        }
     launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
     arrival = max(launches.values())
     last = min(rank for rank, launch in launches.items() if launch == arrival)
     over = max(begins[rank] + span.end for rank, span in spans.items())
-    return Exchange(anyone, arrival, last, shortest, over=over)
-
-
-def _seen(each: Exchange, span: Span, begin: int) -> Exchange:
-    """The collective as a rank saw it that began the step at ``begin``."""
-    if each.shortest is None:
-        return Exchange(span, missing=each.missing, collective_id=each.collective_id)
-    # Without clocks: all leave a collective together, so who took longer has waited.
-    arrival = span.end - each.shortest if each.arrival is None else each.arrival - begin
-    over = None if each.over is None else each.over - begin
-    return Exchange(
-        span, arrival, each.last, each.shortest, collective_id=each.collective_id, over=over
-    )
+    return {
+        rank: Exchange(
+            span, arrival - begins[rank], last, shortest, (), number, over - begins[rank]
+        )
+        for rank, span in spans.items()
+    }
