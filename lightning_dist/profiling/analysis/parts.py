@@ -85,11 +85,11 @@ class RankSummary:
 
     Args:
         step_ms: of the steps that the parts are of.
-        wait_ms: it waited for others, per step, hidden or not.
-        waited_for_ms: others waited for it, per step, added up over them.
-        clock_uncertainty_ms: of its clock, at the worst step; None: never compared.
-        intra_gbps, inter_gbps: what it sent over the time something was under way.
-        phases_ms: ``data``, ``forward``, ``backward`` and ``optimizer`` as they are in
+        wait_ms: waiting for others, per step, hidden or not.
+        waited_for_ms: waiting of the others for this rank, per step, added up over them.
+        clock_uncertainty_ms: at the worst step; None: the clock was never compared.
+        intra_gbps, inter_gbps: bytes sent over the time with an exchange in flight.
+        phases_ms: ``between_steps``, ``forward``, ``backward`` and ``optimizer`` as they are in
             ``Summary.breakdown_ms``; empty: not recorded.
     """
 
@@ -107,12 +107,11 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class PhaseSkew:
-    """A phase in which ranks differ, and waiting in exchanges does not say why.
+    """A phase in which ranks differ by more than waiting in exchanges explains.
 
     Args:
-        ranks: that it takes longer, the longest first: by more than half of ``excess_ms``.
-        fastest_rank: the rank that it takes shortest.
-        excess_ms: by so much the longest, per step.
+        ranks: those slower than the fastest by more than half of ``excess_ms``, the slowest first.
+        excess_ms: difference between the slowest and the fastest rank, per step.
     """
 
     phase: str
@@ -160,12 +159,12 @@ class Traffic:
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes than uncompressed DDP."""
+        """Bytes of uncompressed DDP over those that were sent."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     @property
     def link_utilization(self) -> float | None:
-        """Of the calibrated peak; 1.0 is all of it."""
+        """Share of ``link_gbps``, 0 to 1."""
         if self.wire_gbps is None or not self.link_gbps:
             return None
         return self.wire_gbps / self.link_gbps
@@ -241,18 +240,18 @@ class Summary:
 
     @property
     def detailed_step_ms(self) -> float | None:
-        """The mean of the steps that the parts are of: their sum. None: no part is known."""
+        """Mean of the detailed steps, the sum of their parts; None: no part is known."""
         known = [value for value in self.breakdown_ms.values() if value is not None]
         return sum(known) if known else None
 
     @property
     def is_of_all(self) -> bool:
-        """Whether it is of all ranks of the run."""
+        """All ranks of the run are in it."""
         return len(self.ranks) >= int(self.run.get("world_size", 0))
 
     @property
     def exposed(self) -> float | None:
-        """Exposed share, 0 to 1, of the steps that were looked at in detail."""
+        """Exposed share, 0 to 1, of the detailed steps."""
         if self.exposed_ms is None:
             return None
         return self.exposed_ms / (self.detailed_step_ms or 1.0)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_dist.profiling.analysis.collectives import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.analysis.tables import MS, step_table
@@ -73,32 +75,18 @@ def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     steps = sorted(set[int]().union(*(each.steps for each in ranks.values())))
     counted = set(Run(ranks).common_steps[summary.warmup_steps :])
+    means = {"exposed": summary.exposed_ms, "hidden": summary.hidden_ms, **summary.breakdown_ms}
+    means["exchange"] = summary.hidden_ms
     table = step_table(run, steps)
-    times = [(table.of(name) / MS).tolist() for name in _TIMES]
-    unknown = [name not in _known(summary) for name in _TIMES]
+    times = np.stack([table.of(name) / MS for name in _TIMES], axis=2)
+    unknown = [means.get(name) is None for name in _TIMES]
+    times[(times == 0) & unknown] = np.nan
     begins = {(s, r): begin_of(run, r, s) for r, each in ranks.items() for s in each.steps}
     first = min(begins.values(), default=0)
     for i, step in enumerate(steps):
         for row, (rank, each) in enumerate(ranks.items()):
             if step in each.steps:
-                own = [of[i][row] for of in times]
-                yield (
-                    step,
-                    rank,
-                    each.about.host,
-                    int(step in counted),
-                    (begins[step, rank] - first) / MS,
-                    each.head(step).duration / MS,
-                    *(
-                        None if math.isnan(value) or (not value and is_unknown) else value
-                        for value, is_unknown in zip(own, unknown, strict=True)
-                    ),
-                )
-
-
-def _known(summary: Summary) -> set[str]:
-    """Names of times that the summary knows."""
-    hidden = summary.hidden_ms
-    means = {"exposed": summary.exposed_ms, "hidden": hidden, "exchange": hidden}
-    means.update(summary.breakdown_ms)
-    return {name for name, mean in means.items() if mean is not None}
+                begin, duration = begins[step, rank] - first, each.head(step).duration
+                own = (None if math.isnan(value) else value for value in times[i, row].tolist())
+                head = step, rank, each.about.host, int(step in counted), begin / MS, duration / MS
+                yield (*head, *own)
