@@ -66,10 +66,10 @@ def test_what_is_not_known_is_no_zero() -> None:
         for rank, of in run.ranks.items()
     }
     found = rows(summarize(Run(bare)))
-    assert found["forward"] == "20.0 ms 20 %"
     reason = "n/a no step is recorded in detail on all ranks"
+    assert "no step is recorded in detail on all ranks" in found["parts"]
     assert found["exposed communication"] == reason
-    assert "exposed transfer" not in found
+    assert not {"forward", "exposed transfer"} & set(found)
     assert found["0"] == "host-a 100 n/a n/a n/a reference"
 
 
