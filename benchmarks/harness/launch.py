@@ -1,18 +1,23 @@
-"""How many ranks each host has: `2x2` is 2 hosts with 2 ranks, `3+1` one with 3 and one with 1."""
+"""Ranks as processes: how many each host has, their environment, and one group for each launch."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_POLL_S = 0.1
+_GRACE_S = 2.0
+_KILL_TIMEOUT_S = 10.0
+_TAIL_LINES = 30
 
 RanksPerHost = int | Sequence[int]
 
@@ -79,19 +84,8 @@ class Layout:
 
     def place(self, rank: int) -> tuple[int, int]:
         """The host of a rank, and its number there."""
-        local_rank = rank
-        for host, count in enumerate(self.counts):
-            if local_rank < count:
-                return host, local_rank
-            local_rank -= count
-        raise ValueError(f"rank must be below {self.world_size}, got {rank}")
-
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-_POLL_S = 0.1
-_GRACE_S = 2.0
-_KILL_TIMEOUT_S = 10.0
-_TAIL_LINES = 30
+        places = [(host, each) for host, count in enumerate(self.counts) for each in range(count)]
+        return places[rank]
 
 
 class RankFailed(RuntimeError):
@@ -124,33 +118,22 @@ class RankGroup:
             )
         self.processes.append(process)
 
-    def wait(
-        self,
-        *,
-        timeout_s: float,
-        echo: bool = False,
-        on_poll: Callable[[], None] | None = None,
-    ) -> list[str]:
+    def wait(self, *, timeout_s: float, echo: bool = False) -> list[str]:
         """Wait for all ranks and return their output; on the first failure kill the rest, raise.
 
-        echo: copy rank 0's output to stderr. on_poll: called about ten times a second.
+        echo: copy rank 0's output to stderr.
         """
         deadline = time.monotonic() + timeout_s
         try:
-            while running := [p for p in self.processes if p.poll() is None]:
+            while running := [r for r, p in enumerate(self.processes) if p.poll() is None]:
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
-                    stuck = [rank for rank, p in enumerate(self.processes) if p in running]
-                    message = f"ranks {stuck} were still running after {timeout_s:g} s"
+                    message = f"ranks {running} were still running after {timeout_s:g} s"
                     raise RanksTimedOut(f"{message}\n{self.tail()}")
                 if echo:
                     self._echo()
-                if on_poll:
-                    on_poll()
-                try:
-                    running[0].wait(timeout=_POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.processes[running[0]].wait(timeout=_POLL_S)
             self._raise_if_failed()
         finally:
             self.kill()
@@ -179,18 +162,15 @@ class RankGroup:
         return "\n".join(parts)
 
     def _raise_if_failed(self) -> None:
-        for rank, process in enumerate(self.processes):
-            if process.poll():
-                self._let_others_fail()
-                message = f"rank {rank} ended with exit status {process.returncode}"
-                raise RankFailed(f"{message}\n{self.tail()}")
-
-    def _let_others_fail(self) -> None:
-        """Give the others a moment: who ends first is often not the one with the telling error."""
-        deadline = time.monotonic() + _GRACE_S
+        failed = [rank for rank, process in enumerate(self.processes) if process.poll()]
+        if not failed:
+            return
+        deadline = time.monotonic() + _GRACE_S  # who ends first often has not the telling error
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        status = self.processes[failed[0]].returncode
+        raise RankFailed(f"rank {failed[0]} ended with exit status {status}\n{self.tail()}")
 
     def _echo(self) -> None:
         text = self.output(0)
@@ -234,32 +214,3 @@ def rank_environment(
         "PYTHONUNBUFFERED": "1",
         **(extra or {}),
     }
-
-
-class Gate:
-    """A named pipe. A rank waits in `wait_at`; the launcher looks now and then with `let_through`.
-
-    path: where the pipe is made; it must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        os.mkfifo(path)
-
-    def let_through(self, prepare: Callable[[], None]) -> None:
-        """If a rank waits at the gate, call `prepare` and let it go on; never blocks."""
-        try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nobody has the pipe open for reading
-                return
-            raise
-        try:
-            prepare()
-        finally:
-            os.close(descriptor)
-
-
-def wait_at(path: str) -> None:
-    """Block until the launcher lets this process through."""
-    Path(path).read_bytes()

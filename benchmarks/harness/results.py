@@ -13,7 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from benchmarks.harness.launch import REPOSITORY
+from lightning_dist import __version__
+
 _GIT_TIMEOUT_S = 10.0
 
 
@@ -23,8 +25,8 @@ def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
-            "torch": _version("torch"),
-            "lightning_dist": _version("lightning-dist") or _checkout_version(),
+            "torch": importlib.metadata.version("torch"),
+            "lightning_dist": __version__,
         },
         "git_commit": _git_commit(),
         "machine": {
@@ -74,32 +76,11 @@ def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
     return kinds
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _checkout_version() -> str | None:
-    try:
-        from lightning_dist import __version__
-    except ImportError:
-        return None
-    return __version__
-
-
 def _git_commit() -> str | None:
     """The commit of this checkout, with `-dirty` where files differ from it."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return f"{commit}-dirty" if _git("status", "--porcelain") else commit
-
-
-def _git(*arguments: str) -> str | None:
-    # Read only: without --no-optional-locks `git status` would rewrite the index.
-    command = ["git", "--no-optional-locks", "-C", str(_REPOSITORY), *arguments]
+    # Read only: without --no-optional-locks git would rewrite the index.
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *describe]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True

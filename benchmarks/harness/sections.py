@@ -80,11 +80,5 @@ def links_of(rows: Rows) -> list[Any]:
     return sorted(links, key=lambda mbit: float("inf") if mbit is None else mbit)
 
 
-def faster(row: Row) -> str:
-    if row["codec"] == "no-comm":
-        return NA
-    return f"{row['speedup_vs_fp32']:.2f}x / {row['speedup_vs_fp16']:.2f}x"
-
-
 def escape(text: str) -> str:
     return text.replace("|", r"\|")

@@ -66,6 +66,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.command import positive
 from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import collect_meta, error_sizes, write_json
 from benchmarks.harness.tables import Column, pivot, show
@@ -81,7 +82,6 @@ from benchmarks.step_time.rows import (
     is_torch_row,
     levels,
 )
-from benchmarks.step_time.run import positive
 from lightning_dist.profiling.whatif.simulator import Collective, collectives, inside
 
 LABEL = "PREDICTION, not measured: extrapolated from 2 to 4 hosts on one machine"

@@ -1,7 +1,7 @@
-"""One rank of the step-time benchmarks: `allreduce.py` and `hierarchical.py` say what it means.
+"""One rank of the step-time benchmark; `__main__.py` says what it means.
 
-Reads its settings from the command line as JSON. For every link rank 0 writes the samples of every
-row as JSON; before every link but the first it waits until the launcher has changed the link.
+Reads its settings from the command line as JSON. Rank 0 changes the rate of the links, and at the
+end writes the samples of every row, link by link, as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.launch import wait_at
+from benchmarks.harness import network
+from benchmarks.harness.tables import of_link
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
     FEWEST_ROUNDS,
@@ -32,7 +33,7 @@ from benchmarks.step_time.rows import (
     LAYERS,
     MOST_ROUNDS,
     NO_FEEDBACK_SUFFIX,
-    ONE_BUCKET_SUFFIX,
+    ONE_BUCKET_ROW,
     PER_CHANNEL_ROW,
     PER_TENSOR_ROW,
     POWERSGD_ROW,
@@ -46,6 +47,7 @@ from benchmarks.step_time.rows import (
 _TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Samples = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(kw_only=True)
@@ -92,11 +94,10 @@ def measure(row: Row, batch: Batch) -> Sample:
     )
 
 
-def measure_link(
-    rows: list[Row], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
-) -> dict[str, list[Sample]]:
+def measure_link(rows: list[Row], batch: Batch, settings: Settings, *, warmup: int) -> Samples:
     """Round robin over the rows, another one first in every round."""
-    samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
+    samples: Samples = {row.name: [] for row in rows}
+    rounds = settings.rounds
     start = last = time.perf_counter()
     index = 0
     while rounds is None or index < warmup + rounds:
@@ -104,11 +105,12 @@ def measure_link(
         for row in rows[first:] + rows[:first]:
             sample = measure(row, batch)
             if index >= warmup:
-                samples[row.name].append(sample)
+                samples[row.name].append(asdict(sample))
         index += 1
         now = time.perf_counter()
         if index == warmup and rounds is None:
-            rounds = _affordable_rounds(seconds - (now - start), round_s=now - last)
+            left_s = settings.seconds - (now - start)
+            rounds = _affordable_rounds(left_s, round_s=now - last)
         print(f"  round {index} of {warmup + (rounds or 0)}, {now - last:.1f} s", flush=True)
         last = now
     return samples
@@ -125,30 +127,23 @@ def run(settings: Settings) -> None:
             print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
     torch.manual_seed(settings.seed + 1 + dist.get_rank())
     batch = (torch.randn(settings.batch, WIDTH), torch.randn(settings.batch, WIDTH))
-    for index, output in enumerate(settings.outputs):
-        if index > 0 and rank0:
-            wait_at(settings.gate)
+    samples = []
+    for index, link_mbit in enumerate(settings.links):
+        dist.barrier()
+        if rank0:
+            print(f"link: {of_link(link_mbit)}", flush=True)
+            for namespace, device in settings.shaped:
+                network.shape(namespace, device, rate_mbit=link_mbit)
         dist.barrier()
         warmup = settings.warmup if index == 0 else 1
-        samples = measure_link(
-            rows, batch, warmup=warmup, rounds=settings.rounds, seconds=settings.seconds
-        )
-        if rank0:
-            listed = {name: [asdict(sample) for sample in of] for name, of in samples.items()}
-            write_whole(Path(output), json.dumps(listed))
-    print(f"  resident: {_resident_mb():.0f} MB per rank", flush=True)
+        samples.append(measure_link(rows, batch, settings, warmup=warmup))
+    if rank0:
+        Path(settings.output).write_text(json.dumps(samples))
     for row in rows:
         if row.handle is not None:
             row.handle.close()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The launcher reads the file as soon as it is there, so it must be there whole."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _affordable_rounds(left_s: float, *, round_s: float) -> int:
@@ -157,11 +152,6 @@ def _affordable_rounds(left_s: float, *, round_s: float) -> int:
     decided = torch.tensor(rounds)
     dist.broadcast(decided, src=0)
     return int(decided.item())
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def tx_bytes_of(interface: str) -> int:
@@ -182,7 +172,7 @@ class Row:
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         self.name = name
-        cap_mb = _ONE_BUCKET_MB if name.endswith(ONE_BUCKET_SUFFIX) else None
+        cap_mb = _ONE_BUCKET_MB if name == ONE_BUCKET_ROW else None
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
         self.handle = attach(self.ddp, name)
@@ -214,7 +204,7 @@ class Row:
 def attach(ddp: DistributedDataParallel, row: str) -> Any | None:
     """Let the row's method communicate for the model; our handle, or None for torch's own."""
     if is_torch_row(row):
-        _attach_torch(ddp, row.removesuffix(ONE_BUCKET_SUFFIX))
+        _attach_torch(ddp, row)
         return None
     from lightning_dist import compress_ddp
     from lightning_dist.codecs import BlockCodec, resolve_codec
@@ -235,7 +225,7 @@ def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:
     # Imported where needed: only the risky rows use what these load.
     if row == FP16_ROW:
         ddp.register_comm_hook(None, fp16_compress_hook)
-    elif row == POWERSGD_ROW:
+    elif row in (POWERSGD_ROW, ONE_BUCKET_ROW):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
         state = powersgd.PowerSGDState(
