@@ -212,5 +212,6 @@ def rank_environment(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(part for part in search_path if part),
         "PYTHONUNBUFFERED": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that 10.77.0.1 has no name
         **(extra or {}),
     }

@@ -10,11 +10,7 @@ from typing import Any
 from benchmarks.harness.tables import Column, Row, cell_of, name_of
 
 Result = Mapping[str, Any]  # {"meta": ..., "rows": [...]}
-
-
 Rows = Sequence[Row]
-
-
 NA = "n/a"
 
 

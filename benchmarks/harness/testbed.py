@@ -18,7 +18,8 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from benchmarks.harness import network
 from benchmarks.harness.launch import Layout, RankGroup, RanksPerHost, rank_environment
@@ -83,13 +84,8 @@ class Testbed:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     def address(self, host: int) -> str:
         """The IPv4 address of a host's link."""
@@ -97,8 +93,6 @@ class Testbed:
 
     def namespace(self, host: int) -> str:
         """The name of a host's network namespace."""
-        if not 0 <= host < self.hosts:
-            raise ValueError(f"host must be between 0 and {self.hosts - 1}, got {host}")
         return f"{self._name}-h{host}"
 
     @property

@@ -37,7 +37,7 @@ from benchmarks.harness.command import positive, say
 from benchmarks.harness.launch import Layout, RankFailed
 from benchmarks.harness.results import collect_meta, error_sizes, write_json
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from benchmarks.step_time.rows import QUIET, split_row
+from benchmarks.step_time.rows import split_row
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.answer import LABEL
 from lightning_dist.profiling.whatif.observe import Observed, observe
@@ -83,7 +83,6 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[
             testbed.launch(
                 [sys.executable, "-m", RANK_MODULE, json.dumps(settings)],
                 ranks_per_host=layout.counts,
-                env=QUIET,
                 timeout_s=arguments.timeout,
                 echo=True,
             )

@@ -88,7 +88,6 @@ from benchmarks.step_time.rows import (
     FP16_ROW,
     GRADIENT_BYTES,
     MOST_ROUNDS,
-    QUIET,
     RANK_MODULE,
     RISKY_BASELINES,
     Settings,
@@ -236,7 +235,6 @@ def launch(
         testbed.launch(
             [sys.executable, "-m", RANK_MODULE, json.dumps(listed)],
             ranks_per_host=layout.counts,
-            env=QUIET,
             timeout_s=timeout_s,
             echo=echo,
         )
@@ -259,22 +257,20 @@ def probe(testbed: Testbed, layout: Layout, settings: Settings) -> str | None:
 
 
 _TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
-_CONSEQUENCE = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
+_RESULT = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
 _PREFIX = re.compile(
     r"^(\[rank\d+\]: |what\(\): +|\w+Error: (?=Got the following)"
     r"|Got the following error when running the callback: )+"
 )
-_LONGEST_REASON = 240
 
 
 def reason_of(error: RankFailed) -> str:
     """One line of what the ranks said: the last that looks like the cause, else what ended."""
     lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines[1:] if _TELLING.search(line)]
-    causes = [line for line in telling if not _CONSEQUENCE.search(line)]
-    if isinstance(error, RanksTimedOut) or not telling:
+    causes = [each for each in lines[1:] if _TELLING.search(each) and not _RESULT.search(each)]
+    if isinstance(error, RanksTimedOut) or not causes:
         return lines[0]
-    return _PREFIX.sub("", (causes or telling)[-1])[:_LONGEST_REASON]
+    return _PREFIX.sub("", causes[-1])[:240]
 
 
 def summarize(

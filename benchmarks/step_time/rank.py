@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,24 +46,16 @@ from benchmarks.step_time.rows import (
 _TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Samples = dict[str, list[dict[str, Any]]]
-
-
-@dataclass(kw_only=True)
-class Sample:
-    """One timed step of one row. Lists have an element for every host."""
-
-    step_s: float  # from before the forward to after the optimizer, of the slowest rank
-    tx_bytes: list[int]  # what each host sent meanwhile, from its interface's counter
-    lo_bytes: int  # the same of host 0's loopback
-    identical: bool  # whether all ranks hold the same parameters, bit by bit
-    raw_bytes: int | None  # our counter, rank 0; None where nothing of ours is attached
-    inter_bytes: list[int] | None  # our counters, to other hosts, all ranks of a host
-    intra_bytes: list[int] | None  # our counters, within the host, all ranks of it
+Sample = dict[str, Any]
+Samples = dict[str, list[Sample]]
 
 
 def measure(row: Row, batch: Batch) -> Sample:
-    """Time one step between two barriers, which are outside the time, not outside the bytes."""
+    """Time one step between two barriers, which are outside the time, not outside the bytes.
+
+    Lists have an element for every host; counters of ours are None where nothing of ours is
+    attached.
+    """
     link, host = os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["GROUP_RANK"])
     dist.barrier()
     tx_before, lo_before = tx_bytes_of(link), tx_bytes_of("lo")
@@ -83,15 +74,15 @@ def measure(row: Row, batch: Batch) -> Sample:
     elapsed, digests, hosts = table[:, :3].unbind(dim=1)
     of_host = [table[hosts == each, 3:] for each in range(int(hosts.max()) + 1)]
     ours = row.handle is not None
-    return Sample(
-        step_s=elapsed.max().item() / 1e9,
-        tx_bytes=[int(ranks[0, 0]) for ranks in of_host],  # its ranks see the same counter
-        lo_bytes=int(of_host[0][0, 1]),
-        identical=bool((digests == digests[0]).all()),
-        raw_bytes=row.counted("raw_bytes") if ours else None,
-        inter_bytes=[int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
-        intra_bytes=[int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
-    )
+    return {
+        "step_s": elapsed.max().item() / 1e9,  # of the slowest rank
+        "tx_bytes": [int(ranks[0, 0]) for ranks in of_host],  # its ranks see the same counter
+        "lo_bytes": int(of_host[0][0, 1]),  # of host 0's loopback
+        "identical": bool((digests == digests[0]).all()),  # parameters of all ranks, bit by bit
+        "raw_bytes": row.counted("raw_bytes") if ours else None,  # of rank 0
+        "inter_bytes": [int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
+        "intra_bytes": [int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
+    }
 
 
 def measure_link(rows: list[Row], batch: Batch, settings: Settings, *, warmup: int) -> Samples:
@@ -105,7 +96,7 @@ def measure_link(rows: list[Row], batch: Batch, settings: Settings, *, warmup: i
         for row in rows[first:] + rows[:first]:
             sample = measure(row, batch)
             if index >= warmup:
-                samples[row.name].append(asdict(sample))
+                samples[row.name].append(sample)
         index += 1
         now = time.perf_counter()
         if index == warmup and rounds is None:

@@ -43,7 +43,6 @@ LAYERS = 10  # of Linear(WIDTH, WIDTH)
 GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
 
 RANK_MODULE = "benchmarks.step_time.rank"
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns that 10.77.0.1 has no name
 
 FEWEST_ROUNDS = 3
 MOST_ROUNDS = 20
