@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +118,16 @@ class RankGroup:
             )
         self.processes.append(process)
 
-    def wait(self, *, timeout_s: float, echo: bool = False) -> list[str]:
+    def wait(
+        self,
+        *,
+        timeout_s: float,
+        echo: bool = False,
+        on_poll: Callable[[], None] = lambda: None,
+    ) -> list[str]:
         """Wait for all ranks and return their output; on the first failure kill the rest, raise.
 
-        echo: copy rank 0's output to stderr.
+        echo: copy rank 0's output to stderr. on_poll: called about ten times a second.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -132,6 +138,7 @@ class RankGroup:
                     raise RanksTimedOut(f"{message}\n{self.tail()}")
                 if echo:
                     self._echo()
+                on_poll()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.processes[running[0]].wait(timeout=_POLL_S)
             self._raise_if_failed()

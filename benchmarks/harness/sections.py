@@ -7,19 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.tables import Column, Row, cell_of, name_of
+from benchmarks.harness.tables import NA, Column, Row, escape, markdown, name_of
 
 Result = Mapping[str, Any]  # {"meta": ..., "rows": [...]}
 Rows = Sequence[Row]
-NA = "n/a"
 
-
-def markdown(columns: Sequence[Column], rows: Iterable[Row]) -> str:
-    """A table: the first column names the row, the others are right-aligned."""
-    heads = [column[0] for column in columns]
-    lines = [[cell_of(column, row) for column in columns] for row in rows]
-    table = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(map(escape, line))} |" for line in table)
+__all__ = ["NA", "Result", "Rows", "Table", "caption", "links_of", "markdown", "reasons"]
 
 
 def caption(text: str, meta: Mapping[str, Any]) -> str:
@@ -74,7 +67,3 @@ class Table:
 def links_of(rows: Rows) -> list[Any]:
     links = {row["link_mbit"] for row in rows}
     return sorted(links, key=lambda mbit: float("inf") if mbit is None else mbit)
-
-
-def escape(text: str) -> str:
-    return text.replace("|", r"\|")

@@ -1,4 +1,4 @@
-"""Tables from rows: columns are heads and templates, in a terminal and in the documents."""
+"""Markdown tables of rows: columns are heads and templates, in a terminal and in the documents."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 Row = Mapping[str, Any]
 Cell = str | Sequence[str] | Callable[[Row], str]
 Column = tuple[str, Cell] | tuple[str, Cell, Any]
 """A head, and a template of `Template`, several with slashes between them, or a function of a row.
 The third, if any, is the value in ``row["by"]`` of the row that the cell is of."""
 
+NA = "n/a"
 _ONEBIT_PREFIX = "onebit-adam:"
 _SUFFIXES = {"-noef": "no error feedback", "-warm": "first fifth uncompressed"}
 _TORCH_NAMES = {
@@ -86,21 +84,22 @@ class _Missing(Exception):
 _TEMPLATE = Template()
 
 
-def cell_of(column: Column, row: Row, *, missing: str = "n/a") -> str:
-    """The text of a cell."""
+def cell_of(column: Column, row: Row | None) -> str:
+    """The text of a cell; n/a where a value is missing."""
     _, cell, *value = column
     if value:
+        assert row is not None
         row = row["by"].get(value[0])
     if row is None:
-        return missing
+        return NA
     if callable(cell):
         return cell(row)
     if not isinstance(cell, str):
-        return " / ".join(cell_of(("", each), row, missing=missing) for each in cell)
+        return " / ".join(cell_of(("", each), row) for each in cell)
     try:
         return _TEMPLATE.vformat(cell, (), row)
     except _Missing:
-        return missing
+        return NA
 
 
 def pivot(rows: Iterable[Row], *, of: Sequence[str], by: str) -> list[Row]:
@@ -115,28 +114,29 @@ def pivot(rows: Iterable[Row], *, of: Sequence[str], by: str) -> list[Row]:
     return list(found.values())
 
 
-def show(title: str, columns: Sequence[Column], rows: Iterable[Row]) -> None:
-    """A table on stdout; what is not known is a dash."""
-    cells = ([cell_of(column, row, missing="-") for column in columns] for row in rows)
-    print_table(title, columns=[column[0] for column in columns], rows=cells)
+def markdown(columns: Sequence[Column], rows: Iterable[Row]) -> str:
+    """A table of rows."""
+    return _markdown(
+        [column[0] for column in columns],
+        [[cell_of(column, row) for column in columns] for row in rows],
+    )
 
 
 def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """One table on stdout: the first column names the row, the others are right-aligned.
-
-    None shows as a dash and a float with one decimal; format a value yourself where that is wrong.
-    """
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_shown(value) for value in row))
-    # A table in a file or a pipe is not cut to the width of a terminal that is not there.
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    """A table of cells on stdout: None is n/a and a float has one decimal."""
+    lines = [
+        [NA if v is None else f"{v:,.1f}" if isinstance(v, float) else str(v) for v in row]
+        for row in rows
+    ]
+    print(f"\n{title}\n\n{_markdown(columns, lines)}", flush=True)
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+def _markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """The first column names the row, the others are right-aligned."""
+    table = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(map(escape, line))} |" for line in table)
+
+
+def escape(text: str) -> str:
+    """For a cell of a table."""
+    return text.replace("|", r"\|")

@@ -57,8 +57,8 @@ all forms. What is measured:
                    (null for no-comm, which does not try)
 
 Hosts share the machine's cores and its memory bus, so compute, codecs and the kernel's network code
-compete: with more ranks than cores the times are an upper bound. What was measured can be put into
-a model with `model.py`.
+compete: with more ranks than cores the times are an upper bound. A rank takes about 700 MB of
+memory and 170 MB for every row. What was measured can be put into a model with `model.py`.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,37 +102,21 @@ Row = dict[str, Any]
 Samples = Mapping[str, list[dict[str, Any]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A subject: its table, and what is measured where the command line does not say."""
+class Subject(NamedTuple):
+    """A table, and the rows and layouts that are measured where the command line has none."""
 
     table: Callable[[Result], str | None]
-    rows: Callable[..., list[str]]
+    rows: Callable[[], list[str]]
     layouts: list[str]
-    quick_layouts: list[str]
-    quick_links: list[float | None]
-    quick_rounds: int
 
 
 SUBJECTS = {
-    "codecs": Subject(
-        table=step_times,
-        rows=codec_rows,
-        layouts=["2x1", "4x1"],
-        quick_layouts=["2x1"],
-        quick_links=[None, 200.0],
-        quick_rounds=4,
-    ),
-    "forms": Subject(
-        table=forms,
-        rows=form_rows,
-        layouts=["2x2", "4x1", "3+1"],
-        quick_layouts=["2x2"],
-        quick_links=[200.0],
-        quick_rounds=3,
-    ),
+    "codecs": Subject(step_times, codec_rows, ["2x1", "4x1"]),
+    "forms": Subject(forms, form_rows, ["2x2", "4x1", "3+1"]),
 }
 LINKS = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
+QUICK_LINKS = [None, 200.0]
+QUICK_ROUNDS = 3
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -140,7 +124,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("subject", choices=SUBJECTS, help="which rows and layouts are measured by default")
-    add("--quick", action="store_true", help="one layout, few rounds, fewer rows")
+    add("--quick", action="store_true", help="one layout, few rounds, no risky rows")
     add("--layout", action="append", help="2x2: hosts x ranks, 3+1: ranks of each; repeatable")
     add("--link", type=rate, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
     add("--row", action="append", help="beside no-comm, ddp and torch-fp16-hook; repeatable")
@@ -153,12 +137,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N")
     add("--json", type=Path, metavar="PATH", help="write the rows here")
     given = parser.parse_args(argv)
-    subject, quick = SUBJECTS[given.subject], given.quick
-    given.layout = given.layout or (subject.quick_layouts if quick else subject.layouts)
-    given.link = given.link or (subject.quick_links if quick else LINKS)
-    given.rounds = given.rounds or (subject.quick_rounds if quick else None)
-    rows = given.row or subject.rows(quick=quick)
-    given.row = list(dict.fromkeys([*BASELINES, *rows]))
+    subject = SUBJECTS[given.subject]
+    rows, layouts, links = subject.rows(), subject.layouts, LINKS
+    if given.quick:
+        rows = [row for row in rows if row not in RISKY_BASELINES]
+        layouts, links = layouts[:1], QUICK_LINKS
+        given.rounds = given.rounds or QUICK_ROUNDS
+    given.layout, given.link = given.layout or layouts, given.link or links
+    given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
     try:
         for text in given.layout:
             for link in given.link:

@@ -69,7 +69,7 @@ import numpy as np
 from benchmarks.harness.command import positive
 from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import collect_meta, error_sizes, write_json
-from benchmarks.harness.tables import Column, pivot, show
+from benchmarks.harness.tables import Column, markdown, pivot
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
     DDP_ROW,
@@ -291,7 +291,8 @@ def show_fit(cases: Sequence[Case], model: Model) -> None:
         ("model ms", "{model_ms:,.1f}"),
         ("error %", "{error:x100+.1f}"),
     ]
-    show("Communication of a step: measured, and by the model fitted to these rows", columns, rows)
+    title = "Communication of a step: measured, and by the model fitted to these rows"
+    print(f"\n{title}\n\n{markdown(columns, rows)}")
     for name, value in {**model.coefficients, "overlap": model.overlap}.items():
         print(f"{name:20} {value:.4g}")
 
@@ -307,7 +308,7 @@ def show_curve(rows: Sequence[Row]) -> None:
         f"host, {rows[0]['gbit']:g} Gbit/s per host: ms of communication, and times flat none"
     )
     placed = [{**row, "line": (row["form"], row["codec"])} for row in rows]
-    show(title, columns, pivot(placed, of=["hosts"], by="line"))
+    print(f"\n{title}\n\n{markdown(columns, pivot(placed, of=['hosts'], by='line'))}")
     last = rows[-1]
     print(
         f"a round between hosts at {last['round_us']:,.0f} us: {last['rounds_share']:.0%} of "

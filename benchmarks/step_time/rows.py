@@ -32,12 +32,6 @@ CODECS_OF = {
     SHARDED: ("none", "bf16", "int8", "int4", "bf16+int8", "bf16+int4"),
     LEADER: ("none", "bf16", "int8", "int4"),
 }
-QUICK_CODECS_OF = {
-    FLAT: ("none", "int8"),
-    SHARDED: ("none", "int8", "bf16+int8"),
-    LEADER: ("int8",),
-}
-
 WIDTH = 1024
 LAYERS = 10  # of Linear(WIDTH, WIDTH)
 GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
@@ -80,20 +74,19 @@ def levels(codec: str) -> tuple[str | None, str]:
     return (intra, inter) if mark else (None, codec)
 
 
-def codec_rows(*, quick: bool) -> list[str]:
-    """Rows of every codec there is, and of torch's hooks that may fail."""
+def codec_rows() -> list[str]:
+    """Rows of torch's hooks that may fail, and of every codec there is."""
     from lightning_dist.codecs import CODECS
 
-    rows = [] if quick else [*RISKY_BASELINES]
+    rows = [*RISKY_BASELINES]
     for name in CODECS:
         rows += [name, name + NO_FEEDBACK_SUFFIX] if name in WITHOUT_FEEDBACK else [name]
     return rows
 
 
-def form_rows(*, quick: bool) -> list[str]:
+def form_rows() -> list[str]:
     """Rows of some codecs in every form of the exchange."""
-    codecs_of = QUICK_CODECS_OF if quick else CODECS_OF
-    return [f"{form}/{codec}" for form, codecs in codecs_of.items() for codec in codecs]
+    return [f"{form}/{codec}" for form, codecs in CODECS_OF.items() for codec in codecs]
 
 
 def impossible(row: str, layout: Layout) -> str | None:
