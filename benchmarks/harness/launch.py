@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,12 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.1
 _GRACE_S = 2.0
 _KILL_TIMEOUT_S = 10.0
 _TAIL_LINES = 30
+_RESULT = "BENCHMARK_RESULT"
 
 RanksPerHost = int | Sequence[int]
 
@@ -107,10 +110,11 @@ class RankGroup:
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str]) -> None:
         """Start the next rank; it leads a session, so that Ctrl-C reaches only the launcher."""
-        with self._path(len(self.processes)).open("wb") as output:
+        rank = len(self.processes)
+        with self._path(rank).open("wb") as output:
             process = subprocess.Popen(
                 list(argv),
-                env=dict(env),
+                env={**env, _RESULT: str(self._path(rank, ".json"))},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -160,6 +164,11 @@ class RankGroup:
         """What the rank has printed so far, stdout and stderr together."""
         return self._path(rank).read_text(errors="replace")
 
+    def results(self) -> list[Any]:
+        """What every rank has given to `send_result`; None: nothing."""
+        paths = [self._path(rank, ".json") for rank in range(len(self.processes))]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
     def tail(self) -> str:
         """The last lines of every rank's output."""
         parts = []
@@ -185,8 +194,13 @@ class RankGroup:
         sys.stderr.flush()
         self._echoed = len(text)
 
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"rank{rank}.txt"
+    def _path(self, rank: int, suffix: str = ".txt") -> Path:
+        return self._directory / f"rank{rank}{suffix}"
+
+
+def send_result(result: Any) -> None:
+    """Give the launcher the result of this rank, something that JSON can hold."""
+    Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
 
 def rank_environment(

@@ -11,10 +11,12 @@ shaped nor counted. No latency is added: a link here is slow, not far.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -163,6 +165,24 @@ class Testbed:
         """
         group = self.start(argv, ranks_per_host=ranks_per_host, env=env)
         return group.wait(timeout_s=timeout_s, echo=echo)
+
+    def run(
+        self,
+        module: str,
+        settings: Any,
+        *,
+        ranks_per_host: RanksPerHost = 1,
+        timeout_s: float,
+        echo: bool = True,
+    ) -> list[Any]:
+        """Run ``python -m module`` with its settings as JSON, and return what each rank has sent.
+
+        A rank sends with `benchmarks.harness.launch.send_result`. Raises as `launch` does.
+        """
+        argv = [sys.executable, "-m", module, json.dumps(settings)]
+        group = self.start(argv, ranks_per_host=ranks_per_host)
+        group.wait(timeout_s=timeout_s, echo=echo)
+        return group.results()
 
     def _create_network(self) -> None:
         # Without an address of IPv6, whose link-local chatter would show in the counters.

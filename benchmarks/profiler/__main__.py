@@ -11,8 +11,6 @@ files take to be made.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -117,23 +115,15 @@ def run_cases(testbed: Testbed, kind: str, cases: Sequence[Case]) -> list[Row]:
             folder.mkdir()
         given = {"kind": kind, "folders": [str(folder) for folder in folders], "cases": cases}
         with noted(testbed, parent) if kind == "wire" else nullcontext():
-            testbed.launch(
-                [sys.executable, "-m", "benchmarks.profiler.rank", json.dumps(given)],
-                timeout_s=_LIMIT_S,
-                echo=True,
-            )
-        rows: list[Row] = []
-        for folder, case in zip(folders, cases, strict=True):
-            truth: Sequence[Any] = (
-                packets_of(parent, hosts=testbed.hosts)
-                if kind == "wire"
-                else [
-                    json.loads((folder / f"truth-{rank}.json").read_text())
-                    for rank in range(testbed.hosts)
-                ]
-            )
-            rows += ROWS[kind](folder, truth, link_mbit=testbed.link_mbit, **case)
-        return rows
+            of_ranks = testbed.run("benchmarks.profiler.rank", given, timeout_s=_LIMIT_S)
+        truths: list[Any] = list(zip(*of_ranks, strict=True))
+        if kind == "wire":
+            truths = [packets_of(parent, hosts=testbed.hosts)] * len(cases)
+        return [
+            row
+            for folder, truth, case in zip(folders, truths, cases, strict=True)
+            for row in ROWS[kind](folder, truth, link_mbit=testbed.link_mbit, **case)
+        ]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """One rank of benchmarks/profiler, from the command line: {"kind", "folders", "cases"} as JSON.
 
 The cases of a kind, arguments of its function, are done one after the other in one process group.
-A profile goes to FOLDER/run-0, and what this rank knows that the profile has to find out, to
-FOLDER/truth-<rank>.json.
+A profile goes to FOLDER/run-0. The result is what this rank knows that the profiles have to find
+out, case by case.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness.launch import send_result
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.capture.session import SessionSettings
@@ -271,12 +272,13 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     given = json.loads(sys.argv[1])
+    truths = []
     for folder, case in zip(given["folders"], given["cases"], strict=True):
-        truth = KINDS[given["kind"]](Path(folder), **case)
-        Path(folder, f"truth-{dist.get_rank()}.json").write_text(json.dumps(truth))
+        truths.append(KINDS[given["kind"]](Path(folder), **case))
         dist.barrier()
         if dist.get_rank() == 0:
             print(given["kind"], case, flush=True)
+    send_result(truths)
     dist.destroy_process_group()
 
 

@@ -64,12 +64,11 @@ memory and 170 MB for every row. What was measured can be put into a model with 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -114,8 +113,8 @@ SUBJECTS = {
     "codecs": Subject(step_times, codec_rows, ["2x1", "4x1"]),
     "forms": Subject(forms, form_rows, ["2x2", "4x1", "3+1"]),
 }
-LINKS = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
-QUICK_LINKS = [None, 200.0]
+LINKS: list[float | None] = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
+QUICK_LINKS: list[float | None] = [None, 200.0]
 QUICK_ROUNDS = 3
 
 
@@ -172,25 +171,32 @@ def measure(layout: Layout, arguments: argparse.Namespace) -> list[Row]:
             rows=arguments.row,
             links=arguments.link,
             shaped=testbed.shaped,
-            output="",
             warmup=arguments.warmup,
             rounds=arguments.rounds,
             seconds=arguments.seconds,
             batch=arguments.batch,
             seed=arguments.seed,
         )
+        launch = partial(testbed.run, RANK_MODULE, ranks_per_host=layout.counts)
         reasons = {row: why for row in settings.rows if (why := impossible(row, layout))}
         risky = [row for row in settings.rows if row in RISKY_BASELINES]
         for row in risky:
-            if why := probe(testbed, layout, replace(settings, rows=[row])):
-                reasons[row] = why
-            say(f"  {row}: {why or 'works'}")
+            # Fast also for slower links: PowerSGD's first two steps are plain fp32. A wrong order
+            # is a matter of luck, so the rounds are not too few.
+            alone = replace(settings, rows=[row], links=[1000.0], warmup=3, rounds=8)
+            try:
+                launch(asdict(alone), timeout_s=45.0, echo=False)
+            except RankFailed as error:
+                reasons[row] = reason_of(error)
+        for row, why in reasons.items():
+            say(f"  {row}: {why}")
 
         def together() -> list[Samples]:
             rows = [row for row in settings.rows if row not in reasons]
-            return launch(
-                testbed, layout, replace(settings, rows=rows), timeout_s=arguments.timeout
-            )
+            samples: list[Samples] = launch(
+                asdict(replace(settings, rows=rows)), timeout_s=arguments.timeout
+            )[0]
+            return samples
 
         try:
             samples = together()
@@ -209,37 +215,6 @@ def measure(layout: Layout, arguments: argparse.Namespace) -> list[Row]:
         for link, of_link in zip(arguments.link, samples, strict=True)
         for row in summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
     ]
-
-
-def launch(
-    testbed: Testbed, layout: Layout, settings: Settings, *, timeout_s: float, echo: bool = True
-) -> list[Samples]:
-    """One set of processes with all rows, over all links: the samples of each link."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "samples.json"
-        listed = asdict(replace(settings, output=str(output)))
-        testbed.launch(
-            [sys.executable, "-m", RANK_MODULE, json.dumps(listed)],
-            ranks_per_host=layout.counts,
-            timeout_s=timeout_s,
-            echo=echo,
-        )
-        samples: list[Samples] = json.loads(output.read_text())
-        return samples
-
-
-def probe(testbed: Testbed, layout: Layout, settings: Settings) -> str | None:
-    """Why a row does not work by itself; None where it does.
-
-    Fast also for slower links: PowerSGD's first two steps are plain fp32. A wrong order is a matter
-    of luck, so the rounds are not too few.
-    """
-    alone = replace(settings, links=[1000.0], warmup=3, rounds=8)
-    try:
-        launch(testbed, layout, alone, timeout_s=45.0, echo=False)
-    except RankFailed as error:
-        return reason_of(error)
-    return None
 
 
 _TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)

@@ -1,7 +1,7 @@
 """One rank of the step-time benchmark; `__main__.py` says what it means.
 
-Reads its settings from the command line as JSON. Rank 0 changes the rate of the links, and at the
-end writes the samples of every row, link by link, as JSON.
+Reads its settings from the command line as JSON. Rank 0 changes the rate of the links. The result
+is the samples of every row, link by link.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import network
+from benchmarks.harness.launch import send_result
 from benchmarks.harness.tables import of_link
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
@@ -128,8 +129,7 @@ def run(settings: Settings) -> None:
         dist.barrier()
         warmup = settings.warmup if index == 0 else 1
         samples.append(measure_link(rows, batch, settings, warmup=warmup))
-    if rank0:
-        Path(settings.output).write_text(json.dumps(samples))
+    send_result(samples)
     for row in rows:
         if row.handle is not None:
             row.handle.close()

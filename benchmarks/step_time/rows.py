@@ -49,7 +49,6 @@ class Settings:
     rows: list[str]
     links: list[float | None]  # Mbit/s; measured one after the other
     shaped: list[tuple[str, str]]  # namespaces and devices whose rate they are
-    output: str  # of rank 0: for every link the samples of every row
     warmup: int  # rounds before the timed ones, on the first link
     rounds: int | None  # None: as many as fit into `seconds`, within the bounds above
     seconds: float  # for each link, warm-up included
