@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.sections import (
-    Result,
-    Table,
-)
+from benchmarks.harness.sections import Result, Table
 from benchmarks.harness.tables import pivot
 
 

@@ -89,9 +89,8 @@ def _measured(kind: str, rounds: int, runs: int) -> Iterator[list[Row]]:
 
 def _cost_cases(codec: str, rounds: int) -> list[Case]:
     """Steps of several lengths, in one bucket or many."""
-    known = {"codec": codec, "rounds": rounds, "block_s": 1.0, "budget": 0.01}
     return [
-        {**known, "buckets": buckets, "step_ms": step_ms}
+        {"codec": codec, "buckets": buckets, "step_ms": step_ms, "rounds": rounds}
         for buckets in _BUCKETS
         for step_ms in _STEPS_MS[codec]
     ]

@@ -213,27 +213,19 @@ def _loaded(load: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 _LEAST_STEPS = 3
+_BLOCK_MS = 1000
 _SETTLE = 48
 """Steps in which the profiler finds out how many it may look at. They do not count."""
 
 
-def cost(
-    folder: Path,
-    *,
-    codec: str,
-    buckets: int,
-    step_ms: float,
-    rounds: int,
-    block_s: float,
-    budget: float,
-) -> dict[str, Any]:
+def cost(folder: Path, *, codec: str, buckets: int, step_ms: float, rounds: int) -> dict[str, Any]:
     """Wall and CPU milliseconds of a step, a pair for every block, by whether it was profiled."""
     bare, profiled = (Training(codec, layers=40, width=128, buckets=buckets) for _ in range(2))
     batch, estimate_ms = batch_of(bare, step_ms)
-    run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(budget=budget))
+    run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(budget=0.01))
     for training in (bare, profiled):
         training.block(_SETTLE, batch)
-    steps = max(_LEAST_STEPS, round(1000 * block_s / estimate_ms))
+    steps = max(_LEAST_STEPS, round(_BLOCK_MS / estimate_ms))
     found: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     for number in range(rounds):
         turn = [("without", bare), ("with", profiled)]

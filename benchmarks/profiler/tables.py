@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.sections import (
-    NA,
-    Result,
-    Table,
-    caption,
-    links_of,
-    markdown,
-)
+from benchmarks.harness.sections import NA, Result, Table, caption, links_of, markdown
 from benchmarks.harness.tables import Column, Row, of_link, pivot
 
 

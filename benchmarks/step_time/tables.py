@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.sections import (
-    NA,
-    Result,
-    caption,
-    links_of,
-    markdown,
-    reasons,
-)
+from benchmarks.harness.sections import NA, Result, caption, links_of, markdown, reasons
 from benchmarks.harness.tables import Column, Row, megabytes, name_of, of_link, pivot
 
 
