@@ -166,23 +166,13 @@ class Testbed:
         group = self.start(argv, ranks_per_host=ranks_per_host, env=env)
         return group.wait(timeout_s=timeout_s, echo=echo)
 
-    def run(
-        self,
-        module: str,
-        settings: Any,
-        *,
-        ranks_per_host: RanksPerHost = 1,
-        timeout_s: float,
-        echo: bool = True,
-    ) -> list[Any]:
+    def run(self, module: str, settings: Any, *, echo: bool = True, **options: Any) -> list[Any]:
         """Run ``python -m module`` with its settings as JSON, and return what each rank has sent.
 
-        A rank sends with `benchmarks.harness.launch.send_result`. Raises as `launch` does.
+        A rank sends with `benchmarks.harness.launch.send_result`. options: of `launch`.
         """
-        argv = [sys.executable, "-m", module, json.dumps(settings)]
-        group = self.start(argv, ranks_per_host=ranks_per_host)
-        group.wait(timeout_s=timeout_s, echo=echo)
-        return group.results()
+        self.launch([sys.executable, "-m", module, json.dumps(settings)], echo=echo, **options)
+        return self._groups[-1].results()
 
     def _create_network(self) -> None:
         # Without an address of IPv6, whose link-local chatter would show in the counters.
