@@ -28,7 +28,7 @@ from benchmarks.checkpoint.tables import checkpoint, crash_campaign
 from benchmarks.codecs.tables import MEMORY, kernels
 from benchmarks.convergence.tables import convergence, time_to_accuracy
 from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.sections import Result, Rows
+from benchmarks.harness.tables import Result, Rows
 from benchmarks.profiler.tables import (
     CLOCKS,
     COST,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness.launch import RankFailed
 from benchmarks.harness.results import collect_meta, renewed, write_json
-from benchmarks.harness.sections import Result, Rows
+from benchmarks.harness.tables import Result, Rows
 from benchmarks.harness.testbed import TestbedUnavailable
 
 

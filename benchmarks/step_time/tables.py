@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.sections import NA, Result, caption, links_of, markdown, reasons
-from benchmarks.harness.tables import Column, Row, megabytes, name_of, of_link, pivot
+from benchmarks.harness.tables import (
+    NA,
+    Column,
+    Result,
+    Row,
+    caption,
+    links_of,
+    markdown,
+    megabytes,
+    name_of,
+    of_link,
+    pivot,
+    reasons,
+)
 
 
 def step_times(result: Result, *, hosts: int | None = None) -> str | None:
