@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.codecs.tables import MEMORY, kernels
-from benchmarks.harness.command import collect
+from benchmarks.harness.results import collect
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes

@@ -1,22 +1,63 @@
-"""Results as JSON, and with what a benchmark ran."""
+"""Results of a benchmark: rows, shown and kept as they come, with what it ran on."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.launch import REPOSITORY
+from benchmarks.harness.launch import REPOSITORY, RankFailed
+from benchmarks.harness.tables import Result, Rows
+from benchmarks.harness.testbed import TestbedUnavailable
 from lightning_dist import __version__
 
 _GIT_TIMEOUT_S = 10.0
+
+
+def collect(
+    program: str,
+    arguments: argparse.Namespace,
+    groups: Iterable[Rows],
+    *,
+    tables: Sequence[Callable[[Result], str | None]],
+    seed: int = 0,
+    renew: bool = False,
+) -> Rows:
+    """The rows of all groups, each of which is shown and written to ``--json`` when it is measured.
+
+    Where there is no test-bed, or a rank fails, the process ends with a message.
+
+    Args:
+        tables: make a section of a group; None where it has no rows for it.
+        renew: keep the rows of other kinds that the file has.
+    """
+    path = arguments.json
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = collect_meta(seed=seed, arguments=listed)
+    kept = json.loads(path.read_text()) if renew else None
+    rows: list[Any] = []
+    try:
+        for group in groups:
+            rows += group
+            shown = (table({"meta": meta, "rows": group}) for table in tables)
+            print(*(f"\n{text}" for text in shown if text), sep="\n", flush=True)
+            if path:  # after each, so that a failure of a later one loses nothing
+                result = {"meta": meta, "rows": rows}
+                write_json(path, **(renewed(kept, result) if kept else result))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (TestbedUnavailable, RankFailed) as error:
+        sys.exit(f"{program}: {error}")
+    return rows
 
 
 def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,3 +136,21 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def say(text: str) -> None:
+    """Print progress, beside the tables on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    """An option that is at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def rate(text: str) -> float | None:
+    """An option that is the rate of a link in Mbit/s, or ``none``."""
+    return None if text == "none" else float(text)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import network
-from benchmarks.harness.command import collect
+from benchmarks.harness.results import collect
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.link_packets import noted, packets_of
 from benchmarks.profiler.outputs import outputs

@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.docs_tables import print_tables
-from benchmarks.harness.command import positive, say
 from benchmarks.harness.launch import Layout, RankFailed
-from benchmarks.harness.results import collect_meta, error_sizes, write_json
+from benchmarks.harness.results import collect_meta, error_sizes, positive, say, write_json
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.step_time.rows import split_row
 from lightning_dist.profiling.run import read_run

@@ -75,8 +75,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.command import collect, positive, rate, say
 from benchmarks.harness.launch import Layout, RankFailed, RanksTimedOut
+from benchmarks.harness.results import collect, positive, rate, say
 from benchmarks.harness.tables import Result
 from benchmarks.harness.testbed import Testbed
 from benchmarks.step_time.rows import (

@@ -66,9 +66,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.command import positive
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import collect_meta, error_sizes, write_json
+from benchmarks.harness.results import collect_meta, error_sizes, positive, write_json
 from benchmarks.harness.tables import Column, markdown, pivot
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
