@@ -92,24 +92,22 @@ def wire_rows(
             for since, until in each.moving:
                 carried += packets[each.parts.rank].between(begin + since, begin + until)
                 lasted += until - since
-    payload, link = link_mbit / 1000 * PAYLOAD, carried * 8 / lasted
-    row = {
+    row: Row = {
         "kind": "wire",
         "codec": codec,
         "link_mbit": link_mbit,
-        "payload_gbps": payload,
-        "link_gbps": link,
+        "payload_gbps": link_mbit / 1000 * PAYLOAD,
+        "link_gbps": carried * 8 / lasted,
         "wire_gbps": traffic.wire_gbps,
         "peak_gbps": traffic.peak_gbps,
         "step_gbps": traffic.wire_bytes * 8 / (summary.step_ms["mean"] * MS),
         "step_ms": summary.step_ms["median"],
         "transfer_ms": summary.parts_ms["transfer"],
         "steps": summary.steps,
-        "of_link": traffic.wire_gbps / link,
-        "of_payload": traffic.wire_gbps / payload,
-        "link_of_payload": link / payload,
-        "peak_of_payload": traffic.peak_gbps / payload,
     }
+    row["of_link"] = row["wire_gbps"] / row["link_gbps"]
+    for share, name in (("of", "wire"), ("link_of", "link"), ("peak_of", "peak")):
+        row[f"{share}_payload"] = row[f"{name}_gbps"] / row["payload_gbps"]
     return [row]
 
 
