@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.sections import (
+from benchmarks.harness.tables import (
     NA,
+    Column,
     Result,
+    Row,
     Table,
     caption,
     links_of,
     markdown,
+    of_link,
+    pivot,
 )
-from benchmarks.harness.tables import Column, Row, of_link, pivot
 
 
 def whatif_errors(result: Result) -> str | None:

@@ -67,8 +67,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import collect_meta, error_sizes, write_json
-from benchmarks.harness.tables import Column, pivot, show
+from benchmarks.harness.results import collect_meta, error_sizes, positive, write_json
+from benchmarks.harness.tables import Column, markdown, pivot
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
     DDP_ROW,
@@ -81,7 +81,6 @@ from benchmarks.step_time.rows import (
     is_torch_row,
     levels,
 )
-from benchmarks.step_time.run import positive
 from lightning_dist.profiling.whatif.simulator import Collective, collectives, inside
 
 LABEL = "PREDICTION, not measured: extrapolated from 2 to 4 hosts on one machine"
@@ -291,7 +290,8 @@ def show_fit(cases: Sequence[Case], model: Model) -> None:
         ("model ms", "{model_ms:,.1f}"),
         ("error %", "{error:x100+.1f}"),
     ]
-    show("Communication of a step: measured, and by the model fitted to these rows", columns, rows)
+    title = "Communication of a step: measured, and by the model fitted to these rows"
+    print(f"\n{title}\n\n{markdown(columns, rows)}")
     for name, value in {**model.coefficients, "overlap": model.overlap}.items():
         print(f"{name:20} {value:.4g}")
 
@@ -307,7 +307,7 @@ def show_curve(rows: Sequence[Row]) -> None:
         f"host, {rows[0]['gbit']:g} Gbit/s per host: ms of communication, and times flat none"
     )
     placed = [{**row, "line": (row["form"], row["codec"])} for row in rows]
-    show(title, columns, pivot(placed, of=["hosts"], by="line"))
+    print(f"\n{title}\n\n{markdown(columns, pivot(placed, of=['hosts'], by='line'))}")
     last = rows[-1]
     print(
         f"a round between hosts at {last['round_us']:,.0f} us: {last['rounds_share']:.0%} of "
