@@ -8,8 +8,8 @@ rows with a limited link, against median step - lowest median no-comm step of th
 `overhead`, what headers and shaping add to the bytes of a link; `inside_ns`, per byte inside a
 host; `CODEC_ns`, per element to encode (a quarter to decode a payload, half to settle; `none`: a
 copy). Ranks that share cores take longer for it; in a prediction each has its own. The latency of a
-round is not fitted: few ranks on one machine do not tell it. JSON: in meta `coefficients`, `errors`,
-`label`; rows of 2 to 1,024 hosts, form, codec, predicted_ms, speedup_vs_flat_fp32.
+round is not fitted: few ranks on one machine do not tell it. JSON: in meta `coefficients`,
+`errors`, `label`; rows of 2 to 1,024 hosts, form, codec, predicted_ms, speedup_vs_flat_fp32.
 """
 
 from __future__ import annotations
