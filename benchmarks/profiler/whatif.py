@@ -39,9 +39,9 @@ from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.step_time.rows import QUIET, split_row
 from benchmarks.step_time.run import positive, say
 from lightning_dist.profiling.run import read_run
-from lightning_dist.profiling.whatif.answer import LABEL
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.predictions import LABEL
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT, Scenario
 from lightning_dist.reducer.costs import CodecCost
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.tables import predictions_table
+from lightning_dist.profiling.report.terminal import print_table
 from lightning_dist.profiling.run import read_run, run_folder
-from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, Predictions
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import (
@@ -24,15 +24,8 @@ from lightning_dist.profiling.whatif.predict import (
     predict,
     why_not,
 )
+from lightning_dist.profiling.whatif.predictions import LABEL, Predictions, notes, where
 from lightning_dist.profiling.whatif.simulator import DDP
-from lightning_dist.profiling.whatif.told import (
-    error_of,
-    remarks,
-    signed,
-    sources,
-    untold,
-    where_of,
-)
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 
@@ -154,37 +147,11 @@ def _costs(
 
 
 def _print(found: Predictions) -> None:
-    """Print the run and the error of the model, then all predictions."""
-    console, current = stdout_console(), found.baseline
-    run = f"{current.codec}, {current.form}, {where_of(found)}"
-    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run})."))
-    console.print(Text(f"{error_of(found)}\n{LABEL}:"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "codec", "form", "bucket", "hosts", "Gbit/s", "step", "exposed", "sent"):
-        is_text = name in ("codec", "form")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for each in found.scenarios:
-        if each.step_ms is not None:
-            cells = (
-                str(each.position or ""),
-                each.codec,
-                each.form,
-                "" if each.bucket_mb is None else f"{each.bucket_mb:g} MB",
-                str(each.hosts),
-                f"{each.gbps:.3g}",
-                f"{each.step_ms:.1f} ms",
-                f"{each.exposed_ms:.1f} ms",
-                f"{each.sent_mb:.1f} MB",
-                "n/a" if each.change is None else signed(each.change),
-                remarks(each),
-            )
-            table.add_row(*map(Text, cells))
-    console.print(table)
-    notes = [*untold(found.scenarios), *sources(found.scenarios)]
-    notes += [f"{name}: n/a, {reason}" for name, reason in found.reasons.items()]
-    if found.change_baseline != THIS_RUN:
-        notes.insert(0, f"change: against {found.change_baseline}, and so are positions")
-    for note in notes:
+    """Print the run, then all predictions."""
+    console, run = stdout_console(), found.baseline
+    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run.codec}, {where(run)})."))
+    there = where(next(iter(found.scenarios), run))
+    console.print(Text(f"{LABEL}, {there}, ms:", style="bold"))
+    print_table(console, predictions_table(found))
+    for note in notes(found):
         console.print(Text(f"note: {note}"))

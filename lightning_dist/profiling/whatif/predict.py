@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.answer import (
-    NO_DIFFERENCE,
-    NO_ERROR,
-    THIS_RUN,
-    Prediction,
-    Predictions,
-    is_faster,
-)
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions, headline
 from lightning_dist.profiling.whatif.simulator import (
     DDP,
     FLAT,
@@ -29,7 +22,6 @@ from lightning_dist.profiling.whatif.simulator import (
     rebucket,
     simulate_step,
 )
-from lightning_dist.profiling.whatif.told import predicted
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 LEAST_TOLERANCE = 0.02
@@ -109,43 +101,29 @@ def other_buckets(
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
-    """Simulate the run itself, and then ``scenarios``."""
-    run = observed.scenario
+    """Simulate the run itself, and then ``scenarios``, which share links and hosts."""
+    run, reasons = observed.scenario, dict(observed.reasons)
+    own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
+    assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {**costs, **_cost_in_run(observed, costs)}
     baseline = _prediction(observed, run, known)
     error = None if baseline.step_ms is None else baseline.step_ms / (observed.step * 1e3) - 1
     tolerance = None if error is None else max(abs(error), LEAST_TOLERANCE)
-    of_link: dict[Scenario, list[Prediction]] = {}  # by the run's own codec, form and buckets
-    for scenario in scenarios:
-        own = replace(scenario, codec=run.codec, form=run.form, bucket_mb=None)
-        of_link.setdefault(own, []).append(_prediction(observed, scenario, known))
-    ranked: list[Prediction] = []
-    for own, alike in of_link.items():
-        ranked += _ranked(alike, _prediction(observed, own, known).step_ms, tolerance)
-    for alike in of_link.values():
-        ranked += [each for each in alike if each.step_ms is None]
-    reasons, change_baseline = dict(observed.reasons), THIS_RUN
-    if run.hosts == 1 and any(own.hosts > 1 and own.link.latency is None for own in of_link):
+    found = [_prediction(observed, scenario, known) for scenario in scenarios]
+    if own_ms := tolerance and _prediction(observed, own, known).step_ms:
+        found = _ranked(found, own_ms, tolerance or 0.0)
+    else:
+        found.sort(key=lambda each: each.step_ms or inf)
+    if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         reasons["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
         )
-    if set(of_link) - {run}:
-        change_baseline = f"{run.codec} {run.form}, as in this run, with the same link and hosts"
     link = {
         "gbps": run.link.gbps,
         "inside_gbps": None if run.inside is None else run.inside.gbps,
         "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
     }
-    return Predictions(
-        observed.step * 1e3,
-        baseline,
-        error,
-        tolerance,
-        ranked,
-        link,
-        reasons,
-        change_baseline=change_baseline,
-    )
+    return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, reasons)
 
 
 def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
@@ -169,8 +147,8 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         return replace(summary, reasons={**summary.reasons, "whatif": reason})
     if known.reason:
         found = replace(found, reasons={**found.reasons, "costs": known.reason})
-    headline = " ".join(filter(None, (summary.headline, predicted(found))))
-    return replace(summary, whatif=found, headline=headline)
+    words = " ".join(filter(None, (summary.headline, headline(found))))
+    return replace(summary, whatif=found, headline=words)
 
 
 def why_not(observed: Observed, scenario: Scenario) -> str:
@@ -204,7 +182,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
             encode=observed.encode / observed.elements,
             decode=cost.decode * slower,
             settle=cost.settle * slower,
-            source=THIS_RUN,
+            source="this run",
         )
     }
 
@@ -218,17 +196,10 @@ def _prediction(
         reason = f"what {codec} costs was not measured"
     elif scenario.form != FLAT and "none" not in costs:
         reason = "what a copy costs was not measured"
-    about = Prediction(
-        codec,
-        scenario.form,
-        scenario.hosts,
-        scenario.world_size,
-        scenario.link.gbps,
-        reason=reason,
-        bucket_mb=scenario.bucket_mb,
-    )
+    shape = scenario.hosts, scenario.world_size, scenario.link.gbps
+    found = Prediction(codec, scenario.form, *shape, reason=reason, bucket_mb=scenario.bucket_mb)
     if reason:
-        return about
+        return found
     buckets = observed.buckets
     if scenario.bucket_mb is not None:
         buckets = rebucket(buckets, scenario.bucket_mb, begin=observed.begin)
@@ -243,7 +214,7 @@ def _prediction(
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
     return replace(
-        about,
+        found,
         step_ms=(done + observed.tail) * 1e3,
         exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
@@ -252,37 +223,31 @@ def _prediction(
     )
 
 
-def _ranked(
-    found: Sequence[Prediction], own_ms: float | None, tolerance: float | None
-) -> list[Prediction]:
-    """The best first. One that is within the tolerance of the one before it shares its position.
+def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> list[Prediction]:
+    """Predictions with positions: one within the tolerance of the one before it shares its own.
 
     Those of a position that cannot be told from its fastest are listed by what they send, because
     more bytes lose less, and first those that are faster than the run's own by more than the
     tolerance. A prediction with an assumption has no position, and comes after all that have.
     """
-    step = attrgetter("step_ms")
-    told = sorted((each for each in found if each.step_ms is not None), key=step)
-    if tolerance is None or own_ms is None:
-        return [replace(each, verdict=NO_ERROR) for each in told]
-    told = [replace(each, change=step(each) / own_ms - 1) for each in told]
-    told = [
-        replace(each, verdict=NO_DIFFERENCE) if abs(each.change or 0.0) <= tolerance else each
-        for each in told
-    ]
-    position, fastest, before = 0, 0.0, -inf
-    ranked: list[tuple[tuple[int, float, float], Prediction]] = []
-    for number, each in enumerate((each for each in told if not each.assumption), start=1):
-        if step(each) > before * (1 + tolerance):
-            position, fastest = number, step(each)
-        before = step(each)
-        order = position, 2.0, before
-        if before <= fastest * (1 + tolerance):
-            order = (
-                position,
-                float(not is_faster(each)),
-                -round(each.sent_mb or 0.0, 6),
-            )  # to a byte
-        ranked.append((order, replace(each, position=position)))
-    ranked.sort(key=itemgetter(0))
-    return [each for _, each in ranked] + [each for each in told if each.assumption]
+    position, fastest, before, number = 0, 0.0, -inf, 0
+    ordered: list[tuple[tuple[float, ...], Prediction]] = []
+    for each in sorted(found, key=lambda each: each.step_ms or inf):
+        step, sent = each.step_ms, each.sent_mb
+        if step is None or sent is None:
+            ordered.append(((inf, 1.0), each))
+            continue
+        each = replace(each, change=step / own_ms - 1)
+        if each.assumption:
+            ordered.append(((inf, 0.0), each))
+            continue
+        number += 1
+        if step > before * (1 + tolerance):
+            position, fastest = number, step
+        before = step
+        order: tuple[float, ...] = position, 2.0, step
+        if step <= fastest * (1 + tolerance):
+            is_faster = step / own_ms - 1 < -tolerance
+            order = position, float(not is_faster), -round(sent, 6)  # to a byte
+        ordered.append((order, replace(each, position=position)))
+    return [each for _, each in sorted(ordered, key=itemgetter(0))]
