@@ -22,7 +22,6 @@ from lightning_dist.profiling.whatif.predict import (
     elsewhere,
     other_buckets,
     predict,
-    why_not,
 )
 from lightning_dist.profiling.whatif.predictions import LABEL, Predictions, notes, where
 from lightning_dist.profiling.whatif.simulator import DDP
@@ -93,7 +92,7 @@ def whatif_command(
         scenarios = [replace(each, bucket_mb=size) for size in bucket_mb for each in scenarios]
     elif not (codec or form or hosts):
         scenarios += other_buckets(observed, there)
-    reasons = [why_not(observed, scenario) for scenario in scenarios]
+    reasons = [scenario.unsupported for scenario in scenarios]
     if all(reasons):  # none, too: ddp in another form
         because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
         raise ValueError(f"nothing of this can be predicted: {because}")

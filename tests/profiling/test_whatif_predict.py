@@ -228,9 +228,9 @@ def test_without_a_prediction_of_the_run_nothing_is_ranked() -> None:
 
 def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     one = replace(DDP, hosts=("a",))
-    unknown, given = only(one, hosts=4), only(one, hosts=4, link_gbps=1.0)
-    assert unknown.step_ms is None
-    assert unknown.reason.endswith("give the rate of a link between hosts with --link-gbps")
+    with pytest.raises(ValueError, match="give the rate of a link between hosts with --link-gbps"):
+        only(one, hosts=4)
+    given = only(one, hosts=4, link_gbps=1.0)
     assert given.step_ms is not None
     assert given.world_size == 8
     run = with_small_exchanges(one.run(), took=0.4)

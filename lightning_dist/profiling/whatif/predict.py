@@ -48,10 +48,14 @@ def elsewhere(
         latency_us: microseconds of a round between hosts.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: one of them is out of range, or the run does not know it.
     """
     if hosts is not None and hosts < 2:
         raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
+    if hosts is not None and run.hosts == 1 and link_gbps is None:
+        raise ValueError(
+            "the run was on one host; give the rate of a link between hosts with --link-gbps"
+        )
     for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
         if gbps is not None and not 0 < gbps < inf:
             raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
@@ -151,14 +155,6 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
     return replace(summary, whatif=found, headline=words)
 
 
-def why_not(observed: Observed, scenario: Scenario) -> str:
-    """Reason why a scenario cannot be predicted, whatever codecs cost; empty if it can."""
-    run = observed.scenario
-    if run.hosts == 1 and scenario.hosts > 1 and scenario.link.rate == run.link.rate:
-        return "the run was on one host; give the rate of a link between hosts with --link-gbps"
-    return scenario.unsupported
-
-
 def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
     """Cost of the run's own codec, with the bytes and times of the run."""
     run = observed.scenario
@@ -191,11 +187,9 @@ def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
     codec, cost = scenario.codec, costs.get(scenario.codec)
-    reason = why_not(observed, scenario)
-    if codec != DDP and cost is None:
-        reason = f"what {codec} costs was not measured"
-    elif scenario.form != FLAT and "none" not in costs:
-        reason = "what a copy costs was not measured"
+    needed = [codec] * (codec != DDP) + ["none"] * (scenario.form != FLAT)
+    missing = [name for name in needed if name not in costs]
+    reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
     shape = scenario.hosts, scenario.world_size, scenario.link.gbps
     found = Prediction(codec, scenario.form, *shape, reason=reason, bucket_mb=scenario.bucket_mb)
     if reason:
