@@ -17,13 +17,8 @@ from lightning_dist.profiling.report.terminal import print_table
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import (
-    candidates,
-    elsewhere,
-    other_buckets,
-    predict,
-)
-from lightning_dist.profiling.whatif.predictions import LABEL, Predictions, notes, where
+from lightning_dist.profiling.whatif.predict import candidates, elsewhere, other_buckets, predict
+from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
 from lightning_dist.profiling.whatif.simulator import DDP
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
@@ -31,40 +26,25 @@ from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 @reported
 def whatif_command(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")],
-    link_gbps: Annotated[
-        float | None, typer.Option(metavar="GBPS", help="Rate of a host's link, in Gbit/s.")
-    ] = None,
-    hosts: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of hosts, each as large as the largest."),
-    ] = None,
+    link_gbps: Annotated[float | None, typer.Option(help="Rate of a host's link, Gbit/s.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this one, or ddp; with options; repeatable."),
+        list[str] | None, typer.Option(help="Only this one, or ddp; repeatable.")
     ] = None,
     form: Annotated[
-        list[str] | None, typer.Option(metavar="FORM", help="flat, sharded, leader; repeatable.")
+        list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
     ] = None,
     inside_gbps: Annotated[
-        float | None, typer.Option(metavar="GBPS", help="Rate of a rank inside its host.")
+        float | None, typer.Option(help="Of a rank inside its host, Gbit/s.")
     ] = None,
     latency_us: Annotated[
-        float | None, typer.Option(metavar="US", help="Of a round between hosts.")
+        float | None, typer.Option(help="Round between hosts, microseconds.")
     ] = None,
-    bucket_mb: Annotated[
-        list[float] | None,
-        typer.Option(metavar="MB", help="Of gradients in a bucket, bucket_cap_mb; repeatable."),
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="What codecs cost here, even if the run has measured it."),
-    ] = False,
+    bucket_mb: Annotated[list[float] | None, typer.Option(help="bucket_cap_mb of DDP.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure codecs here, now.")] = False,
     compiled: Annotated[
         bool | None,
-        typer.Option(
-            help="Measure codecs with compiled kernels, which takes half a minute, or without. "
-            "Otherwise as gradients of this size have them."
-        ),
+        typer.Option(help="Measure with compiled kernels, or without; else as the run has them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
@@ -72,9 +52,9 @@ def whatif_command(
 
     Simulates the buckets of the profile with the rates that the run itself had and with codec costs
     as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
-    predicted too: settings that are closer than the error of that are not told apart. `change` is
-    against the run's own setting, with the same link and hosts where you ask about others. Rates
-    include packet headers, as nominal link rates do.
+    predicted too: differences within the error of that are not ranked. `change` is against the
+    run's own setting with the same link and hosts. Rates include packet headers, as nominal link
+    rates do.
 
     \b
       lightning-dist profile whatif comm_profile/run-0
@@ -102,8 +82,13 @@ def whatif_command(
     found = predict(observed, scenarios, costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
-    else:
-        _print(found)
+        return
+    console, own = stdout_console(), found.baseline
+    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({own.codec}, {where(own)})."))
+    console.print(Text(f"{LABEL}, {where(found.scenarios[0])}, ms:", style="bold"))
+    print_table(console, predictions_table(found))
+    for note in notes(found):
+        console.print(Text(f"note: {note}"))
 
 
 def _costs(
@@ -128,29 +113,17 @@ def _costs(
     read = Costs() if anew else read_costs(folder)
     because = read.reason.partition(";")[0]
     if not is_here:
-        left = "codecs that the run has not measured are n/a"
-        left = left if read.by_name else f"{because}, so all but ddp is n/a"
+        left = f"{because}, so all but ddp is n/a"
+        left = "codecs that the run has not measured are n/a" if read.by_name else left
         typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
         return read.by_name
     if read.reason.startswith(NAME):
         typer.echo(f"{because}; measured here instead", err=True)
     fused = runs_compiled(observed) if compiled is None else compiled
     wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
-    # Of kernels that are not compiled only what no compiler makes faster would fit to the others.
-    kept = {
+    kept = {  # without kernels that a compiler would make faster
         name: cost
         for name, cost in read.by_name.items()
         if not (fused and cost.source.startswith(NOT_COMPILED))
     }
     return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
-
-
-def _print(found: Predictions) -> None:
-    """Print the run, then all predictions."""
-    console, run = stdout_console(), found.baseline
-    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run.codec}, {where(run)})."))
-    there = where(next(iter(found.scenarios), run))
-    console.print(Text(f"{LABEL}, {there}, ms:", style="bold"))
-    print_table(console, predictions_table(found))
-    for note in notes(found):
-        console.print(Text(f"note: {note}"))
