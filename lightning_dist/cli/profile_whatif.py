@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ from lightning_dist.profiling.report.terminal import print_table
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import candidates, elsewhere, other_buckets, predict
+from lightning_dist.profiling.whatif.predict import elsewhere, predict, scenarios_of
 from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
 from lightning_dist.profiling.whatif.simulator import DDP
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
@@ -63,21 +62,20 @@ def whatif_command(
     """
     folder = str(run_folder(folder))
     observed = observe(read_run(folder))
-    run, names = observed.scenario, codec or [DDP, *CANDIDATES]
+    run = observed.scenario
     there = elsewhere(
         run, hosts=hosts, link_gbps=link_gbps, inside_gbps=inside_gbps, latency_us=latency_us
     )
-    scenarios = candidates(there, names, forms=form or ())
-    if bucket_mb:
-        scenarios = [replace(each, bucket_mb=size) for size in bucket_mb for each in scenarios]
-    elif not (codec or form or hosts):
-        scenarios += other_buckets(observed, there)
+    scenarios = scenarios_of(
+        observed, there, codecs=codec or (), forms=form or (), bucket_mb=bucket_mb or ()
+    )
     reasons = [scenario.unsupported for scenario in scenarios]
     if all(reasons):  # none, too: ddp in another form
         because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
         raise ValueError(f"nothing of this can be predicted: {because}")
     if there != run and there not in scenarios:
         scenarios = [there, *scenarios]  # the reference of their change
+    names = codec or [DDP, *CANDIDATES]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
     found = predict(observed, scenarios, costs=costs)
     if as_json:

@@ -12,10 +12,9 @@ from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord, Pha
 from lightning_dist.profiling.whatif.observe import begin_of_gradients, observe
 from lightning_dist.profiling.whatif.predict import (
     LEAST_TOLERANCE,
-    candidates,
     elsewhere,
-    other_buckets,
     predict,
+    scenarios_of,
 )
 from lightning_dist.profiling.whatif.predictions import LABEL, remark
 from lightning_dist.profiling.whatif.simulator import Link, Scenario
@@ -243,11 +242,11 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     assert "latency" not in late.reasons
 
 
-def test_candidates() -> None:
+def test_scenarios() -> None:
     def of(world_size: int, *codecs: str, forms: tuple[str, ...] = ()) -> set[tuple[str, str]]:
-        run = observe(replace(DDP, world_size=world_size).run()).scenario
-        there = replace(elsewhere(run, link_gbps=1.0), bucket_mb=5.0)
-        found = candidates(there, codecs, forms=forms)
+        observed = observe(replace(DDP, world_size=world_size).run())
+        there = replace(elsewhere(observed.scenario, link_gbps=1.0), bucket_mb=5.0)
+        found = scenarios_of(observed, there, codecs=codecs, forms=forms)
         assert {(each.link, each.bucket_mb) for each in found} <= {(there.link, None)}
         return {(each.codec, each.form) for each in found}
 
@@ -269,8 +268,8 @@ def test_one_large_bucket_begins_late() -> None:
 
 def test_sizes_that_change_nothing_are_not_asked_about() -> None:
     observed = observe(DDP.run())  # 4 buckets of 3.8 MB
-    found = other_buckets(observed, observed.scenario, sizes=(3.5, 3.9, 5, 25, 100))
-    assert [each.bucket_mb for each in found] == [3.9, 5, 25]
+    found = [each for each in scenarios_of(observed, observed.scenario) if each.bucket_mb]
+    assert [each.bucket_mb for each in found] == [5, 25]  # and 100 is one bucket, as 25
     assert {replace(each, bucket_mb=None) for each in found} == {observed.scenario}
 
 

@@ -71,34 +71,36 @@ def elsewhere(
     return replace(run, counts=counts, link=link, inside=inside)
 
 
-def candidates(
-    base: Scenario, codecs: Iterable[str], *, forms: Sequence[str] = ()
+def scenarios_of(
+    observed: Observed,
+    there: Scenario,
+    *,
+    codecs: Sequence[str] = (),
+    forms: Sequence[str] = (),
+    bucket_mb: Sequence[float] = (),
 ) -> list[Scenario]:
-    """Every codec of ``base``, flat and, where hosts have several ranks, by hosts.
+    """Every codec and form on the links and hosts of ``there``.
 
     Args:
-        codecs: with :data:`DDP` stock DDP too, which is flat.
-        forms: only these.
+        codecs: only these, and :data:`DDP` only flat.
+        forms: only these; otherwise flat and, where hosts have several ranks, by hosts.
+        bucket_mb: only these sizes. If nothing at all is chosen, the run's own setting is also in
+            buckets of :data:`BUCKET_SIZES`, but for those that change nothing.
     """
-    forms = forms or (FORMS if max(base.counts) > 1 else (FLAT,))
-    return [
-        replace(base, codec=codec, form=form, bucket_mb=None)
-        for form in forms
-        for codec in codecs
+    found = [
+        replace(there, codec=codec, form=form, bucket_mb=size)
+        for size in bucket_mb or (None,)
+        for form in forms or (FORMS if max(there.counts) > 1 else (FLAT,))
+        for codec in codecs or (DDP, *CANDIDATES)
         if codec != DDP or form == FLAT
     ]
-
-
-def other_buckets(
-    observed: Observed, base: Scenario, sizes: Sequence[float] = BUCKET_SIZES
-) -> list[Scenario]:
-    """``base`` in other buckets; sizes that change nothing are left out."""
-    seen, found = [list(observed.buckets)], []
-    for size in sizes:
-        buckets = rebucket(observed.buckets, size, begin=observed.begin)
-        if buckets not in seen:
-            seen.append(buckets)
-            found.append(replace(base, bucket_mb=size))
+    if not (codecs or forms or bucket_mb):
+        seen = [list(observed.buckets)]
+        for size in BUCKET_SIZES:
+            buckets = rebucket(observed.buckets, size, begin=observed.begin)
+            if buckets not in seen:
+                seen.append(buckets)
+                found.append(replace(there, bucket_mb=size))
     return found
 
 
@@ -138,16 +140,15 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
     """
     try:
         observed = observe(run)
-        known, own = costs(observed), observed.scenario
+        known = costs(observed)
         if not known.by_name:
             raise ValueError(known.reason)
-        scenarios = [each for each in candidates(own, (DDP, *CANDIDATES)) if each != own]
-        scenarios += other_buckets(observed, own)
+        own = observed.scenario
+        scenarios = [each for each in scenarios_of(observed, own) if each != own]
         found = predict(observed, scenarios, costs=known.by_name)
-    except ValueError as error:
-        return replace(summary, reasons={**summary.reasons, "whatif": str(error)})
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ValueError) else reason
         return replace(summary, reasons={**summary.reasons, "whatif": reason})
     if known.reason:
         found = replace(found, reasons={**found.reasons, "costs": known.reason})
