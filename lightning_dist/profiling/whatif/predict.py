@@ -18,6 +18,7 @@ from lightning_dist.profiling.whatif.simulator import (
     FORMS,
     Link,
     Scenario,
+    decoding,
     rate_of,
     rebucket,
     simulate_step,
@@ -116,10 +117,11 @@ def predict(
     error = None if baseline.step_ms is None else baseline.step_ms / (observed.step * 1e3) - 1
     tolerance = None if error is None else max(abs(error), LEAST_TOLERANCE)
     found = [_prediction(observed, scenario, known) for scenario in scenarios]
-    if own_ms := tolerance and _prediction(observed, own, known).step_ms:
-        found = _ranked(found, own_ms, tolerance or 0.0)
-    else:
+    own_ms = _prediction(observed, own, known).step_ms
+    if own_ms is None or tolerance is None:
         found.sort(key=lambda each: each.step_ms or inf)
+    else:
+        found = _ranked(found, own_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         reasons["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
@@ -166,22 +168,11 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
     if run.form != FLAT or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
-    payloads, reduced = 1, 0.0
-    if cost.exchange == "two_shot" and run.world_size > 2:
-        reduced = cost.decode + cost.encode / run.world_size
-    elif cost.exchange != "allreduce":
-        payloads = run.world_size
-    expected = cost.decoding(payloads) + reduced
+    expected = sum(decoding(cost, run.world_size))
     slower = observed.decode / observed.elements / expected if expected else 1.0
-    return {
-        cost.name: replace(
-            cost,
-            encode=observed.encode / observed.elements,
-            decode=cost.decode * slower,
-            settle=cost.settle * slower,
-            source="this run",
-        )
-    }
+    encode, decode, settle = observed.encode / observed.elements, cost.decode, cost.settle
+    cost = replace(cost, encode=encode, decode=decode * slower, settle=settle * slower)
+    return {cost.name: replace(cost, source="this run")}
 
 
 def _prediction(

@@ -178,6 +178,13 @@ def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Coll
     return Collective(leaving, world - 1), Collective(ring, world - 1)
 
 
+def decoding(cost: CodecCost, world: int) -> tuple[float, float]:
+    """Seconds per element after the first of two collectives, and after the last."""
+    if cost.exchange == "two_shot" and world > 2:  # each rank reduces its shard, encodes the mean
+        return cost.decode + cost.encode / world, cost.decoding(1)
+    return 0.0, cost.decoding(1 if cost.exchange == "allreduce" else world)
+
+
 class _Queue:
     """Collectives of one group on a link: each waits for a thread, and for the link."""
 
@@ -234,6 +241,7 @@ def simulate_step(
     assert cost is not None
     world, local, at_once = sum(scenario.peers), max(scenario.counts), scenario.at_once
     first, *second = collectives(cost.exchange, cost.wire, scenario.peers)
+    reduce, decode = decoding(cost, world)
     cpu = scenario.link.cpu if one_core else 0.0
     shares, copy, now, delay = 1, 0.0, 0.0, 0.0
     inner, way = _Queue(Link(inf), at_once), Collective(0.0, 0)
@@ -263,20 +271,18 @@ def simulate_step(
             now += elements / shares * cost.encode * pace
             ends.append(link.send(now, first, elements))
             now += cpu * pace
-        for again in second:  # each rank reduces its shard and encodes the mean
+        for again in second:
             for index, elements in enumerate(sizes):
                 now = max(now, ends[index])
-                now += elements / shares * (cost.decode + cost.encode / world)
+                now += elements / shares * reduce
                 ends[index] = link.send(now, again, elements)
                 now += cpu
         chunks += zip(sizes, ends, strict=True)
     # Vote on whether all ranks were finite: a few bytes, in as many rounds as a ring has.
     now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
-    gathers = not second and cost.exchange != "allreduce"
-    decode = cost.decoding(world if gathers else 1) + copy
     waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
     for elements, end in chunks:
-        now = max(now, end) + elements / shares * decode
+        now = max(now, end) + elements / shares * (decode + copy)
         before, came = waiting, arrival
         waiting, arrival = elements, inner.send(now, way, elements)
         now = max(now, came) + before * copy
