@@ -108,35 +108,37 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         inside,
         at_once=GLOO_AT_ONCE if device == "cpu" else 1,
     )
-    reasons = {
-        "overhead": "small collectives were not measured; each counts its bytes only",
-        "latency": "no small exchange was seen; rounds between hosts count nothing",
-        "inside": "no exchange inside a host was measured",
-    }
-    known = {"overhead": link.overhead, "latency": link.latency is not None, "inside": inside}
+    unknown = (
+        ("overhead", link.overhead, "small collectives were not measured; each counts bytes only"),
+        ("latency", link.latency is not None, "no small exchange was seen; rounds count nothing"),
+        ("inside", inside, "no exchange inside a host was measured"),
+    )
     ranks = chosen.ranks.values()
 
     def seconds(of: Callable[[Analysed], int]) -> float:
         """Median over steps of the mean over ranks."""
         return median(mean([of(each) for each in ranks]) for ranks in steps) / NS
 
+    def tail(each: Analysed) -> int:
+        times = (each.record.duration - bucket.done for bucket in each.record.buckets)
+        return max(min(times, default=0), 0)
+
     def spent(phase: str) -> float | None:
-        if codec == DDP:
-            return None
-        return seconds(
-            lambda each: sum(x.end - x.begin for x in each.record.spans if x.phase == phase)
-        )
+        def of(each: Analysed) -> int:
+            return sum(span.end - span.begin for span in each.record.spans if span.phase == phase)
+
+        return None if codec == DDP else seconds(of)
 
     return Observed(
         scenario,
         _buckets(steps, run.world_size),
-        tail=seconds(lambda each: max(each.record.duration - _last_mean(each.record), 0)),
+        tail=seconds(tail),
         step=median(mean([each.head(step).duration for each in ranks]) for step in chosen.steps)
         / NS,
         sent=median(sent.max(axis=1).tolist()),
         encode=spent("encode"),
         decode=spent("decode"),
-        reasons={name: reason for name, reason in reasons.items() if not known[name]},
+        reasons={name: reason for name, is_known, reason in unknown if not is_known},
         begin=median(max(begin_of_gradients(x.record) for x in of_step) for of_step in steps) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
@@ -151,10 +153,6 @@ def begin_of_gradients(record: StepRecord) -> int:
     first = min((bucket.ready for bucket in record.buckets), default=record.duration)
     begins = [each.begin for each in record.phases if each.name == "backward"]
     return max((begin for begin in begins if begin <= first), default=first)
-
-
-def _last_mean(record: StepRecord) -> int:
-    return max((bucket.done for bucket in record.buckets), default=record.duration)
 
 
 def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
