@@ -62,19 +62,11 @@ def whatif_command(
     """
     folder = str(run_folder(folder))
     observed = observe(read_run(folder))
-    run = observed.scenario
-    there = elsewhere(
-        run, hosts=hosts, link_gbps=link_gbps, inside_gbps=inside_gbps, latency_us=latency_us
-    )
+    network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
+    there = elsewhere(observed.scenario, hosts=hosts, **network)
     scenarios = scenarios_of(
         observed, there, codecs=codec or (), forms=form or (), bucket_mb=bucket_mb or ()
     )
-    reasons = [scenario.unsupported for scenario in scenarios]
-    if all(reasons):  # none, too: ddp in another form
-        because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
-        raise ValueError(f"nothing of this can be predicted: {because}")
-    if there != run and there not in scenarios:
-        scenarios = [there, *scenarios]  # the reference of their change
     names = codec or [DDP, *CANDIDATES]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
     found = predict(observed, scenarios, costs=costs)

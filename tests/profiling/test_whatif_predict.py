@@ -245,15 +245,18 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
 def test_scenarios() -> None:
     def of(world_size: int, *codecs: str, forms: tuple[str, ...] = ()) -> set[tuple[str, str]]:
         observed = observe(replace(DDP, world_size=world_size).run())
-        there = replace(elsewhere(observed.scenario, link_gbps=1.0), bucket_mb=5.0)
+        there = elsewhere(observed.scenario, link_gbps=1.0)
         found = scenarios_of(observed, there, codecs=codecs, forms=forms)
-        assert {(each.link, each.bucket_mb) for each in found} <= {(there.link, None)}
+        assert {(each.link, each.bucket_mb) for each in found} == {(there.link, None)}
+        assert len(set(found)) == len(found)
         return {(each.codec, each.form) for each in found}
 
     ddp, (flat, *by_hosts) = ("ddp", "flat"), [("int8", f) for f in ("flat", "sharded", "leader")]
     assert of(2, "ddp", "int8") == {ddp, flat}
     assert of(4, "ddp", "int8") == {ddp, flat, *by_hosts}
-    assert of(4, "ddp", "int8", forms=("leader",)) == {("int8", "leader")}
+    with pytest.raises(ValueError, match="no exchange inside a host was measured"):
+        of(4, "ddp", "int8", forms=("leader",))
+    assert of(2, "int8") == {ddp, flat}, "with the run's own, which is what it is compared with"
 
 
 def test_one_large_bucket_begins_late() -> None:

@@ -80,13 +80,16 @@ def scenarios_of(
     forms: Sequence[str] = (),
     bucket_mb: Sequence[float] = (),
 ) -> list[Scenario]:
-    """Every codec and form on the links and hosts of ``there``.
+    """Every codec and form on the links and hosts of ``there``, and that itself.
 
     Args:
         codecs: only these, and :data:`DDP` only flat.
         forms: only these; otherwise flat and, where hosts have several ranks, by hosts.
         bucket_mb: only these sizes. If nothing at all is chosen, the run's own setting is also in
             buckets of :data:`BUCKET_SIZES`, but for those that change nothing.
+
+    Raises:
+        ValueError: none of them can be predicted.
     """
     found = [
         replace(there, codec=codec, form=form, bucket_mb=size)
@@ -102,7 +105,12 @@ def scenarios_of(
             if buckets not in seen:
                 seen.append(buckets)
                 found.append(replace(there, bucket_mb=size))
-    return found
+    reasons = dict.fromkeys(each.unsupported for each in found)
+    if "" not in reasons:  # none, too: ddp in another form
+        because = "; ".join(reasons) or "DDP itself knows no hosts"
+        raise ValueError(f"nothing of this can be predicted: {because}")
+    # Elsewhere it is what the others are compared with.
+    return found if there in (observed.scenario, *found) else [there, *found]
 
 
 def predict(
