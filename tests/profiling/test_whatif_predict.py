@@ -243,9 +243,11 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
 
 
 def test_scenarios() -> None:
-    def of(world_size: int, *codecs: str, forms: tuple[str, ...] = ()) -> set[tuple[str, str]]:
+    def of(
+        world_size: int, *codecs: str, forms: tuple[str, ...] = (), inside: float | None = None
+    ) -> set[tuple[str, str]]:
         observed = observe(replace(DDP, world_size=world_size).run())
-        there = elsewhere(observed.scenario, link_gbps=1.0)
+        there = elsewhere(observed.scenario, link_gbps=1.0, inside_gbps=inside)
         found = scenarios_of(observed, there, codecs=codecs, forms=forms)
         assert {(each.link, each.bucket_mb) for each in found} == {(there.link, None)}
         assert len(set(found)) == len(found)
@@ -256,6 +258,7 @@ def test_scenarios() -> None:
     assert of(4, "ddp", "int8") == {ddp, flat, *by_hosts}
     with pytest.raises(ValueError, match="no exchange inside a host was measured"):
         of(4, "ddp", "int8", forms=("leader",))
+    assert of(4, "ddp", "int8", forms=("leader",), inside=9.0) == {ddp, ("int8", "leader")}
     assert of(2, "int8") == {ddp, flat}, "with the run's own, which is what it is compared with"
 
 
