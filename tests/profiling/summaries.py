@@ -210,5 +210,5 @@ def a_whatif(*, ranks: int = 2) -> Predictions:
             Prediction("topk", "flat", 2, ranks, 0.196, reason="what topk costs was not measured"),
         ],
         link={"gbps": 0.196, "inside_gbps": None, "latency_us": None},
-        reasons={"latency": "no small exchange was seen"},
+        unavailable={"latency": "no small exchange was seen"},
     )

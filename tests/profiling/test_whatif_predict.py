@@ -50,11 +50,11 @@ def test_the_pass_that_fills_the_buckets_is_the_last_of_those_that_add_up() -> N
 def test_a_small_exchange_tells_the_latency_and_without_one_there_is_a_reason() -> None:
     found = observe(with_small_exchanges(DDP.run(), took=0.4))
     assert found.scenario.link.latency == pytest.approx(0.0002)  # of two rounds
-    assert "latency" not in found.reasons
+    assert "latency" not in found.unavailable
     without = observe(DDP.run())
     assert (without.scenario.link.latency, without.scenario.inside) == (None, None)
-    assert "no small exchange" in without.reasons["latency"]
-    assert "inside" in without.reasons
+    assert "no small exchange" in without.unavailable["latency"]
+    assert "inside" in without.unavailable
 
 
 def test_small_collectives_that_were_measured_count() -> None:
@@ -66,8 +66,8 @@ def test_small_collectives_that_were_measured_count() -> None:
     found = observe(replaced(run, 1, bursts=bursts))
     link = found.scenario.link
     assert (link.latency, link.overhead, link.cpu) == (0.003, 0.001, 0.0005)
-    assert not {"latency", "overhead"} & found.reasons.keys()
-    assert "overhead" in observe(run).reasons
+    assert not {"latency", "overhead"} & found.unavailable.keys()
+    assert "overhead" in observe(run).unavailable
     fast = elsewhere(found.scenario, link_gbps=100.0)
     free = replace(fast, link=replace(fast.link, overhead=0.0))
     counted, without = (predict(found, [each], costs=COSTS).scenarios[0] for each in (fast, free))
@@ -238,8 +238,8 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     )
     assert here.scenarios[0].step_ms == free.scenarios[0].step_ms
     assert late.scenarios[0].step_ms > free.scenarios[0].step_ms
-    assert "rounds between hosts count nothing" in here.reasons["latency"]
-    assert "latency" not in late.reasons
+    assert "rounds between hosts count nothing" in here.unavailable["latency"]
+    assert "latency" not in late.unavailable
 
 
 def test_scenarios() -> None:

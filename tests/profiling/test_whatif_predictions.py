@@ -186,7 +186,7 @@ def test_what_was_not_measured_is_told() -> None:
     run = DDP.run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
     assert found.whatif is not None
-    assert found.whatif.reasons["costs"] == "no time was left"
+    assert found.whatif.unavailable["costs"] == "no time was left"
     table = whatif_table(found)
     assert "Costs: n/a, no time was left." in table.caption
     assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption

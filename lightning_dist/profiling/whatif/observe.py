@@ -44,7 +44,7 @@ class Observed:
         step: duration.
         sent: bytes over the link of the busiest host.
         encode, decode: of the codec on a rank in a step; None: there is none.
-        reasons: figures that are not known, and why.
+        unavailable: figures that are not known, and why.
         begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
         device: kind of device that trains, and compresses.
@@ -57,7 +57,7 @@ class Observed:
     sent: float
     encode: float | None
     decode: float | None
-    reasons: Mapping[str, str]
+    unavailable: Mapping[str, str]
     begin: float = 0.0
     one_core: bool = False
     device: str = "cpu"
@@ -138,7 +138,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         sent=median(sent.max(axis=1).tolist()),
         encode=spent("encode"),
         decode=spent("decode"),
-        reasons={name: reason for name, is_known, reason in unknown if not is_known},
+        unavailable={name: reason for name, is_known, reason in unknown if not is_known},
         begin=median(max(begin_of_gradients(x.record) for x in of_step) for of_step in steps) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")

@@ -117,7 +117,7 @@ def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
     """Simulate the run itself, and then ``scenarios``, which share links and hosts."""
-    run, reasons = observed.scenario, dict(observed.reasons)
+    run, unavailable = observed.scenario, dict(observed.unavailable)
     own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
     assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {**costs, **_cost_in_run(observed, costs)}
@@ -131,7 +131,7 @@ def predict(
     else:
         found = _ranked(found, own_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
-        reasons["latency"] = (
+        unavailable["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
         )
     link = {
@@ -139,7 +139,7 @@ def predict(
         "inside_gbps": None if run.inside is None else run.inside.gbps,
         "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
     }
-    return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, reasons)
+    return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, unavailable)
 
 
 def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
@@ -161,7 +161,7 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         reason = str(error) if isinstance(error, ValueError) else reason
         return replace(summary, reasons={**summary.reasons, "whatif": reason})
     if known.reason:
-        found = replace(found, reasons={**found.reasons, "costs": known.reason})
+        found = replace(found, unavailable={**found.unavailable, "costs": known.reason})
     words = " ".join(filter(None, (summary.headline, headline(found))))
     return replace(summary, whatif=found, headline=words)
 

@@ -56,7 +56,7 @@ class Predictions:
         tolerance: share of a step; settings that differ by less are not ranked.
         scenarios: the fastest first; those without a prediction last.
         link: measured speed of the links.
-        reasons: figures that are not known, and why.
+        unavailable: figures that are not known, and why.
     """
 
     measured_ms: float
@@ -65,7 +65,7 @@ class Predictions:
     tolerance: float | None
     scenarios: Sequence[Prediction]
     link: Mapping[str, float | None]
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     label: str = LABEL
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,6 +140,6 @@ def notes(found: Predictions) -> list[str]:
         error,
         f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
         *(f"cost of {', '.join(codecs)}: {source}" for source, codecs in names.items() if source),
-        *(f"{name}: n/a, {reason}" for name, reason in found.reasons.items()),
+        *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
         *(f"n/a for {', '.join(of)} {form}: {reason}" for (form, reason), of in missing.items()),
     ]
