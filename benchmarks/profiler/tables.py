@@ -51,7 +51,7 @@ def whatif_scaling(result: Result) -> str | None:
     rows = [row for row in result["rows"] if row["kind"] == "scaling"]
     if not rows:
         return None
-    columns: list[Column] = [("PREDICTION", "`{codec}`")]
+    columns: list[Column] = [("Predicted", "`{codec}`")]
     for hosts in sorted({row["hosts"] for row in rows}):
         columns.append((f"{hosts:,} hosts", "{step_ms:,.0f}", hosts))
     text = (

@@ -16,7 +16,7 @@ does not show: `--inside-gbit`. Nor does it show the latency of a round, which c
 JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
 profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
 link_mbit, measured_ms, predicted_ms, relative_error, is_base) and "scaling": what the same profile
-says of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, step_ms). Of a
+says of 2 to 1,024 hosts, predicted and not measured (hosts, codec, form, step_ms). Of a
 step's time the median over steps counts, of the mean over ranks, as in the profile.
 """
 
@@ -38,9 +38,9 @@ from benchmarks.harness.results import collect_meta, error_sizes, positive, say,
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.step_time.rows import split_row
 from lightning_dist.profiling.run import read_run
-from lightning_dist.profiling.whatif.answer import LABEL
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.predictions import LABEL
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT, Scenario
 from lightning_dist.reducer.costs import CodecCost
 

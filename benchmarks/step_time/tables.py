@@ -73,15 +73,15 @@ def curve(result: Result) -> str | None:
     if not rows:
         return None
     rows = [{**row, "line": (row["form"], row["codec"])} for row in rows]
-    columns: list[Column] = [("PREDICTION: hosts", "{hosts:,}")]
+    columns: list[Column] = [("Predicted: hosts", "{hosts:,}")]
     for line in dict.fromkeys(row["line"] for row in rows):
         cell = "{predicted_ms:,.0f} ms ({speedup_vs_flat_fp32:.1f}x)"
         columns.append((f"{line[0]} `{line[1]}`", cell, line))
-    errors = meta["errors"]
+    errors, asked = meta["errors"], meta["arguments"]
     text = (
-        f"{meta['label']}: communication of a step of 42 MB, {rows[0]['ranks_per_host']} ranks per "
-        f"host, {rows[0]['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
-        f"for the codecs, {rows[0]['round_us']:.0f} us per round between hosts (too few ranks to "
+        f"{meta['label']}: communication of a step of 42 MB, {asked['ranks_per_host']} ranks per "
+        f"host, {asked['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
+        f"for the codecs, {asked['latency_us']:g} us per round between hosts (too few ranks to "
         f"tell). Error of the fit over {errors['rows']} measured rows: median "
         f"{errors['median'] * 100:.1f} %, largest {errors['largest'] * 100:.0f} %."
     )

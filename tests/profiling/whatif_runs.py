@@ -8,9 +8,9 @@ from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.capture.events import Span
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.answer import Prediction, Predictions
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 from lightning_dist.reducer.costs import CodecCost
 

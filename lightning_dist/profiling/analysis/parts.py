@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Intervals
-from lightning_dist.profiling.whatif.answer import Predictions
+from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
 
