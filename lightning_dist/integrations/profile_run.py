@@ -160,7 +160,7 @@ class ProfileRun:
             self.reasons.append(f"buckets: n/a, {self.about.unseen}")
         else:
             self._watch_allreduce(model)
-        self._watching: Watching | None = Watching(model, self._session)
+        self._watching: Watching | None = Watching(model, self._session.timer)
 
     def _measure_links(self, model: DistributedDataParallel) -> None:
         name = "inter" if "inter" in self.about.groups else "flat"
@@ -188,7 +188,7 @@ class ProfileRun:
 
     def exclude_interval(self) -> None:
         """Time since the last step belongs to no step: a validation, a checkpoint."""
-        self._session.exclude_interval()
+        self._session.timer.exclude_interval()
 
     def close(self, reason: str, *, together: bool) -> Sequence[str]:
         """Watch no more, and have all lines in the file; what did not reach rank 0, and why.

@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist.profiling.capture.ddp_hook import Promises, WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.steps import Cut, PendingStep
 
 
 def gradients(
@@ -44,6 +46,10 @@ def assert_same_as_ddp(size: int, *, is_on: bool = True, **settings: bool) -> No
         assert all(map(torch.equal, ours, theirs))
 
 
+def taken(recorder: Recorder) -> StepRecord:
+    return PendingStep(0, Cut(0, 0), recorder.take()).read(recorder.device_clock)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("is_on", [True, False])
 def test_means_are_those_of_ddp_to_the_bit(is_on: bool, size: int) -> None:
@@ -61,8 +67,8 @@ def test_one_that_is_off_keeps_nothing() -> None:
         recorder.is_on = False
         gradients(rank, recorder, steps=5)
         recorder.is_on = True  # what was kept would be in the next step
-        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
-        return len(buckets) + len(spans) + recorder.cost(1.0)
+        step = taken(recorder)
+        return len(step.buckets) + len(step.spans) + recorder.cost(1.0)
 
     assert run_threads(work, 2) == [0, 0]
 
@@ -71,9 +77,9 @@ def test_every_bucket_has_its_collective() -> None:
     def work(rank: Rank) -> None:
         recorder = Recorder()
         gradients(rank, recorder, steps=1)
-        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
-        assert [each.index for each in buckets] == [each.bucket for each in spans] != []
-        for bucket, span in zip(buckets, spans, strict=True):
+        step = taken(recorder)
+        assert [each.index for each in step.buckets] == [each.bucket for each in step.spans] != []
+        for bucket, span in zip(step.buckets, step.spans, strict=True):
             assert bucket.ready <= span.begin < span.end <= bucket.done
             assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
 

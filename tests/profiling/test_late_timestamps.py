@@ -68,7 +68,7 @@ def test_every_step_is_written_down_whole(codec: str | None, tmp_path: Path) -> 
         else:
             watched = WatchedAllReduce(session.recorder, model.process_group, crosses=False)
             watch_allreduce(model, watched)
-        watching = Watching(model, session)
+        watching = Watching(model, session.timer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
             optimizer.zero_grad()

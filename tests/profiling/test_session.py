@@ -22,6 +22,7 @@ from lightning_dist.profiling.capture.events import (
 )
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.steps import Cut, PendingStep
 from lightning_dist.profiling.run import read_run
 
 BUCKETS = 40
@@ -67,9 +68,9 @@ def test_a_detailed_step_costs_about_one_call_a_row() -> None:
     rows = 4 * BUCKETS
 
     def write_down() -> None:
-        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
-        assert len(buckets) + len(spans) == rows
-        to_line(StepRecord(0, 0, 1, (), buckets, spans))
+        step = PendingStep(0, Cut(0, 1), recorder.take()).read(recorder.device_clock)
+        assert len(step.buckets) + len(step.spans) == rows
+        to_line(step)
 
     assert calls_of(write_down) < 1.5 * rows + 50
 
@@ -85,12 +86,13 @@ class Clock:
 
 def step(session: Session, clock: Clock, seconds: float) -> None:
     """Forward, backward, optimizer, a third each."""
-    session.forward()
-    for event in (session.backward, lambda: session.backward_ended(synchronised=True)):
+    timer = session.timer
+    timer.forward()
+    for event in (timer.backward, lambda: timer.backward_ended(synchronised=True)):
         clock.now += round(seconds / 3 * 1e9)
         event()
     clock.now += round(seconds / 3 * 1e9)
-    session.stepped()
+    timer.stepped()
 
 
 def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:

@@ -52,11 +52,11 @@ class Training:
         )
 
     def step(self, *, held_up: float = 0) -> None:
-        session, gpu, recorder = self.session, self.gpu, self.session.recorder
-        session.forward()
+        timer, gpu, recorder = self.session.timer, self.gpu, self.session.recorder
+        timer.forward()
         gpu.work(FORWARD)
-        session.forward_ended()
-        session.backward()
+        timer.forward_ended()
+        timer.backward()
         link, works = gpu.main.until, []
         for bucket in range(BUCKETS):
             gpu.work(OF_BUCKET)
@@ -72,10 +72,10 @@ class Training:
                 see(work)
         for work in works:
             work.wait()
-        session.backward_ended(synchronised=True)
-        session.stepping()
+        timer.backward_ended(synchronised=True)
+        timer.stepping()
         gpu.work(OPTIMIZER)
-        session.stepped()
+        timer.stepped()
         gpu.sleep(0.1)
 
 

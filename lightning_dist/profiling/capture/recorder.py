@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -12,7 +13,6 @@ from typing_extensions import override
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.completion import completion_watcher
 from lightning_dist.profiling.capture.events import BucketTimes
-from lightning_dist.profiling.capture.steps import BucketRow, SpanRow, StepEvents
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock, Timestamp
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
@@ -27,6 +27,19 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
 _TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
+
+
+BucketRow: TypeAlias = tuple[Timestamp, Timestamp, BucketTimes]
+"""When gradients and mean of a bucket were there; the times within the last do not count."""
+SpanRow: TypeAlias = tuple[str, int, Timestamp, Timestamp, str, str, int, int]
+"""Values of a span, in the order of its fields."""
+
+
+class Events(NamedTuple):
+    """What was recorded of a step, at timestamps that may be to come."""
+
+    buckets: Sequence[BucketRow] = ()
+    spans: Sequence[SpanRow] = ()
 
 
 class Recorder(Observer):
@@ -151,10 +164,10 @@ class Recorder(Observer):
         """Whether any gradients have travelled in this step, on or off."""
         return bool(self._orders or self._buckets)
 
-    def take(self) -> StepEvents:
+    def take(self) -> Events:
         """Events since the last call."""
         self._completions.drain(_TIMEOUT)
-        events = StepEvents(self._buckets, self._spans)
+        events = Events(self._buckets, self._spans)
         self.drop()
         return events
 

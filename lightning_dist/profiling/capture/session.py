@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dist.profiling.capture.events import (
@@ -60,7 +60,7 @@ class SessionSettings:
 
 
 class Session:
-    """Is told what happens, in the thread of the training, and writes steps down.
+    """One rank's profile: writes steps down, in the thread of the training.
 
     What happens on an accelerator is known later: a step is written down when the next ones are
     over on the host. Nothing waits for it before the end.
@@ -116,43 +116,10 @@ class Session:
         self._has_stopped = False
         self.recorder = Recorder(clock, device_clock=self._device_clock)
         self._begin_step()
-        self._timer = StepTimer(self._device_clock.now())
+        self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
+        """Is told of passes and of steps of optimizers."""
         self.note(about)
         self._flush()  # a rank that is killed at once has said at least who it was
-
-    def forward(self) -> None:
-        """A forward pass of training begins."""
-        if (cut := self._timer.forward(self._device_clock.now())) is not None:
-            self._close(cut)
-        elif self.recorder.has_exchanged and not self._timer.has_means:
-            self.recorder.drop()  # of a backward pass that has failed
-
-    def forward_ended(self) -> None:
-        """It has ended."""
-        self._timer.forward_ended()
-
-    def backward(self) -> None:
-        """A backward pass begins."""
-        self._timer.backward(self._device_clock.now())
-
-    def backward_ended(self, *, synchronised: bool) -> None:
-        """It has ended; ``synchronised``: with the mean over all ranks."""
-        self._timer.backward_ended(self._device_clock.now(), synchronised=synchronised)
-
-    def stepping(self) -> None:
-        """An optimizer begins its step."""
-        self._timer.stepping(self._device_clock.now(), exchanged=self.recorder.has_exchanged)
-
-    def stepped(self, *, within_forward: bool = False) -> None:
-        """It has made it; ``within_forward``: a forward pass of training is still under way."""
-        self._timer.stepped(self._device_clock.now())
-        if within_forward and (cut := self._timer.stepped_within()) is not None:
-            self._close(cut)
-
-    def exclude_interval(self) -> None:
-        """Time since the last step belongs to no step: a validation, a checkpoint."""
-        if (cut := self._timer.restart(self._device_clock.now())) is not None:
-            self._close(cut)
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
@@ -172,15 +139,14 @@ class Session:
         until = self._clock() + timeout * 1e9
         because = ""
         try:
-            if (cut := self._timer.end()) is not None:
-                self._close(cut)
+            self.timer.end()
             while self._over and self._clock() < until:
                 time.sleep(0.001)
                 self._write_what_is_past()
         except RuntimeError as error:  # of whatever is asked of one that has failed
             because = str(error).split("\n")[0]
         if self._over or because:
-            first = self._over[0].step if self._over else self._step
+            first = self._over[0].number if self._over else self._step
             because = because or f"the device did not come to their end within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
 
@@ -203,23 +169,18 @@ class Session:
 
     def _close(self, cut: Cut) -> None:
         now, recorder = self._clock(), self.recorder
-        was_disturbed = self.is_disturbed
-        # Writing down the step before was in the time of this one.
         error, sampling = recorder.errors.take()
-        of_hooks, recording = recorder.spent, recorder.cost(self._cost)
-        self._over.append(
-            PendingStep(
-                self._step,
-                cut,
-                recorder.take() if recorder.is_on else None,
-                error,
-                recording,
-                sampling,
-                recording + self._writing + sampling + of_hooks,
-                was_disturbed,
-            )
-        )
+        recording = recorder.cost(self._cost)
+        # Writing down the step before was in the time of this one.
+        overhead = recording + sampling + recorder.spent + self._writing
+        events = recorder.take() if recorder.is_on else None
         recorder.drop()
+        if not self._settings.in_detail:
+            cut = replace(cut, phases=())
+        over = PendingStep(
+            self._step, cut, events, error, recording, sampling, overhead, self.is_disturbed
+        )
+        self._over.append(over)
         self._on_over(self._step)
         self._step += 1
         written = self._write_what_is_past()
@@ -247,7 +208,7 @@ class Session:
         return written
 
     def _write(self, over: PendingStep) -> StepRecord:
-        record = over.read(self._device_clock, in_detail=self._settings.in_detail)
+        record = over.read(self._device_clock)
         if not over.was_disturbed:
             self.note(record)
             self._on_step(record)
