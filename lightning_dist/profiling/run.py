@@ -5,12 +5,15 @@ The lines are the truth; everything else in the folder can be made again from th
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -163,6 +166,22 @@ class Run:
         return stock and not self.unseen
 
 
+def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
+    """The first ``run-<n>`` that is not there yet, or a temporary one."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in count():
+            folder = parent / f"run-{number}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
+        on_problem(f"{error.filename}: {error.strerror}; the profile is in {folder}")
+        return folder
+    raise AssertionError("there are numbers enough")
+
+
 def run_folder(folder: str | Path) -> Path:
     """``folder``, or the only run in it where it is none itself."""
     folder = Path(folder)
@@ -304,3 +323,21 @@ def _has_ended(path: Path) -> bool:
             return isinstance(from_line(last), EndRecord)
     except (OSError, ValueError):  # not there yet, empty, or half a line
         return False
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+    """Write a file; what was there is replaced when all of the new one is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

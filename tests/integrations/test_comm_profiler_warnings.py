@@ -11,7 +11,7 @@ from planted import Planted
 
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import RankFile
 from lightning_dist.profiling.report.files import Wanted
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
+    RankFile,
     RankRecord,
     Record,
     StepRecord,
     to_line,
 )
-from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
+from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
@@ -26,6 +26,11 @@ _FOR_ERRORS = 0.25
 """Share of the overhead that is allowed."""
 _AT = 2
 """The first two steps have other buckets: DDP builds them anew."""
+_CALIBRATION = 500
+_LONGEST_PERIOD = 1024
+_WEIGHT = 0.1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
 _TIMEOUT = 2.0
 """Seconds for an accelerator to come to the end of the last steps."""
 
@@ -245,3 +250,47 @@ class Session:
             self._on_problem(
                 f"{file.path}: {error.strerror}; the steps of this rank are not kept any more"
             )
+
+
+class Governor:
+    """Steps that are recorded in detail: fewer, where that costs more than the budget.
+
+    Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
+    others. The distance between two steps varies, so that what happens every n-th step is seen as
+    often as it happens.
+
+    Args:
+        budget: most that the profiler may take of a step.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self._budget = budget
+        self.period = 1
+        """One of so many steps is recorded in detail, a power of two."""
+        self._share = 0.0
+
+    def wants(self, step: int) -> bool:
+        """Whether ``step`` is to be recorded in detail."""
+        return step * _GOLDEN % 2**64 < 2**64 // self.period
+
+    def spent(self, nanoseconds: float, *, of: int) -> None:
+        """A step that took ``of`` nanoseconds was recorded in detail, which took so many of them.
+
+        What one detailed step costs is spread over its period.
+        """
+        share = nanoseconds / max(of, 1)
+        self._share += (share - self._share) * (_WEIGHT if self._share else 1.0)
+        mean = self._share / self.period
+        if mean > self._budget and self.period < _LONGEST_PERIOD:
+            self.period *= 2
+        elif self.period > 1 and 2 * mean < self._budget / 2:
+            self.period //= 2
+
+
+def cost_of_an_event(device_clock: DeviceClock | None = None) -> float:
+    """Nanoseconds that one call of a recorder takes on this machine."""
+    recorder = Recorder(device_clock=device_clock)
+    begin = time.perf_counter_ns()
+    for _ in range(_CALIBRATION):
+        recorder.works(0, "encode")()
+    return (time.perf_counter_ns() - begin) / (2 * _CALIBRATION)
