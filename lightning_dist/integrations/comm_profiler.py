@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -111,13 +112,18 @@ class CommProfiler(pl.Callback):
         self._model = model
         self._upload: Upload = upload
         self._dirpath = dirpath
-        self._measure_links = measure_links
-        self._torch_profiler = torch_profiler
-        self._settings = SessionSettings(
-            max_overhead=max_overhead, error_every_n_steps=error_every_n_steps
+        self._start = partial(
+            ProfileRun,
+            settings=SessionSettings(
+                max_overhead=max_overhead, error_every_n_steps=error_every_n_steps
+            ),
+            measure_links=measure_links,
+            torch_profiler=torch_profiler,
+            predict=predict,
+            on_error=self._on_error,
+            on_problem=_warn_here,
         )
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
-        self._predict = predict
         self._print_summary = print_summary
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
@@ -178,17 +184,11 @@ class CommProfiler(pl.Callback):
     def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
         self.summary = None
         self._alarm = ResidualAlarm()
-        self._run = ProfileRun(
+        self._run = self._start(
             model,
             parent=self._dirpath or parent,
-            settings=self._settings,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
-            measure_links=self._measure_links,
-            torch_profiler=self._torch_profiler,
-            on_error=self._on_error,
-            on_problem=_warn_here,
-            predict=self._predict,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")

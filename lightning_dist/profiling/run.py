@@ -10,12 +10,14 @@ import re
 import struct
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -38,7 +40,6 @@ _HEAD = struct.Struct("qqq?qq")
 """Begin, duration, overhead, and whether it is detailed; place and length of its line."""
 _TAIL = 4096
 """Bytes; the last line is a short one."""
-_Kind = TypeVar("_Kind", bound=Record)
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -247,18 +248,28 @@ def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRu
 
 
 def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
-    records: list[Record] = []
+    found: defaultdict[type[Record], list[Any]] = defaultdict(list)
     steps = StepLines(path)
     bad: list[int] = []
+    at = 0
     try:
         with path.open("rb") as file:
-            bad = _read_lines(file, records, steps)
+            for number, line in enumerate(file, start=1):
+                try:
+                    record = from_line(line)
+                    if isinstance(record, StepRecord):
+                        steps.add(record, at=at, length=len(line))
+                    elif record is not None:
+                        found[type(record)].append(record)
+                except ValueError:
+                    bad.append(number)
+                at += len(line)
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}")
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
         notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
-    about = next(_of(RankRecord, records), None)
+    about = next(iter(found[RankRecord]), None)
     if about is None:
         notes.append(f"{path.name} does not say whose it is")
         return None
@@ -271,33 +282,12 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     return RankRun(
         about,
         steps=steps,
-        clocks=sorted(_of(ClockRecord, records), key=lambda each: each.at),
-        errors=[*_of(ErrorRecord, records)],
-        links=[*_of(LinkRecord, records)],
-        bursts=[*_of(BurstRecord, records)],
-        end=next(_of(EndRecord, reversed(records)), None),
+        clocks=sorted(found[ClockRecord], key=attrgetter("at")),
+        errors=found[ErrorRecord],
+        links=found[LinkRecord],
+        bursts=found[BurstRecord],
+        end=found[EndRecord][-1] if found[EndRecord] else None,
     )
-
-
-def _of(kind: type[_Kind], records: Iterable[Record]) -> Iterator[_Kind]:
-    return (each for each in records if isinstance(each, kind))
-
-
-def _read_lines(file: Iterable[bytes], records: list[Record], steps: StepLines) -> list[int]:
-    """Fill both; the numbers of the lines that are none of ours."""
-    bad: list[int] = []
-    at = 0
-    for number, line in enumerate(file, start=1):
-        try:
-            record = from_line(line)
-            if isinstance(record, StepRecord):
-                steps.add(record, at=at, length=len(line))
-            elif record is not None:
-                records.append(record)
-        except ValueError:
-            bad.append(number)
-        at += len(line)
-    return bad
 
 
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
@@ -252,14 +253,11 @@ def from_line(line: bytes | str) -> Record | None:
     except RecursionError:
         raise ValueError(f"not a record, it has too many brackets: {line[:80]!r}") from None
     except ValueError as error:
+        with suppress(ValueError):
+            if _KIND_DECODER.decode(line).kind not in _KINDS:
+                return None
         problem = f"not a record of a communication profile: {error}: {line[:80]!r}"
-    try:
-        is_later = _KIND_DECODER.decode(line).kind not in _KINDS
-    except ValueError:
-        is_later = False
-    if is_later:
-        return None
-    raise ValueError(problem)
+        raise ValueError(problem) from None
 
 
 class RankFile:
