@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ _NO_WANDB = (
     "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
 )
 _ONE_PROCESS = "one process exchanges no gradients"
+_MOST_ERRORS = 1024
 
 
 class CommProfiler(pl.Callback):
@@ -133,6 +135,8 @@ class CommProfiler(pl.Callback):
         self._nothing = ""
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
+        self.errors: deque[ErrorRecord] = deque(maxlen=_MOST_ERRORS)
+        """Compression errors that this rank has sampled in this run, the last 1024 in order."""
 
     @property
     def folder(self) -> Path | None:
@@ -183,6 +187,7 @@ class CommProfiler(pl.Callback):
 
     def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
         self.summary = None
+        self.errors.clear()
         self._alarm = ResidualAlarm()
         self._run = self._start(
             model,
@@ -194,6 +199,7 @@ class CommProfiler(pl.Callback):
             rank_zero_warn(f"CommProfiler: {reason}")
 
     def _on_error(self, error: ErrorRecord) -> None:
+        self.errors.append(error)
         if self._live is not None:
             self._live.add_error(error)
         if self._alarm is not None and (growth := self._alarm.add(error)) is not None:
