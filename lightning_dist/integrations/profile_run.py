@@ -129,30 +129,29 @@ class ProfileRun:
                 replace_file(self.folder / "meta.json", meta)
             except OSError as error:  # lines and reports tell most of it too
                 on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
+        self._tracer: TorchTracer | None = None
         self._session = Session(
             self.folder,
             self.about,
             settings=replace(settings, in_detail=in_detail),
             first=first,
             device_clock=clock_of(model.device) if in_detail else None,
-            on_over=self._on_over,
+            begin_step=self._begin_step,
             on_step=on_step,
             on_error=on_error,
             on_problem=on_problem,
         )
-        self._session.note(read_offset(self._group))
+        self._compare_clocks()
         if measure_links and in_detail:
             self._measure_links(model)
-        self._tracer: TorchTracer | None = None
         if torch_profiler is not None:
             self._tracer = TorchTracer(
                 self.folder,
                 rank=rank,
                 wanted=torch_profiler,
-                on_change=partial(setattr, self._session, "is_disturbed"),
                 on_problem=on_problem,
             )
-            self._tracer.begin_step(first)
+            self._session.is_disturbed = self._begin_step(first)
         if self._reducer is not None:
             self._reducer.observe(self._session.recorder)
         elif self.about.unseen:
@@ -176,9 +175,8 @@ class ProfileRun:
         crosses = self._hosts[following] != self.about.host
         watch_allreduce(model, WatchedAllReduce(self._session.recorder, group, crosses))
 
-    def _on_over(self, step: int) -> None:
-        if self._tracer is not None:
-            self._tracer.begin_step(step + 1)
+    def _begin_step(self, step: int) -> bool:
+        return self._tracer is not None and self._tracer.begin_step(step)
 
     @property
     def is_closed(self) -> bool:

@@ -214,15 +214,15 @@ def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> No
     clock, told = Clock(), []
     about = Planted(steps=0).run().ranks[0].about
 
-    def on_over(step: int) -> None:
-        session.is_disturbed = step in (2, 3)
-        clock.now += 5_000 * MS if step in (2, 3) else 0
+    def begin_step(step: int) -> bool:
+        clock.now += 5_000 * MS if step in (3, 4) else 0
+        return step in (3, 4)
 
     session = Session(
         tmp_path,
         about,
         settings=SessionSettings(),
-        on_over=on_over,
+        begin_step=begin_step,
         on_step=told.append,
         clock=clock,
     )

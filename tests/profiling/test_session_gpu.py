@@ -33,7 +33,7 @@ class Training:
     patch: pytest.MonkeyPatch
     folder: Path | None = None
     gpu: Gpu = field(default_factory=Gpu)
-    over: list[int] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
     told: list[StepRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Training:
             Planted(steps=0).run().ranks[0].about,
             settings=SessionSettings(max_overhead=1.0),
             device_clock=StreamClock(torch.device("cuda", 0), self.gpu.clock),
-            on_over=self.over.append,
+            begin_step=lambda step: bool(self.begun.append(step)),
             on_step=self.told.append,
             on_problem=self.problems.append,
             clock=self.gpu.clock,
@@ -83,7 +83,7 @@ def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPa
     training = Training(monkeypatch)
     for _ in range(4):
         training.step()
-    assert training.over == [0, 1, 2], "the fourth ends when the next begins"
+    assert training.begun == [1, 2, 3], "the fourth ends when the next begins"
     assert training.told == [], "the GPU is in the first"
     assert training.gpu.synchronised == 1, "before the training"
     training.gpu.sleep(2.5 * STEP)

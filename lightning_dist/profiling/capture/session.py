@@ -75,7 +75,8 @@ class Session:
         about: of this rank.
         first: number of the step that comes next.
         device_clock: of the work; None: of the host, by ``clock``.
-        on_over: called with the number of every step when it is over on the host.
+        begin_step: called with the number of a step before it begins; whether something makes it
+            longer than it is, such as a trace.
         on_step: called with every step that nothing disturbed, when its times are known.
         on_error: called with every compression error that was.
         on_problem: called with what goes wrong on this rank, and what that costs.
@@ -90,7 +91,7 @@ class Session:
         settings: SessionSettings,
         first: int = 0,
         device_clock: DeviceClock | None = None,
-        on_over: Callable[[int], None] = lambda step: None,
+        begin_step: Callable[[int], bool] = lambda step: False,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
         on_problem: Callable[[str], None] = lambda problem: None,
@@ -98,7 +99,7 @@ class Session:
     ) -> None:
         self._settings, self._clock = settings, clock
         self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
-        self._on_over, self._on_step = on_over, on_step
+        self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
         self._file: RankFile | None = None
@@ -116,7 +117,7 @@ class Session:
         self._cost = cost_of_an_event(self._device_clock)
         self._writing = 0
         self.is_disturbed = False
-        """Whether something else makes steps longer than they are; they are not written down."""
+        """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
         self._has_stopped = False
         self.recorder = Recorder(clock, device_clock=self._device_clock)
@@ -186,8 +187,8 @@ class Session:
             self._step, cut, events, error, recording, sampling, overhead, self.is_disturbed
         )
         self._over.append(over)
-        self._on_over(self._step)
         self._step += 1
+        self.is_disturbed = self._next_step(self._step)
         written = self._write_what_is_past()
         self._begin_step()
         self._device_clock.compare()
