@@ -1,4 +1,4 @@
-"""``CommProfiler``: where the time of communication goes, whoever trains."""
+"""``CommProfiler``: the communication profile of a training, in Lightning or any other loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MOST_ERRORS = 1024
 
 
 class CommProfiler(pl.Callback):
-    """Says how much of a step is communication, what it consists of, and who is waited for.
+    """Profile of communication: its share of a step, its parts, the rank that others wait for.
 
     As a callback::
 
@@ -49,21 +49,21 @@ class CommProfiler(pl.Callback):
             train()
 
     There SIGTERM raises ``SystemExit(143)``, unless the program handles it. Where the training does
-    not come back to Python within ten seconds, as in a collective that a rank never comes to, the
-    report is made of what is there, and the process ends with the same code.
+    not return to Python within ten seconds, as in a collective that a rank never reaches, the
+    report is made of what was recorded, and the process exits with the same code.
 
-    Every rank appends what it measures to ``rank<r>.jsonl``; at the end rank 0 prints a summary and
-    writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
-    exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
-    Progress bar and loggers meanwhile have the newest steps of rank 0; the summary is of all.
+    Every rank appends its records to ``rank<r>.jsonl``; at the end, also after an exception, rank 0
+    prints a summary and writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them.
+    Nothing is synchronised for it; ranks compare their clocks at the begin and the end. During the
+    training, progress bar and loggers show the newest steps of rank 0; the summary is of all ranks.
 
-    Now and then it also looks at what the codec loses of a bucket. Where the residual of one grows
-    without end, a warning of the rank that has it says so, once.
+    The compression error is sampled too, of one bucket at a time. Where a residual grows without
+    bound, the rank that holds it warns once.
 
     Args:
-        model: to be profiled, outside of Lightning.
-        dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
-            ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
+        model: model to profile, outside of Lightning.
+        dirpath: folder in which each run gets a ``run-<n>``, best on a disk that all ranks share.
+            None: ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         max_overhead: share of a step that the profiler may take, 0 to 1; where it would take more,
             it looks at fewer steps.
         measure_links: measure the links for one to four seconds before the first step, to say how

@@ -26,7 +26,6 @@ from lightning_dist.integrations.said_after import said_after
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import (
-    WatchedAllReduce,
     Watching,
     is_watched,
     watch_allreduce,
@@ -173,7 +172,7 @@ class ProfileRun:
         ranks = dist.get_process_group_ranks(group)
         following = ranks[(group.rank() + 1) % len(ranks)]
         crosses = self._hosts[following] != self.about.host
-        watch_allreduce(model, WatchedAllReduce(self._session.recorder, group, crosses))
+        watch_allreduce(model, self._session.recorder, crosses=crosses)
 
     def _begin_step(self, step: int) -> bool:
         return self._tracer is not None and self._tracer.begin_step(step)

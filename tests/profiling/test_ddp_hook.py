@@ -9,7 +9,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.ddp_hook import Promises, WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import Promises, watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import Cut, PendingStep
@@ -26,8 +26,7 @@ def gradients(
     group = rank.group("payload")
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.005, **settings)
     if recorder is not None:
-        watched = WatchedAllReduce(recorder, group, crosses=False)
-        watch_allreduce(model, watched)
+        watch_allreduce(model, recorder, crosses=False)
     generator = torch.Generator().manual_seed(rank.rank)
     for _ in range(steps):
         model.zero_grad()
@@ -93,7 +92,7 @@ def test_sparse_gradients() -> None:
         nn.init.ones_(module.weight)
         model = DistributedDataParallel(module, process_group=group)
         if recorder is not None:
-            watch_allreduce(model, WatchedAllReduce(recorder, group, crosses=False))
+            watch_allreduce(model, recorder, crosses=False)
         model(torch.tensor([1, 3, 5 + rank.rank])).square().sum().backward()
         spans = () if recorder is None else recorder.take().spans
         return module.weight.grad.to_dense(), [row[6] for row in spans]

@@ -264,12 +264,15 @@ def is_watched(model: DistributedDataParallel) -> bool:
     return any(not state.recorder.is_closed for state in states)
 
 
-def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> None:
-    """Let ``model`` reduce its gradients where they can be seen.
+def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, crosses: bool) -> None:
+    """Let ``model`` reduce its gradients where ``recorder`` sees them.
 
     The means are DDP's own, to the bit; where gradients are views of buckets and kept from step to
     step, only with a power of two of ranks, since DDP divides there. The hook stays, and with a
     recorder that is off it costs what a hook costs: a call and a pass over every bucket.
+
+    Args:
+        crosses: whether the next rank of the ring is on another host.
     """
 
     def watched_allreduce_hook(state: WatchedAllReduce, bucket: GradBucket) -> Future[Tensor]:
@@ -277,8 +280,9 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
 
     for _, state in model._comm_hooks:
         if isinstance(state, WatchedAllReduce):
-            state.recorder = watched.recorder
+            state.recorder = recorder
             return
+    watched = WatchedAllReduce(recorder, model.process_group, crosses)
     model.register_comm_hook(watched, watched_allreduce_hook)
 
 

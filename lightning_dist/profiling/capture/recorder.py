@@ -1,4 +1,4 @@
-"""Takes the times of one rank's gradients while they travel."""
+"""Recorder of one rank: when gradients are ready, encoded, exchanged and decoded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Events(NamedTuple):
 
 
 class Recorder(Observer):
-    """Buckets and spans of the step that is under way.
+    """Records buckets and spans of the current step.
 
     Appends to lists, from the thread of the backward pass, that of the reducer, and one of its own;
     nothing is computed before :meth:`take`.

@@ -254,18 +254,18 @@ class Session:
 
 
 class Governor:
-    """Steps that are recorded in detail: fewer, where that costs more than the budget.
+    """Steps that are recorded in detail: fewer, where that costs more than is allowed.
 
     Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
     others. The distance between two steps varies, so that what happens every n-th step is seen as
     often as it happens.
 
     Args:
-        budget: most that the profiler may take of a step.
+        max_overhead: share of a step that the profiler may take.
     """
 
-    def __init__(self, budget: float) -> None:
-        self._budget = budget
+    def __init__(self, max_overhead: float) -> None:
+        self._max_overhead = max_overhead
         self.period = 1
         """One of so many steps is recorded in detail, a power of two."""
         self._share = 0.0
@@ -282,9 +282,9 @@ class Governor:
         share = nanoseconds / max(of, 1)
         self._share += (share - self._share) * (_WEIGHT if self._share else 1.0)
         mean = self._share / self.period
-        if mean > self._budget and self.period < _LONGEST_PERIOD:
+        if mean > self._max_overhead and self.period < _LONGEST_PERIOD:
             self.period *= 2
-        elif self.period > 1 and 2 * mean < self._budget / 2:
+        elif self.period > 1 and 2 * mean < self._max_overhead / 2:
             self.period //= 2
 
 
