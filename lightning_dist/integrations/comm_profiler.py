@@ -239,8 +239,8 @@ class CommProfiler(pl.Callback):
             return
         lost = run.close(reason, together=together)
         for problem in lost:  # on every rank: of its lines rank 0 knows only that none came
-            warnings.warn(f"CommProfiler, rank {run.about.rank}: {problem}", stacklevel=2)
-        if run.about.rank != 0:
+            warnings.warn(f"CommProfiler, rank {run.metadata.rank}: {problem}", stacklevel=2)
+        if run.metadata.rank != 0:
             return
         try:
             self.summary, written = run.report(self._wanted)

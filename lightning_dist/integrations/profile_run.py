@@ -117,13 +117,13 @@ class ProfileRun:
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         host = self._hosts[rank]
-        self.about = rank_metadata(
+        self.metadata = rank_metadata(
             model, self._reducer, host=host, max_overhead=settings.max_overhead
         )
         if rank == 0:
             try:
                 meta = run_metadata(
-                    model, self._reducer, self.about, hosts=self._hosts, settings=settings
+                    model, self._reducer, self.metadata, hosts=self._hosts, settings=settings
                 )
                 replace_file(self.folder / "meta.json", meta)
             except OSError as error:  # lines and reports tell most of it too
@@ -131,7 +131,7 @@ class ProfileRun:
         self._tracer: TorchTracer | None = None
         self._session = Session(
             self.folder,
-            self.about,
+            self.metadata,
             settings=replace(settings, in_detail=in_detail),
             first=first,
             device_clock=clock_of(model.device) if in_detail else None,
@@ -153,14 +153,14 @@ class ProfileRun:
             self._session.is_disturbed = self._begin_step(first)
         if self._reducer is not None:
             self._reducer.observe(self._session.recorder)
-        elif self.about.unseen:
-            self.reasons.append(f"buckets: n/a, {self.about.unseen}")
+        elif self.metadata.unseen:
+            self.reasons.append(f"buckets: n/a, {self.metadata.unseen}")
         else:
             self._watch_allreduce(model)
         self._watching: Watching | None = Watching(model, self._session.timer)
 
     def _measure_links(self, model: DistributedDataParallel) -> None:
-        name = "inter" if "inter" in self.about.groups else "flat"
+        name = "inter" if "inter" in self.metadata.groups else "flat"
         # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
         group = model.process_group if model.device.type == "cuda" else self._group
         if group.size() == len(self._hosts):
@@ -171,7 +171,7 @@ class ProfileRun:
         group = model.process_group
         ranks = dist.get_process_group_ranks(group)
         following = ranks[(group.rank() + 1) % len(ranks)]
-        crosses = self._hosts[following] != self.about.host
+        crosses = self._hosts[following] != self.metadata.host
         watch_allreduce(model, self._session.recorder, crosses=crosses)
 
     def _begin_step(self, step: int) -> bool:
@@ -224,20 +224,20 @@ class ProfileRun:
             together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         if not together:
             with suppress(OSError):
-                dump_flight_record(self.folder, rank=self.about.rank)
+                dump_flight_record(self.folder, rank=self.metadata.rank)
         self._session.close()
         if together:
             if self._apart:
                 _set_pg_timeout(timedelta(seconds=_GATHER_TIMEOUT), self._group)
-                path = self.folder / f"rank{self.about.rank}.jsonl"
+                path = self.folder / f"rank{self.metadata.rank}.jsonl"
                 problems += gather_records(path, ranks=self._apart, group=self._group)
             # Of a model that is profiled many times; where something went wrong it stays.
             self._meets(partial(end_group, self._group), "its group stays open", problems)
             del self._group
-        elif self._apart and self.about.rank in (0, *self._apart):
+        elif self._apart and self.metadata.rank in (0, *self._apart):
             problems.append(self._how_to_copy())
-        if not together and self.about.rank == 0 and not self._apart:
-            await_ends(self.folder, range(self.about.world_size), timeout=_TOGETHER)
+        if not together and self.metadata.rank == 0 and not self._apart:
+            await_ends(self.folder, range(self.metadata.world_size), timeout=_TOGETHER)
         return problems
 
     def _how_to_copy(self) -> str:

@@ -111,7 +111,7 @@ class RankRun:
             asked for.
     """
 
-    about: RankRecord
+    metadata: RankRecord
     steps: Mapping[int, StepRecord]
     clocks: Sequence[ClockRecord] = ()
     errors: Sequence[ErrorRecord] = ()
@@ -147,7 +147,7 @@ class Run:
     @property
     def world_size(self) -> int:
         """Ranks of the run, whether or not they have left something."""
-        return max((each.about.world_size for each in self.ranks.values()), default=0)
+        return max((each.metadata.world_size for each in self.ranks.values()), default=0)
 
     @property
     def common_steps(self) -> list[int]:
@@ -158,12 +158,14 @@ class Run:
     @property
     def unseen(self) -> str:
         """Why no bucket of the model can be seen; empty if they can."""
-        return next((each.about.unseen for each in self.ranks.values() if each.about.unseen), "")
+        return next(
+            (each.metadata.unseen for each in self.ranks.values() if each.metadata.unseen), ""
+        )
 
     @property
     def is_stock(self) -> bool:
         """Whether it is DDP's own exchange that is seen, and nothing is compressed."""
-        stock = any(each.about.codec == "ddp" for each in self.ranks.values())
+        stock = any(each.metadata.codec == "ddp" for each in self.ranks.values())
         return stock and not self.unseen
 
 
@@ -209,7 +211,7 @@ def read_run(folder: str | Path) -> Run:
     ranks: dict[int, RankRun] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
-            ranks[of_rank.about.rank] = of_rank
+            ranks[of_rank.metadata.rank] = of_rank
     if not ranks:
         because = f" ({'; '.join(notes)})" if notes else ""
         runs = _runs_in(folder)
@@ -233,16 +235,16 @@ def read_run(folder: str | Path) -> Run:
 
 def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRun]:
     """Files that somebody has put together by hand may be of several: that of the first counts."""
-    first = next(iter(ranks.values())).about
+    first = next(iter(ranks.values())).metadata
     kept = {}
     for rank, each in ranks.items():
-        about = each.about
-        if (about.codec, about.world_size) == (first.codec, first.world_size):
+        metadata = each.metadata
+        if (metadata.codec, metadata.world_size) == (first.codec, first.world_size):
             kept[rank] = each
             continue
         notes.append(
-            f"rank{rank}.jsonl is of another run, with {about.codec} and {about.world_size} ranks "
-            f"instead of {first.codec} and {first.world_size}; left out"
+            f"rank{rank}.jsonl is of another run, with {metadata.codec} and "
+            f"{metadata.world_size} ranks instead of {first.codec} and {first.world_size}; left out"
         )
     return kept
 
@@ -269,18 +271,18 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
         notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
-    about = next(iter(found[RankRecord]), None)
-    if about is None:
+    metadata = next(iter(found[RankRecord]), None)
+    if metadata is None:
         notes.append(f"{path.name} does not say whose it is")
         return None
-    if about.schema > SCHEMA:
+    if metadata.schema > SCHEMA:
         notes.append(
-            f"{path.name} is of schema {about.schema}, and this version knows {SCHEMA}; "
+            f"{path.name} is of schema {metadata.schema}, and this version knows {SCHEMA}; "
             "install a newer lightning_dist"
         )
         return None
     return RankRun(
-        about,
+        metadata,
         steps=steps,
         clocks=sorted(found[ClockRecord], key=attrgetter("at")),
         errors=found[ErrorRecord],

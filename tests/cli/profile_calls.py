@@ -31,7 +31,7 @@ def save(folder: Path, run: Run) -> Path:
         file = RankFile(folder, rank=rank)
         end = [] if each.end is None else [each.end]
         file.write(
-            [each.about, *each.clocks, *each.steps.values(), *each.errors, *each.links, *end]
+            [each.metadata, *each.clocks, *each.steps.values(), *each.errors, *each.links, *end]
         )
         file.close()
     return folder

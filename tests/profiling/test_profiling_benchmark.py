@@ -41,7 +41,7 @@ SHOWN = ("truth", "wire", "clocks", "cost", "outputs")
 def write(folder: Path, run: Run) -> None:
     for rank, each in run.ranks.items():
         file = RankFile(folder / "run-0", rank=rank)
-        file.write([each.about, *each.clocks, *each.links, *each.steps.values()])
+        file.write([each.metadata, *each.clocks, *each.links, *each.steps.values()])
         file.close()
 
 

@@ -97,7 +97,7 @@ def step(session: Session, clock: Clock, seconds: float) -> None:
 
 def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     clock = Clock()
-    about = Planted(steps=0).run().ranks[1].about
+    about = Planted(steps=0).run().ranks[1].metadata
     session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
     path = tmp_path / "rank1.jsonl"
     assert from_line(path.read_text()) == about  # at once: it may be killed
@@ -120,7 +120,7 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
 
 def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
     for _ in range(2):
         step(session, clock, 0.6)
@@ -130,7 +130,7 @@ def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
 
 def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
     for spent in (7 * MS, 0, 0):
         session.recorder.spent += spent
@@ -142,7 +142,7 @@ def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
 
 def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[1].about
+    about = Planted(steps=0).run().ranks[1].metadata
     settings = SessionSettings(flush_s=1)
     session = Session(tmp_path, about, settings=settings, on_problem=told.append, clock=clock)
     handle = os.open("/dev/full", os.O_WRONLY)
@@ -162,7 +162,7 @@ def test_lines_stay_whole_where_the_system_takes_them_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, write = Clock(), os.write
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     monkeypatch.setattr(os, "write", lambda handle, content: write(handle, bytes(content)[:7]))
     session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
     for _ in range(4):
@@ -197,7 +197,7 @@ def test_a_disk_that_fails_at_the_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    about = Planted(steps=0).run().ranks[1].about
+    about = Planted(steps=0).run().ranks[1].metadata
     session = Session(tmp_path, about, settings=SessionSettings(), on_problem=told.append)
     session.end("finished")
 
@@ -212,7 +212,7 @@ def test_a_disk_that_fails_at_the_end_is_told(
 def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:
     """The export of a trace took longer than any step."""
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
 
     def begin_step(step: int) -> bool:
         clock.now += 5_000 * MS if step in (3, 4) else 0

@@ -42,7 +42,7 @@ class Training:
         self.patch.setattr(time, "sleep", lambda seconds: self.gpu.sleep(1e3 * seconds))
         self.session = Session(
             self.folder,
-            Planted(steps=0).run().ranks[0].about,
+            Planted(steps=0).run().ranks[0].metadata,
             settings=SessionSettings(max_overhead=1.0),
             device_clock=StreamClock(torch.device("cuda", 0), self.gpu.clock),
             begin_step=lambda step: bool(self.begun.append(step)),

@@ -62,7 +62,7 @@ class Loop:
         self.clock, self.steps = Clock(), list[StepRecord]()
         self.model = rank.ddp(Model(self.clock))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        about = Planted(steps=0).run().ranks[rank.rank].about
+        about = Planted(steps=0).run().ranks[rank.rank].metadata
         self.session = Session(
             None,
             about,

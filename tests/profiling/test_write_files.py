@@ -19,7 +19,7 @@ ALL = Wanted(html=True, trace=True, csv=True)
 def recorded(folder: Path) -> None:
     for rank, of_rank in Planted().run().ranks.items():
         file = RankFile(folder, rank=rank)
-        file.write([of_rank.about, *of_rank.steps.values()])
+        file.write([of_rank.metadata, *of_rank.steps.values()])
         file.close()
 
 

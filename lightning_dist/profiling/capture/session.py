@@ -72,7 +72,7 @@ class Session:
 
     Args:
         folder: of the run; None: nothing is kept.
-        about: of this rank.
+        metadata: of this rank.
         first: number of the step that comes next.
         device_clock: of the work; None: of the host, by ``clock``.
         begin_step: called with the number of a step before it begins; whether something makes it
@@ -86,7 +86,7 @@ class Session:
     def __init__(
         self,
         folder: str | Path | None,
-        about: RankRecord,
+        metadata: RankRecord,
         *,
         settings: SessionSettings,
         first: int = 0,
@@ -105,7 +105,7 @@ class Session:
         self._file: RankFile | None = None
         if folder is not None:
             try:
-                self._file = RankFile(folder, rank=about.rank)
+                self._file = RankFile(folder, rank=metadata.rank)
             except OSError as error:  # the other ranks have begun
                 on_problem(
                     f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
@@ -124,7 +124,7 @@ class Session:
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
         """Is told of passes and of steps of optimizers."""
-        self.note(about)
+        self.note(metadata)
         self._flush()  # a rank that is killed at once has said at least who it was
 
     def note(self, *records: Record) -> None:

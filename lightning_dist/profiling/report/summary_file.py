@@ -84,7 +84,7 @@ def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
                 yield (
                     step,
                     rank,
-                    each.about.host,
+                    each.metadata.host,
                     int(step in counted),
                     (begins[step, rank] - first) / MS,
                     each.head(step).duration / MS,

@@ -117,7 +117,7 @@ def measure_costs(
     trained = seconds_of(run)
     if trained < LEAST_TRAINING:
         return Costs(reason=f"the training was shorter than {LEAST_TRAINING:g} s; {MEASURES}")
-    where = f"on {run.ranks[min(run.ranks)].about.host} after this run"
+    where = f"on {run.ranks[min(run.ranks)].metadata.host} after this run"
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
     found: dict[str, CodecCost] = {}
     problems = []

@@ -84,7 +84,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     steps = [analyse(run, step) for step in chosen.detailed]
     every = [each for ranks in steps for each in ranks]
     buckets = _buckets(steps, run.world_size)
-    abouts = [each.about for each in run.ranks.values()]
+    abouts = [each.metadata for each in run.ranks.values()]
     across = ["inter" in about.groups for about in abouts]
     missing = sorted(set(range(run.world_size)) - set(chosen.ranks))
     for problem, because in (
@@ -108,7 +108,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     if not used.any():
         raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
     rates = sent[used] / moving[used] * NS
-    codec, device = _codec(every), run.ranks[min(run.ranks)].about.device or "cpu"
+    codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     hosts = Counter(about.host for about in abouts)
     link = Link(_rate(run, rates, is_alone=len(hosts) in (1, len(abouts))), _latency(run, every))
     bursts = [burst for each in run.ranks.values() for burst in each.bursts]
@@ -217,7 +217,7 @@ def _latency(run: Run, every: Iterable[Analysed]) -> float | None:
     """Seconds of a round in the quickest small exchange: others queued behind large ones."""
     found = []
     for each in every:
-        groups = run.ranks[each.parts.rank].about.groups
+        groups = run.ranks[each.parts.rank].metadata.groups
         for exchange in each.exchanges:
             span, (begin, end) = exchange.span, exchange.transfer
             peers = len(groups.get(span.group, ()))
