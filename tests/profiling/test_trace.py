@@ -82,7 +82,7 @@ LATE = {  # rank 1 comes 30 ms after rank 0; both encode for 2 ms and decode for
 
 
 def test_ranks_are_processes_in_order(drawn: Any) -> None:
-    events = drawn(step(LATE), metadata={0: "host-a", 1: "host-b", 2: "host-b"})
+    events = drawn(step(LATE), about={0: "host-a", 1: "host-b", 2: "host-b"})
     names = {event["pid"]: event["args"]["name"] for event in of(events, name="process_name")}
     assert names == {0: "rank 0 @ host-a", 1: "rank 1 @ host-b", 2: "rank 2 @ host-b"}
     order = of(events, name="process_sort_index")
@@ -253,7 +253,7 @@ def test_every_backward_pass_of_a_step_has_its_exposed_part(drawn: Any) -> None:
 
 
 def test_no_steps_are_a_trace_too(drawn: Any) -> None:
-    assert of(drawn(metadata={0: "host-a"}), ph="X") == []
+    assert of(drawn(about={0: "host-a"}), ph="X") == []
 
 
 def test_equal_steps_are_equal_bytes(tmp_path: Path) -> None:
