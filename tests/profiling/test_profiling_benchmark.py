@@ -26,8 +26,7 @@ from benchmarks.profiler.rows import (
     wire_rows,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import LinkRecord
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import LinkRecord, RankFile
 from lightning_dist.profiling.run import Run, read_run
 
 SENDS = Path(__file__).with_name("send_bytes.py")
@@ -42,7 +41,7 @@ SHOWN = ("truth", "wire", "clocks", "cost", "outputs")
 def write(folder: Path, run: Run) -> None:
     for rank, each in run.ranks.items():
         file = RankFile(folder / "run-0", rank=rank)
-        file.write([each.about, *each.clocks, *each.links, *each.steps.values()])
+        file.write([each.metadata, *each.clocks, *each.links, *each.steps.values()])
         file.close()
 
 

@@ -80,7 +80,7 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
     groups = {
         rank: {
             name: numbers.setdefault((name, tuple(members)), len(numbers))
-            for name, members in each.about.groups.items()
+            for name, members in each.metadata.groups.items()
         }
         for rank, each in run.ranks.items()
     }

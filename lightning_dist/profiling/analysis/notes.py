@@ -217,7 +217,7 @@ def _divergence(run: Run) -> list[str]:
 
 
 def _over_budget(run: Run, overhead: float | None) -> list[str]:
-    budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    budget = min((each.metadata.budget for each in run.ranks.values()), default=0.0)
     if overhead is None or not 0 < budget < overhead:
         return []
     took, may = format_value(overhead, "%"), format_value(budget, "%")

@@ -158,8 +158,8 @@ def _why_no_errors(run: Run, chosen: Sample) -> str:
 def _about(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
-    about = run.ranks[min(run.ranks)].about
-    hosts = {rank: each.about.host for rank, each in run.ranks.items()}
+    about = run.ranks[min(run.ranks)].metadata
+    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     return {
         "codec": about.codec,
         "backend": about.backend,
@@ -251,7 +251,7 @@ def _ranks(
         summaries.append(
             RankSummary(
                 rank,
-                of_rank.about.host,
+                of_rank.metadata.host,
                 step_ms=mean([of_rank.head(step).duration / MS for step in steps_of_parts]),
                 exposed_ms=None if "exposed_ms" in unavailable else totals["exposed"] / per_step,
                 wait_ms=known(totals["waited"] / per_step, "exposed_wait"),

@@ -138,8 +138,8 @@ def step_table(
     """
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     rows = {rank: row for row, rank in enumerate(ranks)}
-    hosts = [each.about.host for each in ranks.values()]
-    reach = {rank: _reach(run, each.about) for rank, each in ranks.items()}
+    hosts = [each.metadata.host for each in ranks.values()]
+    reach = {rank: _reach(run, each.metadata) for rank, each in ranks.items()}
     one_clock = groups_of_one_clock(run)
     values = np.full((len(steps), len(ranks), len(COLUMNS)), np.nan)
     late, exposed_late = np.zeros((2, len(steps), len(ranks)))
@@ -160,7 +160,7 @@ def step_table(
             for last, waited in each.parts.exposed_for.items():
                 exposed_late[i, rows[last]] += waited
             begin = each.parts.begin
-            of_hosts[ranks[rank].about.host] += [(begin + a, begin + b) for a, b in far]
+            of_hosts[ranks[rank].metadata.host] += [(begin + a, begin + b) for a, b in far]
             for index, codec, sums in _bucket_rows(each):
                 _, count, before = buckets.get(index, ("", 0, 0.0))
                 buckets[index] = codec, count + 1, before + sums
@@ -227,7 +227,7 @@ def _reach(run: Run, about: RankRecord) -> tuple[frozenset[str], frozenset[str]]
     intra, inter = set(), set()
     for name, members in about.groups.items():
         for rank in members:
-            host = run.ranks[rank].about.host if rank in run.ranks else None
+            host = run.ranks[rank].metadata.host if rank in run.ranks else None
             if rank != about.rank and host in (about.host, None):
                 intra.add(name)
             if host != about.host:

@@ -19,7 +19,9 @@ ONE_HOST = (
 
 def is_one_host(run: Run) -> bool:
     """Whether all ranks of it were on one, as far as they have said where they were."""
-    return len({each.about.host for each in run.ranks.values()}) == 1 and not gone(run, run.ranks)
+    return len({each.metadata.host for each in run.ranks.values()}) == 1 and not gone(
+        run, run.ranks
+    )
 
 
 def gone(run: Run, ranks: Iterable[int]) -> list[int]:
@@ -83,12 +85,12 @@ def _peak(run: Run) -> float | None:
         for link in each.links:
             if (rate := gbps(link.sent, link.seconds * 1e9)) is not None:
                 all_.append(rate)
-                if _crosses(run, each.about, link):
+                if _crosses(run, each.metadata, link):
                     across.append(rate)
     return max(across or all_, default=None)
 
 
 def _crosses(run: Run, about: RankRecord, link: LinkRecord) -> bool:
     ends: Iterable[int] = [link.peer] if link.peer is not None else about.groups.get(link.group, ())
-    hosts = {run.ranks[rank].about.host for rank in ends if rank in run.ranks}
+    hosts = {run.ranks[rank].metadata.host for rank in ends if rank in run.ranks}
     return bool(hosts - {about.host})

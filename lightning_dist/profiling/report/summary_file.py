@@ -13,8 +13,7 @@ from typing import Any
 from lightning_dist.profiling.analysis.collectives import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.analysis.tables import MS, step_table
-from lightning_dist.profiling.capture.files import replace_file
-from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.run import Run, replace_file
 
 _TIMES = (*PARTS, "exposed", "hidden", "exchange")
 STEP_COLUMNS = (
@@ -85,7 +84,7 @@ def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
                 yield (
                     step,
                     rank,
-                    each.about.host,
+                    each.metadata.host,
                     int(step in counted),
                     (begins[step, rank] - first) / MS,
                     each.head(step).duration / MS,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from lightning_dist.profiling.capture.files import replace_file
-from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.run import Run, replace_file
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
@@ -96,7 +95,7 @@ def measure_costs(
     trained = seconds_of(run)
     if trained < LEAST_TRAINING:
         return Costs(reason=f"the training was shorter than {LEAST_TRAINING:g} s; {MEASURES}")
-    where = f"on {run.ranks[min(run.ranks)].about.host} after this run"
+    where = f"on {run.ranks[min(run.ranks)].metadata.host} after this run"
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
     found: dict[str, CodecCost] = {}
     problems = []

@@ -80,7 +80,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     chosen = sample(run, warmup_steps=skip)
     steps = [analyse(run, step) for step in chosen.detailed]
     every = [each for ranks in steps for each in ranks]
-    abouts = [each.about for each in run.ranks.values()]
+    abouts = [each.metadata for each in run.ranks.values()]
     missing = ", ".join(map(str, sorted(set(range(run.world_size)) - set(chosen.ranks))))
     sent, moving = link_uses(step_table(run, chosen.detailed, steps))
     used = (sent > 0) & (moving > 0)
@@ -97,7 +97,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     }
     if problem := next((problem for problem, holds in problems.items() if holds), None):
         raise ValueError(f"nothing can be predicted from this profile: {problem}")
-    codec, device = _codec(every), run.ranks[min(run.ranks)].about.device or "cpu"
+    codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
     link, inside = _link(run, every, sent[used] / moving[used] * NS), _inside(every)
     scenario = Scenario(
@@ -181,7 +181,7 @@ def _codec(every: Sequence[Analysed]) -> str:
 
 def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
     """Link between hosts, of bytes per second on every link and step that sent something."""
-    hosts = {each.about.host for each in run.ranks.values()}
+    hosts = {each.metadata.host for each in run.ranks.values()}
     alone = [0.0]
     if len(hosts) in (1, len(run.ranks)):  # else a collective of all says less than their sum
         links = (link for each in run.ranks.values() for link in each.links if link.peer is None)
@@ -199,7 +199,7 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
         )
     rounds = []  # seconds of one in small exchanges, of which some queued behind large ones
     for each in every:
-        groups = run.ranks[each.parts.rank].about.groups
+        groups = run.ranks[each.parts.rank].metadata.groups
         for exchange in each.exchanges:
             span, (begin, end) = exchange.span, exchange.transfer
             peers = len(groups.get(span.group, ()))
