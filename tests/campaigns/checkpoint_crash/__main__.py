@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.harness.results import collect_meta, write_json
 from benchmarks.harness.tables import print_table
-from tests.campaigns.checkpoint_crash import stock, trials, writer
+from tests.campaigns.checkpoint_crash import damage, trials, writer
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict
 from tests.campaigns.checkpoint_crash.trainer import reference
 from tests.campaigns.checkpoint_crash.writer import ERRORS, KILLS, SCENARIOS
@@ -101,14 +101,12 @@ class Campaign:
         shared: dict[str, Any] = {"foreign": self.foreign}
         if task.kind in trials.KINDS:
             trials.run_trial(verdict, chance, place, reference=self.reference, **shared)
-        elif task.kind in stock.KINDS:
-            stock.run_trial(verdict, chance, place, reference=self.reference, **shared)
         elif task.kind == "damaged on disk":
-            writer.run_damage(verdict, chance, place, **shared)
+            damage.run_trial(verdict, chance, place, **shared)
         elif task.kind == "full disk, writer alone":
             writer.run_full_disk(verdict, chance, place, **shared)
         elif task.kind == _EVERY_BIT:
-            writer.run_every_bit(verdict, *task.arguments, place)
+            damage.run_every_bit(verdict, *task.arguments, place)
         else:
             writer.run_trial(verdict, *task.arguments, place, **shared)
 

@@ -12,7 +12,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
 from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import Description, verify
-from tests.campaigns.checkpoint_crash.trainer import Message
+from tests.campaigns.checkpoint_crash.child import Message
 
 PROBLEMS = ("lost", "undetected", "inexact", "hang", "torn", "leak", "touched", "report")
 """lost: a reported checkpoint that is not found, or a moment without any; undetected: wrong bytes

@@ -13,20 +13,17 @@ from typing import Any
 
 from lightning_dist.checkpoint import writers
 from lightning_dist.checkpoint.disk.writer import Writer
+from tests.campaigns.checkpoint_crash.child import BOUND_S, Child, Hang, Message, Report, kill
 from tests.campaigns.checkpoint_crash.disk import SlowStorage, fill, small_disk
 from tests.campaigns.checkpoint_crash.oracle import Foreign, Ledger, Oracle, Verdict
 from tests.campaigns.checkpoint_crash.trainer import (
-    BOUND_S,
     EVERY,
     STEPS,
     TOTAL,
-    Child,
-    Hang,
-    Message,
-    Report,
+    Gate,
     Run,
     Trainer,
-    kill,
+    newest_stock,
 )
 
 _DISK_BYTES = 4 << 20
@@ -122,14 +119,11 @@ class Trial:
         try:
             if self.follow(child, self.ledger, moment, on_message=on_message):
                 strike(child)
-                self.drain(child, self.ledger)
+                self.follow(child, self.ledger)  # what it had said
             self.check_reader()
         finally:
             child.close()
-
-    def drain(self, child: Child, ledger: Ledger) -> None:
-        """What a killed child had said."""
-        self.follow(child, ledger)
+        self.check_first_run()
 
     def resume(self, *, also: Callable[[Message], None] = lambda message: None) -> None:
         """A new trainer goes on; its result is that of an uninterrupted run."""
@@ -139,6 +133,9 @@ class Trial:
             self.follow(child, ledger, on_message=also)
         finally:
             child.close()
+        verdict.require(ledger.digest == self.reference, "inexact", "the result differs")
+        if self.kept.stock:
+            return
         opened = ledger.of("opened")
         if opened:
             step, seconds = opened[0]["step"], opened[0]["seconds"]
@@ -149,14 +146,18 @@ class Trial:
             )  # fmt: skip
             verdict.require(seconds < _OPEN_S, "hang", f"the folder opened after {seconds:.1f} s")
             verdict.details["resumed"] = step
-        verdict.require(ledger.digest == self.reference, "inexact", "the result differs")
         verdict.require(TOTAL in ledger.committed, "report", "the last save was not reported")
         self.oracle.check_end(self.kept.names(TOTAL), moment="after the resumed run")
         self.oracle.check_all_whole(moment="after the resumed run")
 
     def check_reader(self) -> None:
         """Somebody who knows of no lock looks for the newest."""
-        self.oracle.check_newest(self.ledger, moment="right after the fault")
+        if self.kept.stock:
+            state, _ = newest_stock(str(self.folder))
+            step, newest = 0 if state is None else state["step"], self.ledger.newest
+            self.verdict.require(step >= newest, "lost", f"reported {newest}, found {step}")
+        else:
+            self.oracle.check_newest(self.ledger, moment="right after the fault")
 
     def check_first_run(self, *, leftovers: str = "") -> None:
         """If it came to its end and the last save succeeded, only that one is left.
@@ -212,7 +213,7 @@ def kill_writer(trial: Trial, chance: random.Random) -> None:
         for moment in moments:
             if trial.follow(child, trial.ledger, moment):
                 kill(child.children())
-        trial.drain(child, trial.ledger)
+        trial.follow(child, trial.ledger)
         trial.check_reader()
     finally:
         child.close()
@@ -240,7 +241,13 @@ def slow_disk(trial: Trial, chance: random.Random) -> None:
         Trainer(trial.kept, report, gate=storage.gate).run(STEPS)
 
     trial.watch(Child(train), moment)
-    trial.check_first_run()
+    trial.resume()
+
+
+def slow_disk_of_stock(trial: Trial, chance: random.Random) -> None:
+    """The same without any fault, for AsyncCheckpointIO."""
+    gate = Gate(slow=True)
+    trial.watch(Child(lambda report: Trainer(trial.kept, report, gate=gate).run(STEPS)))
     trial.resume()
 
 
@@ -266,7 +273,6 @@ def stopped_writer(trial: Trial, chance: random.Random) -> None:
     finally:
         seconds = chance.uniform(0, 0.3)
         waking = Child(wake)
-    trial.check_first_run()
     try:
         trial.resume()
     finally:
@@ -282,7 +288,6 @@ def dropped_snapshot(trial: Trial, chance: random.Random) -> None:
         return
     trial.watch(start(trial))
     trial.verdict.details["dropped"] = [m["step"] for m in trial.ledger.of("failed")]
-    trial.check_first_run()
     trial.resume()
 
 
@@ -306,7 +311,6 @@ def full_disk(trial: Trial, chance: random.Random) -> None:
     filler.unlink(missing_ok=True)
     trial.verdict.require(trial.ledger.ended, "hang", "the trainer did not get to its end")
     trial.verdict.details["failed"] = len(trial.ledger.of("failed"))
-    trial.check_first_run()
     trial.resume()
 
 
@@ -324,6 +328,8 @@ KINDS: dict[str, Callable[[Trial, random.Random], None]] = {
     "stopped writer process": stopped_writer,
     "dropped snapshot": dropped_snapshot,
     "full disk": full_disk,
+    "stock: kill the trainer": kill_trainer,
+    "stock: slow disk": slow_disk_of_stock,
 }
 
 
@@ -334,7 +340,8 @@ def run_trial(
     place.mkdir()
 
     def run_in(folder: Path) -> None:
-        run = any_run(chance, folder)
+        is_stock = verdict.kind.startswith("stock")
+        run = Run(str(folder), stock=True) if is_stock else any_run(chance, folder)
         trial = Trial(verdict, folder, run, reference=reference, foreign=foreign)
         try:
             KINDS[verdict.kind](trial, chance)
