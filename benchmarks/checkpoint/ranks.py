@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint.ways import CopyRow, Training
+from benchmarks.checkpoint.ways import Training, copy
 from benchmarks.harness.launch import Layout, RankGroup, rank_environment
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -54,7 +54,7 @@ def measure_ranks(folder: Path, *, mb: float, rounds: int, seed: int) -> list[di
 def _rounds(folder: Path, mb: float, rounds: int, seed: int) -> Iterator[dict[str, float]]:
     rank = dist.get_rank()
     training = Training(mb, seed=seed)
-    copy = CopyRow(training)
+    copying = copy(training)
     settings = CheckpointSettings(snapshot="blocking")
     alone = Checkpointer(settings)
     together = Checkpointer(settings, group=dist.group.WORLD)
@@ -76,7 +76,7 @@ def _rounds(folder: Path, mb: float, rounds: int, seed: int) -> Iterator[dict[st
     for index in range(rounds + 1):  # the first warms up
         seconds = {}
         if rank == 0:
-            seconds["memcpy"] = _seconds(lambda: copy.save(folder))
+            seconds["memcpy"] = _seconds(lambda: copying.save(folder))
             seconds["alone"] = _seconds(save_alone)
             alone.wait()
             os.remove(folder / "alone/saved.ckpt")

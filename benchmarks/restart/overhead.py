@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
 
 _WARM_UP = 10
+_HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end")
 
 
 def main() -> None:
@@ -51,6 +53,7 @@ def main() -> None:
 def _rank(arguments: argparse.Namespace) -> None:
     import lightning as L
     import torch
+    from lightning.pytorch.profilers import SimpleProfiler
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_dist import ElasticRestart
@@ -67,27 +70,6 @@ def _rank(arguments: argparse.Namespace) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-4)
 
-    class Timed(ElasticRestart):
-        """Adds up what its hooks take in every step."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.times: list[float] = []
-            for name in ("on_train_batch_start", "on_before_backward", "on_train_batch_end"):
-                setattr(self, name, self._timed(getattr(super(), name), ends=name.endswith("end")))
-            self._so_far = 0.0
-
-        def _timed(self, hook: Any, *, ends: bool) -> Any:
-            def timed(*args: Any, **kwargs: Any) -> None:
-                began = time.perf_counter()
-                hook(*args, **kwargs)
-                self._so_far += time.perf_counter() - began
-                if ends:
-                    self.times.append(self._so_far)
-                    self._so_far = 0.0
-
-            return timed
-
     class Clock(L.Callback):
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -102,40 +84,36 @@ def _rank(arguments: argparse.Namespace) -> None:
     in_hooks: list[float] = []
     for number in range(arguments.rounds + 1):
         for name, kept in medians.items():
-            clock = Clock()
-            restart = Timed(folder / f"{number}", every_n_epochs=10)
+            is_ours, clock, profiler = name != "without", Clock(), SimpleProfiler()
+            restart = ElasticRestart(folder / f"{number}", every_n_epochs=10)
             trainer = L.Trainer(
                 strategy="compressed_ddp",
                 max_epochs=1,
                 logger=False,
-                enable_checkpointing=name != "without",
+                profiler=profiler,
+                enable_checkpointing=is_ours,
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                callbacks=[clock, *([restart] if name != "without" else [])],
+                callbacks=[clock, restart] if is_ours else [clock],
             )
             trainer.fit(Net(), DataLoader(data, batch_size=32))
-            steps = [
-                b - a
-                for a, b in zip(clock.times[_WARM_UP:], clock.times[_WARM_UP + 1 :], strict=False)
-            ]
-            if number:  # the first one warms up
-                kept.append(1000 * statistics.median(steps))
-                if name != "without":
-                    in_hooks += [1000 * each for each in restart.times[_WARM_UP:]]
+            if number == 0:  # the first one warms up
+                continue
+            kept.append(1000 * float(np.median(np.diff(clock.times[_WARM_UP:]))))
+            if is_ours:
+                took = [
+                    profiler.recorded_durations[f"[Callback]{restart.state_key}.{hook}"][_WARM_UP:]
+                    for hook in _HOOKS
+                ]
+                in_hooks += (1000 * np.sum(took, axis=0)).tolist()
     if trainer.is_global_zero:
         rows = [
-            {"fit": n, "step_ms": statistics.median(m), "least": min(m), "most": max(m), "all": m}
+            {"fit": n, "step_ms": float(np.median(m)), "least": min(m), "most": max(m), "all": m}
             for n, m in medians.items()
         ]
-        quantiles = statistics.quantiles(in_hooks, n=20)
-        rows.append(
-            {
-                "fit": "of that in its hooks",
-                "step_ms": statistics.median(in_hooks),
-                "least": quantiles[0],
-                "most": quantiles[-1],
-            }
-        )
+        least, middle, most = np.quantile(in_hooks, (0.05, 0.5, 0.95)).tolist()
+        name = "of that in its hooks"
+        rows.append({"fit": name, "step_ms": middle, "least": least, "most": most})
         (folder / "rows.json").write_text(json.dumps(rows))
 
 

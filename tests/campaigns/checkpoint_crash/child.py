@@ -22,10 +22,6 @@ Report = Callable[..., None]
 _write = os.write  # trials replace os.write by one that fails
 
 
-class Hang(RuntimeError):
-    """Something waited longer than it may."""
-
-
 class Child:
     """A fork of this process that runs ``run(report)`` in a session of its own, and ends.
 

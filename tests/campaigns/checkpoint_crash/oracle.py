@@ -12,6 +12,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
 from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import Description, verify
+from tests.campaigns import verdicts
 from tests.campaigns.checkpoint_crash.child import Message
 
 PROBLEMS = ("lost", "undetected", "inexact", "hang", "torn", "leak", "touched", "report")
@@ -22,20 +23,15 @@ else's files; report: an error that is told never, or twice."""
 
 
 @dataclass
-class Verdict:
+class Verdict(verdicts.Verdict):
     """One trial: how to repeat it, what happened, and what should not have."""
 
-    kind: str
-    number: int
     details: dict[str, Any] = field(default_factory=dict)
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    seconds: float = 0.0
     trials: int = 1
     """that this one stands for."""
 
-    def require(self, holds: bool, problem: str, what: str) -> None:
-        if not holds and (problem, what) not in self.problems:
-            self.problems.append((problem, what))
+
+_OPEN_S = 15.0  # that a resumed trainer may wait for the folder
 
 
 @dataclass
@@ -58,6 +54,11 @@ class Ledger:
             self.ended, self.digest = True, message.get("digest", "")
         if message["event"] != "step":
             self.events.append(message)
+
+    def require_no_error(self, verdict: Verdict) -> None:
+        for event, problem in (("error", "report"), ("hang", "hang")):
+            for message in self.of(event):
+                verdict.require(False, problem, message["reason"])
 
     def of(self, event: str) -> list[Message]:
         return [message for message in self.events if message["event"] == event]
@@ -123,6 +124,28 @@ class Oracle:
                 except CheckpointError as error:
                     problem = str(error)
             self._verdict.require(not problem, "torn", f"{moment}: {problem}")
+
+    def check_resumed(
+        self,
+        ledger: Ledger,
+        resumed: Ledger,
+        *,
+        last: int,
+        names: set[str],
+        is_content: Callable[[str, int], bool] | None = None,
+    ) -> None:
+        """After a second run, which has saved ``last`` at its end; ``ledger`` is of the first."""
+        verdict, newest = self._verdict, ledger.newest
+        for opened in resumed.of("opened"):
+            step, seconds = opened["step"], opened["seconds"]
+            verdict.require(not opened["torn"], "torn", str(opened["torn"]))
+            verdict.require(step >= newest, "lost", f"reported {newest}, resumed from {step}")
+            verdict.require(seconds < _OPEN_S, "hang", f"the folder opened after {seconds:.1f} s")
+            verdict.details["resumed"] = step
+        verdict.require(last in resumed.committed, "report", "the last save was not reported")
+        self.check_newest(resumed, moment="at the end", is_content=is_content)
+        self.check_all_whole(moment="at the end")
+        self.check_end(names, moment="at the end")
 
     def check_end(self, expected: set[str], *, moment: str, leftovers: str = "") -> None:
         """Exactly the checkpoints that should be kept are left, and what is not ours.

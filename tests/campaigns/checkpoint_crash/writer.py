@@ -30,7 +30,7 @@ from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.checkpoint.disk.writer import Writer
-from tests.campaigns.checkpoint_crash.child import BOUND_S, Child, Hang, Report
+from tests.campaigns.checkpoint_crash.child import BOUND_S, Child, Report
 from tests.campaigns.checkpoint_crash.disk import (
     Boundaries,
     Fault,
@@ -45,6 +45,7 @@ from tests.campaigns.checkpoint_crash.disk import (
 )
 from tests.campaigns.checkpoint_crash.oracle import Foreign, Ledger, Oracle, Verdict
 from tests.campaigns.checkpoint_crash.trainer import LAST, torn
+from tests.campaigns.verdicts import Hang
 
 RECORDS = ("data.pkl", "byteorder", "data/0", "data/1")
 _PEER_TIMEOUT_S = 0.5
@@ -216,17 +217,13 @@ def fault_of(name: str, at: int, attic: str) -> Fault:
     return fail(at, getattr(errno, name.split()[0]), for_good=name.endswith("for good"))
 
 
-def count_operations(scenario: Scenario, place: Path) -> list[int]:
-    """System calls of every rank in the step that is struck."""
+def boundaries(scenario: Scenario, place: Path) -> Iterator[tuple[int, int]]:
+    """Every rank of a scenario and each of its system calls in the step that is struck."""
     place.mkdir()
     script = Script(scenario, str(place), (_OLD, _STRUCK), armed=_STRUCK)
     found = _run([replace(script, rank=rank) for rank in range(scenario.ranks)], Ledger())
-    return [of_rank.of("done")[-1]["operations"] for of_rank in found]
-
-
-def boundaries(scenario: Scenario, place: Path) -> Iterator[tuple[int, int]]:
-    """Every rank and operation of a scenario that a fault can strike."""
-    for rank, count in enumerate(count_operations(scenario, place)):
+    for rank, ledger in enumerate(found):
+        count = ledger.of("done")[-1]["operations"]
         yield from ((rank, at) for at in range(1, count + 1))
 
 
@@ -266,13 +263,8 @@ def check(
     others = Foreign(folder, checkpoint=foreign)
     oracle = Oracle(folder, verdict, others)
     same = partial(is_content, nbytes=scenario.nbytes)
-    try:
-        found = _run(scripts, ledger)
-    except Hang as hang:
-        verdict.require(False, "hang", str(hang))
-        return
-    for error in ledger.of("error"):
-        verdict.require(False, "report", error["reason"])
+    found = _run(scripts, ledger)
+    ledger.require_no_error(verdict)
     oracle.check_newest(ledger, moment="after the fault", is_content=same)
     oracle.check_all_whole(moment="after the fault")
     if goes_on:
@@ -292,21 +284,10 @@ def check(
         replace(script, steps=(_NEXT,), armed=0, fault=no_fault, resume=True, superseded=superseded)
         for script in scripts
     ]
-    try:
-        _run(again, resumed)
-    except Hang as hang:
-        verdict.require(False, "hang", str(hang))
-        return
-    for error in resumed.of("error"):
-        verdict.require(False, "report", error["reason"])
-    for opened in resumed.of("opened"):
-        step = opened["step"]
-        verdict.require(not opened["torn"], "torn", f"recovered: {opened['torn']}")
-        verdict.require(step >= ledger.newest, "lost", f"resumed from {step} of {ledger.newest}")
-    verdict.require(_NEXT in resumed.committed, "lost", "the save after the resume failed")
-    oracle.check_newest(resumed, moment="at the end", is_content=same)
-    oracle.check_all_whole(moment="at the end")
-    oracle.check_end(scenario.names(_NEXT), moment="at the end")
+    _run(again, resumed)
+    resumed.require_no_error(verdict)
+    names = scenario.names(_NEXT)
+    oracle.check_resumed(ledger, resumed, last=_NEXT, names=names, is_content=same)
 
 
 def _check_reports(verdict: Verdict, ledger: Ledger) -> None:

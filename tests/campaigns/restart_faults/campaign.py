@@ -21,17 +21,13 @@ import argparse
 import ctypes
 import fcntl
 import math
-import multiprocessing
 import os
 import shutil
 import signal
 import statistics
 import tempfile
 import time
-import traceback
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +40,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
 from lightning_dist import CompressedDDPStrategy
 from tests.campaigns.restart_faults.drawing import (
     EPOCHS,
@@ -56,11 +51,11 @@ from tests.campaigns.restart_faults.drawing import (
 )
 from tests.campaigns.restart_faults.figures import run_figures
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
+from tests.campaigns.verdicts import by_kind, in_forks, show
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--campaign", choices=["restart"], default="restart")
     parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
     parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
     parser.add_argument("--seed", type=int, default=1)
@@ -106,7 +101,11 @@ def _run_trials(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults") as temporary:
         root = arguments.folder or temporary
-        verdicts = run_all(trials, root=root, seconds=arguments.seconds, workers=arguments.workers)
+        Path(root).mkdir(parents=True, exist_ok=True)
+        run = Campaign(root, began + arguments.seconds).run
+        workers = arguments.workers
+        found = in_forks(run, trials, workers=workers, initializer=adopt_orphans)
+    verdicts: list[Verdict] = [verdict for verdict in found if verdict is not None]
     meta["seconds"] = round(time.monotonic() - began, 1)
     meta["trials"] = len(verdicts)
     meta["trials_per_minute"] = round(len(verdicts) * 60 / meta["seconds"], 1)
@@ -114,10 +113,10 @@ def _run_trials(
     columns = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
     columns += ["new_step_s", "new_step_max_s"]
     title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
-    print_table(title, columns=columns, rows=[[row[name] for name in columns] for row in rows])
+    show(title, columns, rows)
     failed = [verdict for verdict in verdicts if verdict.problems]
     for verdict in failed:
-        print(f"trial {verdict.trial.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
+        print(f"trial {verdict.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
     return rows, len(failed)
 
 
@@ -125,13 +124,8 @@ def _measure(rounds: int) -> list[dict[str, Any]]:
     rows = run_figures(rounds, stops=max(1, rounds // 3))
     columns = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone",
                "samples_missed", "samples_twice", "ids_exact", "step_s"]  # fmt: skip
-    cells = [[_two_digits(row[name]) for name in columns] for row in rows]
-    print_table("from the fault to the first new step", columns=columns, rows=cells)
+    show("from the fault to the first new step", columns, rows)
     return rows
-
-
-def _two_digits(value: Any) -> Any:
-    return f"{value:.2f}" if isinstance(value, float) else value
 
 
 _LINGER_S = 10.0
@@ -216,16 +210,15 @@ class Campaign:
         """One trial, judged."""
         if time.monotonic() > self.deadline:
             return None
-        verdict, folder = Verdict(trial), Path(self.root) / str(trial.number)
-        try:
+        verdict = Verdict(trial.kind, trial.number, trial=trial)
+        folder, result = Path(self.root) / str(trial.number), {"seconds": 0.0}
+        with verdict.judging():
             reference = self.reference(trial.setup, is_loop=trial.is_loop)
             result = run_trial(trial, folder)
-            verdict.seconds = result["seconds"]
             left = end_children()
             verdict.require(not left, "hang", f"left behind: {left}")
             judge(verdict, result, folder, reference)
-        except Exception:
-            verdict.require(False, "report", traceback.format_exc()[-2000:])
+        verdict.seconds = result["seconds"]  # of the job
         if not verdict.problems:
             shutil.rmtree(folder, ignore_errors=True)
         return verdict
@@ -258,28 +251,15 @@ def _children() -> list[int]:
     return [int(word) for task in tasks for word in (task / "children").read_text().split()]
 
 
-def run_all(trials: Sequence[Trial], *, root: str, seconds: float, workers: int) -> list[Verdict]:
-    """In forks of this process, which has all imported."""
-    Path(root).mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(root, time.monotonic() + seconds)
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=adopt_orphans) as pool:
-        verdicts = list(pool.map(campaign.run, trials))
-    return [verdict for verdict in verdicts if verdict is not None]
-
-
 def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     """One row per kind; a trial counts once under each problem that it has."""
     rows = []
-    for kind in dict.fromkeys(verdict.trial.kind for verdict in verdicts):
-        found = [verdict for verdict in verdicts if verdict.trial.kind == kind]
-        counts = Counter(name for each in found for name in {name for name, _ in each.problems})
+    for kind, found, counts in by_kind(verdicts, PROBLEMS):
         recoveries = [each.recovery_s for each in found if each.recovery_s is not None]
         row: dict[str, Any] = {"kind": kind, "trials": len(found)}
         row |= {"struck": sum(each.fired > 0 for each in found)}
         row |= {"within": sum(bool(each.resumed_at) for each in found)}
-        row |= {"failed": sum(bool(each.problems) for each in found)}
-        row |= {problem: counts[problem] for problem in PROBLEMS}
+        row |= {"failed": sum(bool(each.problems) for each in found), **counts}
         row["median_s"] = round(statistics.median(each.seconds for each in found), 2)
         row["max_s"] = round(max(each.seconds for each in found), 2)
         row["new_step_s"] = round(statistics.median(recoveries), 2) if recoveries else None

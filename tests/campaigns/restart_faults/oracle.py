@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load
+from tests.campaigns import verdicts
 from tests.campaigns.restart_faults.drawing import EPOCHS, Setup, Trial
 
 PROBLEMS = ("hang", "end", "ids", "order", "hash", "weights", "report")
@@ -26,16 +25,13 @@ weights: not those of the run without a fault; report: the oracle itself failed.
 TOLERANCE = 1e-4
 """Of weights, relative to the largest, where the number of ranks has changed (codec none)."""
 _OUTPUT_LINES = 60
-_REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclass
-class Verdict:
+class Verdict(verdicts.Verdict):
     """One trial: how to repeat it, what happened, and what should not have."""
 
-    trial: Trial
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    seconds: float = 0.0
+    trial: Trial | None = None
     recovery_s: float | None = None
     """From the last strike to a step, in another process, that had not been done before."""
     fired: int = 0
@@ -44,17 +40,6 @@ class Verdict:
     error: float | None = None
     """Of weights, relative, where worlds differ."""
     output: list[str] = field(default_factory=list)
-
-    def require(self, holds: bool, problem: str, what: str) -> None:
-        if not holds:
-            self.problems.append((problem, without_paths(what)))
-
-
-def without_paths(text: str) -> str:
-    """``text`` without the folders of this machine."""
-    for path in (str(_REPOSITORY), sys.prefix, tempfile.gettempdir(), str(Path.home())):
-        text = text.replace(path, "...")
-    return text
 
 
 def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Path) -> None:
@@ -89,7 +74,7 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     _check_against(verdict, steps, folder, reference)
     if verdict.problems:
         text = (folder / "output.txt").read_text(errors="replace")
-        verdict.output = without_paths(text).splitlines()[:_OUTPUT_LINES]
+        verdict.output = verdicts.without_paths(text).splitlines()[:_OUTPUT_LINES]
 
 
 def _ends(folder: Path) -> list[dict[str, Any]]:
