@@ -9,16 +9,13 @@ Beside the steps, which a busy machine moves by more than that, the time spent i
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
@@ -34,23 +31,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=1024)
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        _rank(arguments)
-        return
     meta = collect_meta(seed=0, arguments={**vars(arguments), "json": None})
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="overhead",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", "-m", "benchmarks.restart.overhead"]
-        command += [f"--{name}={getattr(arguments, name)}" for name in ("steps", "rounds", "width")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_OVERHEAD": folder}
-        subprocess.run(command, env=environment, check=True, timeout=580)
-        rows = json.loads((Path(folder) / "rows.json").read_text())
+        rows = elastic_launch(config, measure)(arguments, Path(folder))[0]
     if arguments.json:
         write_json(arguments.json, meta=meta, rows=rows)
     print_tables(meta, rows, "elastic-overhead")
 
 
-def _rank(arguments: argparse.Namespace) -> None:
+def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The rows, on one rank."""
     import lightning as L
     import torch
     from lightning.pytorch.profilers import SimpleProfiler
@@ -78,7 +78,6 @@ def _rank(arguments: argparse.Namespace) -> None:
             self.times.append(time.perf_counter())
 
     torch.set_num_threads(1)
-    folder = Path(os.environ["ELASTIC_OVERHEAD"])
     data = TensorDataset(torch.randn(2 * 32 * arguments.steps, arguments.width))
     medians: dict[str, list[float]] = {"without": [], "ElasticRestart": []}
     in_hooks: list[float] = []
@@ -106,15 +105,13 @@ def _rank(arguments: argparse.Namespace) -> None:
                     for hook in _HOOKS
                 ]
                 in_hooks += (1000 * np.sum(took, axis=0)).tolist()
-    if trainer.is_global_zero:
-        rows = [
-            {"fit": n, "step_ms": float(np.median(m)), "least": min(m), "most": max(m), "all": m}
-            for n, m in medians.items()
-        ]
-        least, middle, most = np.quantile(in_hooks, (0.05, 0.5, 0.95)).tolist()
-        name = "of that in its hooks"
-        rows.append({"fit": name, "step_ms": middle, "least": least, "most": most})
-        (folder / "rows.json").write_text(json.dumps(rows))
+    rows: list[dict[str, Any]] = [
+        {"fit": n, "step_ms": float(np.median(m)), "least": min(m), "most": max(m), "all": m}
+        for n, m in medians.items()
+    ]
+    least, middle, most = np.quantile(in_hooks, (0.05, 0.5, 0.95)).tolist()
+    rows.append({"fit": "of that in its hooks", "step_ms": middle, "least": least, "most": most})
+    return rows
 
 
 if __name__ == "__main__":
