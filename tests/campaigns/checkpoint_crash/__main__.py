@@ -14,7 +14,6 @@ inexact, hang, torn, leak, touched, report.
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import os
 import random
@@ -23,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import torch
 
 from benchmarks.harness.results import collect_meta, write_json
 from tests.campaigns.checkpoint_crash import damage, trials, writer
-from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict
+from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict, pretrained
 from tests.campaigns.checkpoint_crash.trainer import reference
 from tests.campaigns.checkpoint_crash.writer import ERRORS, KILLS, SCENARIOS
 from tests.campaigns.verdicts import by_kind, in_forks, show
@@ -51,6 +50,10 @@ _SHARES = {
 }
 """Of the random trials, by weight."""
 
+_RUN = {
+    "damaged on disk": damage.run_trial,
+    "full disk, writer alone": writer.run_full_disk,
+}
 _BOUNDARY = {name: f"{name} every system call" for name in KILLS} | {
     name: f"{name} at every system call" for name in ERRORS
 }
@@ -75,8 +78,6 @@ class Campaign:
     root: str
     memory: str
     """A folder in memory, for enumerated trials: they kill processes, and simulate power cuts."""
-    reference: str
-    foreign: bytes = field(repr=False)
 
     def run(self, task: Task) -> Verdict:
         """Run one trial; its chance is that of the seed and its number."""
@@ -85,22 +86,14 @@ class Campaign:
         chance = random.Random(f"{self.seed}/{task.number}")
         place = Path(self.memory if task.arguments else self.root) / str(task.number)
         with verdict.judging():
-            self._run(verdict, task, chance, place)
+            if task.arguments:
+                run_every_bit = task.kind == _EVERY_BIT
+                run = damage.run_every_bit if run_every_bit else writer.run_trial
+                run(verdict, *task.arguments, place)
+            else:
+                _RUN.get(task.kind, trials.run_trial)(verdict, chance, place)
         shutil.rmtree(place, ignore_errors=True)
         return verdict
-
-    def _run(self, verdict: Verdict, task: Task, chance: random.Random, place: Path) -> None:
-        shared: dict[str, Any] = {"foreign": self.foreign}
-        if task.kind in trials.KINDS:
-            trials.run_trial(verdict, chance, place, reference=self.reference, **shared)
-        elif task.kind == "damaged on disk":
-            damage.run_trial(verdict, chance, place, **shared)
-        elif task.kind == "full disk, writer alone":
-            writer.run_full_disk(verdict, chance, place, **shared)
-        elif task.kind == _EVERY_BIT:
-            damage.run_every_bit(verdict, *task.arguments, place)
-        else:
-            writer.run_trial(verdict, *task.arguments, place, **shared)
 
 
 def random_tasks(trials: int, *, seed: int, kinds: Iterable[str]) -> Iterator[Task]:
@@ -150,13 +143,6 @@ def summarize(verdicts: list[Verdict]) -> list[dict[str, Any]]:
     return rows
 
 
-def foreign_checkpoint() -> bytes:
-    """A file of torch.save that somebody has put into the folder."""
-    file = io.BytesIO()
-    torch.save({"weight": torch.ones(3)}, file)
-    return file.getvalue()
-
-
 def main() -> None:
     kinds = [*_SHARES, *_BOUNDARY.values(), _EVERY_BIT]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -184,7 +170,8 @@ def main() -> None:
             stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="crash"))
             for folder in (arguments.folder, memory)
         )
-        campaign = Campaign(arguments.seed, root, memory, reference(), foreign_checkpoint())
+        campaign = Campaign(arguments.seed, root, memory)
+        reference(), pretrained()  # once: workers are forks
         tasks = list(random_tasks(arguments.trials, seed=arguments.seed, kinds=chosen))
         tasks += enumerated_tasks(len(tasks), Path(memory), every=arguments.every, kinds=chosen)
         if arguments.number is not None:

@@ -12,7 +12,7 @@ from lightning_dist.checkpoint.disk.jobs import Event
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.disk.writer import Writer
-from tests.campaigns.checkpoint_crash.oracle import Foreign, Verdict
+from tests.campaigns.checkpoint_crash.oracle import Oracle, Verdict
 from tests.campaigns.checkpoint_crash.writer import Scenario, is_content, saves_of
 
 _STEPS = (3, 6, 9, 12)
@@ -66,13 +66,13 @@ def damage(path: Path, chance: random.Random) -> str:
     return f"{how}: {file.name}"
 
 
-def run_trial(verdict: Verdict, chance: random.Random, place: Path, *, foreign: bytes) -> None:
+def run_trial(verdict: Verdict, chance: random.Random, place: Path) -> None:
     """Damage the newest, the two newest, or others; exactly the newest whole one is found."""
     folder = place / "checkpoints"
     folder.mkdir(parents=True)
     scenario = Scenario(chance.choice(("single", "folder")))
     paths = write_all(scenario, folder)
-    others = Foreign(folder, checkpoint=foreign)
+    oracle = Oracle(folder, verdict)
     count = chance.choice((1, 1, 2, 2, 3, 4))
     damaged = paths[-count:] if chance.random() < 0.8 else chance.sample(paths, count)
     verdict.details["damage"] = {path.name: damage(path, chance) for path in damaged}
@@ -93,7 +93,7 @@ def run_trial(verdict: Verdict, chance: random.Random, place: Path, *, foreign: 
     verdict.require(step == newest, "lost", f"found {step}, the newest whole one is {newest}")
     if found is not None:
         verdict.require(is_content(found.path, step, scenario.nbytes), "undetected", "wrong bytes")
-    others.check(verdict)
+    oracle.check_foreign()
 
 
 def run_every_bit(verdict: Verdict, layout: str, place: Path) -> None:

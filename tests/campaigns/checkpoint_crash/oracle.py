@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
@@ -64,39 +68,42 @@ class Ledger:
         return [message for message in self.events if message["event"] == event]
 
 
-class Foreign:
-    """Files of somebody else in a checkpoint folder, and whether they are as they were."""
+@functools.cache
+def pretrained() -> bytes:
+    """A file of torch.save, as somebody else may put it into the folder."""
+    file = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, file)
+    return file.getvalue()
 
-    def __init__(self, folder: Path, *, checkpoint: bytes) -> None:
-        self._files = {
+
+class Oracle:
+    """Looks at a checkpoint folder from outside; puts files of somebody else there."""
+
+    def __init__(self, folder: Path, verdict: Verdict) -> None:
+        self._folder, self._verdict = folder, verdict
+        self._foreign = {
             folder / "notes.txt": b"keep me",
-            folder / "pretrained.ckpt": checkpoint,
+            folder / "pretrained.ckpt": pretrained(),
             folder / ".step=3.ckpt.tmp-mine": b"not one of ours",
             folder / ".trash-0123456789abcdef": b"nor this",
             folder / "logs" / "manifest.txt": b"{}",
             folder / ".cache.tmp" / "manifest.json": b"{}",
         }
-        for path, content in self._files.items():
+        for path, content in self._foreign.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        self.names = {path.relative_to(folder).parts[0] for path in self._files} | {LOCK}
+        self._others = {path.relative_to(folder).parts[0] for path in self._foreign} | {LOCK}
 
-    def check(self, verdict: Verdict) -> None:
-        for path, content in self._files.items():
+    def check_foreign(self) -> None:
+        """What is not ours is as it was."""
+        for path, content in self._foreign.items():
             same = path.is_file() and path.read_bytes() == content
-            verdict.require(same, "touched", path.name)
-
-
-class Oracle:
-    """Looks at a checkpoint folder from outside."""
-
-    def __init__(self, folder: Path, verdict: Verdict, foreign: Foreign) -> None:
-        self._folder, self._verdict, self._foreign = folder, verdict, foreign
+            self._verdict.require(same, "touched", path.name)
 
     def check_never_empty(self, ledger: Ledger) -> None:
         """At any moment after the first commit."""
         if ledger.committed:
-            names = set(os.listdir(self._folder)) - self._foreign.names
+            names = set(os.listdir(self._folder)) - self._others
             there = any(name.endswith(SUFFIX) and not name.startswith(".") for name in names)
             self._verdict.require(there, "lost", f"no checkpoint on disk: {sorted(names)}")
 
@@ -153,10 +160,10 @@ class Oracle:
         leftovers: what nobody sees and the next trainer will remove: ``"all"``, or ``"trash"``,
             removed checkpoints whose files could not all be removed.
         """
-        names = set(os.listdir(self._folder)) - self._foreign.names
+        names = set(os.listdir(self._folder)) - self._others
         hidden = {"": "\n", "all": ".", "trash": ".trash-"}[leftovers]
         names = {name for name in names if not (name.startswith(".") and hidden in name)}
         what = f"{moment}: {sorted(names)} instead of {sorted(expected)}"
         self._verdict.require(expected <= names, "lost", what)
         self._verdict.require(names <= expected, "leak", what)
-        self._foreign.check(self._verdict)
+        self.check_foreign()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pickle
@@ -109,6 +110,7 @@ class Training:
         return found.hexdigest()
 
 
+@functools.cache
 def reference() -> str:
     """The digest of an uninterrupted run."""
     training = Training()

@@ -15,7 +15,7 @@ from lightning_dist.checkpoint import writers
 from lightning_dist.checkpoint.disk.writer import Writer
 from tests.campaigns.checkpoint_crash.child import BOUND_S, Child, Message, Report, kill
 from tests.campaigns.checkpoint_crash.disk import SlowStorage, fill, small_disk
-from tests.campaigns.checkpoint_crash.oracle import Foreign, Ledger, Oracle, Verdict
+from tests.campaigns.checkpoint_crash.oracle import Ledger, Oracle, Verdict
 from tests.campaigns.checkpoint_crash.trainer import (
     EVERY,
     STEPS,
@@ -24,6 +24,7 @@ from tests.campaigns.checkpoint_crash.trainer import (
     Run,
     Trainer,
     newest_stock,
+    reference,
 )
 from tests.campaigns.verdicts import Hang
 
@@ -64,15 +65,11 @@ def any_moment(chance: random.Random) -> Moment:
 class Trial:
     """One folder, the trainers that write to it one after the other, and the oracle."""
 
-    def __init__(
-        self, verdict: Verdict, folder: Path, run: Run, *, reference: str, foreign: bytes
-    ) -> None:
+    def __init__(self, verdict: Verdict, folder: Path, run: Run) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.verdict, self.folder, self.kept = verdict, folder, run
-        self.reference = reference
         self.change()
-        self.foreign = Foreign(folder, checkpoint=foreign)
-        self.oracle = Oracle(folder, verdict, self.foreign)
+        self.oracle = Oracle(folder, verdict)
         self.ledger = Ledger()
 
     def change(self, **changes: Any) -> None:
@@ -133,7 +130,7 @@ class Trial:
             self.follow(child, ledger)
         finally:
             child.close()
-        verdict.require(ledger.digest == self.reference, "inexact", "the result differs")
+        verdict.require(ledger.digest == reference(), "inexact", "the result differs")
         if self.kept.stock:  # others' files are not verified
             return
         names = self.kept.names(TOTAL)
@@ -316,16 +313,14 @@ KINDS: dict[str, Callable[[Trial, random.Random], None]] = {
 }
 
 
-def run_trial(
-    verdict: Verdict, chance: random.Random, place: Path, *, reference: str, foreign: bytes
-) -> None:
+def run_trial(verdict: Verdict, chance: random.Random, place: Path) -> None:
     """One trial of ``verdict.kind`` in the new folder ``place``."""
     place.mkdir()
 
     def run_in(folder: Path) -> None:
         is_stock = verdict.kind.startswith("stock")
         run = Run(str(folder), stock=True) if is_stock else any_run(chance, folder)
-        trial = Trial(verdict, folder, run, reference=reference, foreign=foreign)
+        trial = Trial(verdict, folder, run)
         KINDS[verdict.kind](trial, chance)
 
     if verdict.kind == "full disk":

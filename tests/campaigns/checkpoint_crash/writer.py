@@ -43,7 +43,7 @@ from tests.campaigns.checkpoint_crash.disk import (
     small_disk,
     write_short,
 )
-from tests.campaigns.checkpoint_crash.oracle import Foreign, Ledger, Oracle, Verdict
+from tests.campaigns.checkpoint_crash.oracle import Ledger, Oracle, Verdict
 from tests.campaigns.checkpoint_crash.trainer import LAST, torn
 from tests.campaigns.verdicts import Hang
 
@@ -228,9 +228,8 @@ def boundaries(scenario: Scenario, place: Path) -> Iterator[tuple[int, int]]:
 
 
 def run_trial(
-    verdict: Verdict, scenario: Scenario, fault: str, rank: int, at: int, place: Path,
-    *, foreign: bytes,
-) -> None:  # fmt: skip
+    verdict: Verdict, scenario: Scenario, fault: str, rank: int, at: int, place: Path
+) -> None:
     """Save, save with a fault at one operation of one rank, look, recover, save."""
     verdict.details |= {"scenario": asdict(scenario), "fault": fault, "rank": rank, "at": at}
     folder, attic = place / "checkpoints", place / "attic"
@@ -250,18 +249,20 @@ def run_trial(
         replace(script, rank=r, fault=acting if r == rank else no_fault)
         for r in range(scenario.ranks)
     ]
-    check(verdict, scripts, folder, foreign=foreign, goes_on=goes_on,
-          for_good=fault.endswith("for good"), power="power" in fault)  # fmt: skip
+    check(verdict, scripts, folder, goes_on=goes_on, for_good=fault.endswith("for good"))
 
 
 def check(
-    verdict: Verdict, scripts: Sequence[Script], folder: Path,
-    *, foreign: bytes, goes_on: bool, for_good: bool = False, power: bool = False,
-) -> None:  # fmt: skip
+    verdict: Verdict,
+    scripts: Sequence[Script],
+    folder: Path,
+    *,
+    goes_on: bool,
+    for_good: bool = False,
+) -> None:
     """Run the scripts and see whether all holds that must."""
     scenario, ledger = scripts[0].scenario, Ledger()
-    others = Foreign(folder, checkpoint=foreign)
-    oracle = Oracle(folder, verdict, others)
+    oracle = Oracle(folder, verdict)
     same = partial(is_content, nbytes=scenario.nbytes)
     found = _run(scripts, ledger)
     ledger.require_no_error(verdict)
@@ -303,7 +304,7 @@ def _check_reports(verdict: Verdict, ledger: Ledger) -> None:
     verdict.require(not late, "report", f"told late: {late}")
 
 
-def run_full_disk(verdict: Verdict, chance: random.Random, place: Path, *, foreign: bytes) -> None:
+def run_full_disk(verdict: Verdict, chance: random.Random, place: Path) -> None:
     """Space for a part of the checkpoint only; then somebody makes room."""
     layout = chance.choice(("single", "folder"))
     scenario = Scenario(layout, chance.random() < 0.5, "", nbytes=60_000)
@@ -327,7 +328,7 @@ def run_full_disk(verdict: Verdict, chance: random.Random, place: Path, *, forei
         )
         if uncounted:
             script = replace(script, find_storage=UncountedStorage().find)
-        check(verdict, [script], folder, foreign=foreign, goes_on=True)
+        check(verdict, [script], folder, goes_on=True)
 
 
 def _run(scripts: Sequence[Script], ledger: Ledger) -> list[Ledger]:
