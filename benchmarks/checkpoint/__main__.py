@@ -45,7 +45,7 @@ import torch
 
 from benchmarks.checkpoint.memory import memory_growth
 from benchmarks.checkpoint.ranks import measure_ranks
-from benchmarks.checkpoint.ways import ROWS, Row, SmallTraining, Training, nbytes_of
+from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
 from benchmarks.harness.tables import print_table
@@ -138,7 +138,8 @@ def measure(
     folder: Path, names: list[str], *, mb: float, rounds: int
 ) -> tuple[dict[str, Samples], float]:
     """Samples of each row; megabytes of the state. The first round warms up and is left out."""
-    training, small = Training(mb, seed=_SEED), SmallTraining(seed=_SEED)
+    training = Training(mb, seed=_SEED)
+    small = Training(12.6, seed=_SEED, layers=4)  # steps of some milliseconds
     rows: dict[str, Row] = {}
     samples: dict[str, Samples] = {name: {} for name in names}
     try:
@@ -162,7 +163,7 @@ def measure(
             row.close()
 
 
-def measure_once(row: Row, folder: Path, small: SmallTraining) -> dict[str, float | None]:
+def measure_once(row: Row, folder: Path, small: Training) -> dict[str, float | None]:
     """One round of one row: a save at rest, one before a training step, one beside small steps."""
     saved = partial(saved_in, folder)
     with saved() as target:
