@@ -114,13 +114,15 @@ class Trial:
     ) -> None:
         """Follow the first trainer, strike at the moment, if any; then look for the newest."""
         try:
-            if self.follow(child, self.ledger, moment, on_message=on_message):
+            struck = self.follow(child, self.ledger, moment, on_message=on_message)
+            if struck:
                 strike(child)
                 self.follow(child, self.ledger)  # what it had said
             self.check_reader()
         finally:
             child.close()
-        self.check_first_run()
+        if not struck:
+            self.check_first_run()
 
     def resume(self) -> None:
         """A new trainer goes on; its result is that of an uninterrupted run."""
@@ -131,10 +133,9 @@ class Trial:
         finally:
             child.close()
         verdict.require(ledger.digest == reference(), "inexact", "the result differs")
-        if self.kept.stock:  # others' files are not verified
-            return
-        names = self.kept.names(TOTAL)
-        self.oracle.check_resumed(self.ledger, ledger, last=TOTAL, names=names)
+        if not self.kept.stock:  # nobody can verify its files
+            names = self.kept.names(TOTAL)
+            self.oracle.check_resumed(self.ledger, ledger, last=TOTAL, names=names)
 
     def check_reader(self) -> None:
         """Somebody who knows of no lock looks for the newest."""

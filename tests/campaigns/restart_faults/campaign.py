@@ -23,7 +23,6 @@ import fcntl
 import math
 import os
 import shutil
-import signal
 import statistics
 import tempfile
 import time
@@ -36,6 +35,7 @@ from typing import Any
 import elastic_jobs
 import elastic_runs  # noqa: F401  (forks have imported all)
 import loop_runs  # noqa: F401
+import psutil
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -233,22 +233,15 @@ def adopt_orphans() -> None:
 def end_children() -> list[str]:
     """Kill children that do not end by themselves soon; their command lines."""
     limit, found = time.monotonic() + _LINGER_S, []
-    while children := _children():
-        with suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-        if time.monotonic() > limit:
-            for pid in children:
-                with suppress(OSError):
-                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                    found.append(line.decode(errors="replace").strip())
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    while children := psutil.Process().children():
+        left = max(0.0, limit - time.monotonic())
+        _, alive = psutil.wait_procs(children, timeout=left)
+        for child in alive:
+            with suppress(psutil.NoSuchProcess):
+                found.append(" ".join(child.cmdline()))
+                child.kill()
+        psutil.wait_procs(alive)
     return found
-
-
-def _children() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
 
 
 def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
