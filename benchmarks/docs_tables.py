@@ -27,7 +27,8 @@ from typing import Any
 from benchmarks.checkpoint.tables import checkpoint, crash_campaign
 from benchmarks.codecs.tables import MEMORY, kernels
 from benchmarks.convergence.tables import convergence, time_to_accuracy
-from benchmarks.harness.sections import Result, Rows
+from benchmarks.harness.launch import REPOSITORY
+from benchmarks.harness.tables import Result, Rows
 from benchmarks.profiler.tables import (
     CLOCKS,
     COST,
@@ -40,7 +41,6 @@ from benchmarks.profiler.tables import (
 from benchmarks.restart.tables import CAMPAIGN, FIGURES, OVERHEAD, RENDEZVOUS, loop_campaign
 from benchmarks.step_time.tables import curve, forms, step_times
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
@@ -94,10 +94,6 @@ _SECTION = re.compile(
 _MARKER = re.compile(r"<!-- /?measured:")
 
 
-class DocumentError(ValueError):
-    """A document has markers that no table belongs to, or that do not pair."""
-
-
 def render(text: str, results: Mapping[str, Result]) -> tuple[str, list[str]]:
     """The document with fresh tables, and why some sections were left as they are.
 
@@ -107,8 +103,6 @@ def render(text: str, results: Mapping[str, Result]) -> tuple[str, list[str]]:
 
     def fresh(match: re.Match[str]) -> str:
         name = match["name"]
-        if name not in SECTIONS:
-            raise DocumentError(f"no section {name!r}; there are: {', '.join(SECTIONS)}")
         source, make = SECTIONS[name]
         body = make(results[source]) if source in results else None
         if body is None:
@@ -118,7 +112,7 @@ def render(text: str, results: Mapping[str, Result]) -> tuple[str, list[str]]:
         return f"{match['start']}{body}\n{match['end']}"
 
     if len(_MARKER.findall(text)) != 2 * len(_SECTION.findall(text)):
-        raise DocumentError("a <!-- measured:NAME --> and its <!-- /measured:NAME --> do not pair")
+        raise ValueError("a <!-- measured:NAME --> and its <!-- /measured:NAME --> do not pair")
     return _SECTION.sub(fresh, text), left
 
 
@@ -129,32 +123,25 @@ def load_results(directory: Path) -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Write or check all documents."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, tell by exit status")
-    parser.add_argument(
-        "--results", type=Path, default=REPOSITORY / "benchmarks" / "results", metavar="DIRECTORY"
-    )
-    arguments = parser.parse_args(argv)
-    results = load_results(arguments.results)
+    check = parser.parse_args().check
+    results = load_results(REPOSITORY / "benchmarks" / "results")
     stale = []
-    for name in DOCUMENTS:
-        path = REPOSITORY / name
+    for path in (REPOSITORY / name for name in DOCUMENTS):
         before = path.read_text()
-        try:
-            after, left = render(before, results)
-        except DocumentError as error:
-            sys.exit(f"docs_tables: {name}: {error}")
+        after, left = render(before, results)
         for line in left:
-            print(f"{name}: left as it is: {line}", file=sys.stderr)
+            print(f"{path.name}: left as it is: {line}", file=sys.stderr)
         if after != before:
-            stale.append(name)
-            if not arguments.check:
+            stale.append(path.name)
+            if not check:
                 path.write_text(after)
-                print(f"{name}: written", file=sys.stderr)
-    if arguments.check and stale:
-        sys.exit(f"docs_tables: {', '.join(stale)} not up to date; run `make tables`")
+    if stale:
+        print(", ".join(stale), "not up to date" if check else "written", file=sys.stderr)
+    sys.exit(1 if check and stale else 0)
 
 
 if __name__ == "__main__":

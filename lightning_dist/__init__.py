@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.elastic_restart import ElasticRestart
     from lightning_dist.integrations.lightning import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
+    from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
 _HOME = {
@@ -56,10 +57,12 @@ _HOME = {
     "Codec": "codecs",
     "CommProfiler": "integrations.comm_profiler",
     "CompressedDDPStrategy": "integrations.lightning",
+    "CompressionError": "metrics",
     "DGC": "codecs",
     "ElasticEnvironment": "integrations.elastic_environment",
     "ElasticLoop": "integrations.loop.loop",
     "ElasticRestart": "integrations.elastic_restart",
+    "ExchangedVolume": "metrics",
     "FP16": "codecs",
     "FP8": "codecs",
     "Int4": "codecs",
@@ -93,9 +96,11 @@ __all__ = [
     "Codec",
     "CommProfiler",
     "CompressedDDPStrategy",
+    "CompressionError",
     "ElasticEnvironment",
     "ElasticLoop",
     "ElasticRestart",
+    "ExchangedVolume",
     "Int4",
     "Int8",
     "NoCompression",

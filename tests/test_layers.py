@@ -33,6 +33,7 @@ FORBIDDEN = {
         *(f"lightning_dist.{x}" for x in ("exchange", "profiling", "settings", "topology")),
     ),
     "console.py": ("torch", "lightning_dist"),
+    "metrics.py": (),
     "shared_folder.py": ("torch", "lightning_dist"),
     "versions.py": ("torch.distributed",),
 }

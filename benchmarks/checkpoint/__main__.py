@@ -31,13 +31,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -45,12 +45,42 @@ import torch
 
 from benchmarks.checkpoint.memory import memory_growth
 from benchmarks.checkpoint.ranks import measure_ranks
-from benchmarks.checkpoint.ways import ROWS, Row, SmallTraining, Training, nbytes_of
+from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.results import collect_meta, write_json
 from benchmarks.harness.tables import print_table
 
 _SEED = 1
+_STEPS = 40
+"""Training steps without a save, before and after those with one."""
+_FEWEST = 8
+
+Samples = dict[str, list[float | None]]
+"""Of a row, by name in the JSON: a value for every round; None where there is no such thing."""
+
+RANKS = "ours blocking, 2 ranks"
+_BASES = ("write + fsync", "early write + fsync")
+GOALS: tuple[tuple[str, str, str, str | None, float, str], ...] = (
+    ("overlap: stall", "ours overlap", "stall_ms", None, 5, "ms"),
+    ("overlap: held back in the next step", "ours overlap", "held_ms", None, 5, "ms"),
+    ("blocking: stall / memcpy", "ours blocking", "stall_ms", "limit: memcpy", 1.1, "x"),
+    *(("sync: total / " + b, "ours sync", "total_ms", "limit: " + b, 1.3, "x") for b in _BASES),
+    *(
+        (f"blocking: {what} / {b}", "ours blocking", key, "limit: " + b, 1.3, "x")
+        for what, key in (("total", "total_ms"), ("write alone", "write_ms"))
+        for b in _BASES
+    ),
+    ("overlap: slow-down of steps", "ours overlap", "slowdown_pct", None, 5, "%"),
+    ("overlap: memory", "ours overlap", "memory_mb", None, 64, "MB"),
+    ("blocking: slow-down of steps", "ours blocking", "slowdown_pct", None, 5, "%"),
+    ("blocking: memory", "ours blocking", "memory_mb", None, 64, "MB"),
+    ("2 ranks: stall / memcpy", RANKS, "over_memcpy", None, 0.66, "x"),
+    ("2 ranks: stall / stall of one", RANKS, "over_alone", None, 0.6, "x"),
+)
+"""Name, row, what of it (divided by ``total_ms`` of that row), at most, unit.
+
+Of memory more than the state takes. What is in ms may also be 1 % of a training step.
+"""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,25 +95,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(
-    folder: Path, names: list[str], *, mb: float, rounds: int
-) -> tuple[dict[str, list[Sample]], float]:
-    """Samples of each row; megabytes of the state."""
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
-    bench = Bench(folder, names, mb=mb, seed=_SEED)
-    try:
-        for index, name, sample in bench.run(rounds):
-            samples[name].append(sample)
-            print(
-                f"  round {index}, {name}: {1e3 * sample.stall_s:.1f} ms, "
-                f"{1e3 * sample.total_s:.0f} ms in total",
-                flush=True,
-            )
-        return samples, nbytes_of(bench.training.state()) / 1e6
-    finally:
-        bench.close()
-
-
 def main(argv: list[str] | None = None) -> None:
     """Measure, show, and write."""
     arguments = parse_arguments(argv)
@@ -91,252 +102,171 @@ def main(argv: list[str] | None = None) -> None:
     settings = {k: v for k, v in vars(arguments).items() if k not in ("json", "dir")}
     meta = collect_meta(seed=_SEED, arguments=settings)
     names, mb = arguments.row or list(ROWS), arguments.mb
+    memory: dict[str, float] = {}
+    ranks: Samples = {}
     with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=arguments.dir) as temporary:
         folder = Path(temporary).resolve()
-        growths, ranks = {}, []
         if "memory" not in arguments.skip:
             for index, name in enumerate(names):
                 if not name.startswith("limit"):
                     target = folder / f"memory{index}"
-                    growths[name] = memory_growth(name, mb=mb, seed=_SEED, folder=target)
-                    print(f"  memory, {name}: {growths[name] / 1e6:.0f} MB", flush=True)
+                    nbytes = memory_growth(name, mb=mb, seed=_SEED, folder=target)
+                    memory[name] = nbytes / 1e6
+                    print(f"  memory, {name}: {memory[name]:.0f} MB", flush=True)
         if "ranks" not in arguments.skip:
-            ranks = measure_ranks(folder / "ranks", mb=mb, rounds=arguments.rounds, seed=_SEED)
+            ranks = samples_of_ranks(
+                measure_ranks(folder / "ranks", mb=mb, rounds=arguments.rounds, seed=_SEED)
+            )
         samples, state_mb = measure(folder, names, mb=mb, rounds=arguments.rounds)
-    rows = summarize(samples, growths)
-    goals = goals_of(samples, growths, ranks, state_mb=state_mb)
-    found = [asdict(goal) | {"met": goal.met} for goal in goals]
-    meta |= {"state_mb": state_mb, "goals": found}
+    rows = [{"row": name, "rounds": arguments.rounds, **figures(samples[name])} for name in names]
+    for row in rows:
+        row["memory_mb"] = memory.get(row["row"])
+    everything = {name: {**samples[name], "memory_mb": [memory.get(name)]} for name in names}
+    goals = goals_of(everything | {RANKS: ranks}, state_mb=state_mb)
+    meta |= {"state_mb": state_mb, "goals": goals}
     print_tables(meta, rows, "checkpoint")
     if ranks:
-        rows.append(summarize_ranks(ranks))
-        show_ranks(rows[-1])
+        of_ranks = figures(ranks)
+        rows.append({"row": RANKS, "rounds": arguments.rounds, **of_ranks})
+        cells = [[key, f"{of['median']:.2f} ({of['min']:.2f})"] for key, of in of_ranks.items()]
+        print_table(RANKS, columns=["", "median (least)"], rows=cells)
     if arguments.json:
         write_json(arguments.json, meta=meta, rows=rows)
 
 
-_STEPS = 40
-"""Training steps without a save, before and after those with one."""
-_FEWEST = 8
-
-
-@dataclass(kw_only=True)
-class Sample:
-    """One round of one row; seconds."""
-
-    stall_s: float  # the call
-    total_s: float  # until the checkpoint is complete, nothing else running
-    write_s: float | None  # the part of the writer, by its own account
-    held_s: float | None  # the next optimizer step, held back by the copy
-    step_s: float | None  # that training step, with its passes and what held it back
-    plain_step_s: float | None  # the same without a save
-    slowdown: float | None  # of training steps while it was written; None: nothing in flight
-
-
-class Bench:
-    """One training, and every row with a folder of its own."""
-
-    def __init__(self, folder: Path, names: list[str], *, mb: float, seed: int) -> None:
-        self.training = Training(mb, seed=seed)
-        self._small = SmallTraining(seed=seed)
-        self._rows: dict[str, Row] = {}
-        self._folders: dict[str, Path] = {}
+def measure(
+    folder: Path, names: list[str], *, mb: float, rounds: int
+) -> tuple[dict[str, Samples], float]:
+    """Samples of each row; megabytes of the state. The first round warms up and is left out."""
+    training = Training(mb, seed=_SEED)
+    small = Training(12.6, seed=_SEED, layers=4)  # steps of some milliseconds
+    rows: dict[str, Row] = {}
+    samples: dict[str, Samples] = {name: {} for name in names}
+    try:
         for index, name in enumerate(names):
-            self._folders[name] = folder / f"row{index}"
-            self._folders[name].mkdir()
-            self._rows[name] = ROWS[name](self.training)
-            self._rows[name].open(self._folders[name])
-
-    def run(self, rounds: int) -> Iterator[tuple[int, str, Sample]]:
-        """Samples, as (round, row, sample); the first round warms up and is left out."""
-        names = list(self._rows)
-        for index in range(rounds + 1):
-            first = index % len(names)
+            (folder / f"row{index}").mkdir()
+            rows[name] = ROWS[name](training)
+            rows[name].open(folder / f"row{index}")
+        for number in range(rounds + 1):
+            first = number % len(names)
             for name in names[first:] + names[:first]:
-                sample = self._measure(name)
-                if index:
-                    yield index, name, sample
-
-    def close(self) -> None:
-        for row in self._rows.values():
+                sample = measure_once(rows[name], folder / f"row{names.index(name)}", small)
+                if number == 0:
+                    continue
+                for key, value in sample.items():
+                    samples[name].setdefault(key, []).append(value)
+                times = f"{sample['stall_ms']:.1f} ms, {sample['total_ms']:.0f} ms in total"
+                print(f"  round {number}, {name}: {times}", flush=True)
+        return samples, nbytes_of(training.state()) / 1e6
+    finally:
+        for row in rows.values():
             row.close()
 
-    def _measure(self, name: str) -> Sample:
-        row = self._rows[name]
-        with self._target(name) as target:
-            began = time.perf_counter()
-            row.save(target)
-            stalled = time.perf_counter()
-            row.wait()
-            ended = time.perf_counter()
-        held = step = plain = None
-        if row.fenced:
-            plain = self._step(row)
-            with self._target(name) as target:
-                before = row.held_back_s()
-                row.save(target)
-                step = self._step(row)
-                held = row.held_back_s() - before
-                row.wait()
-        return Sample(
-            stall_s=stalled - began,
-            total_s=ended - began,
-            write_s=row.write_s,
-            held_s=held,
-            step_s=step,
-            plain_step_s=plain,
-            slowdown=self._slowdown(row, name),
-        )
 
-    def _step(self, row: Row) -> float:
+def measure_once(row: Row, folder: Path, small: Training) -> dict[str, float | None]:
+    """One round of one row: a save at rest, one before a training step, one beside small steps."""
+    saved = partial(saved_in, folder)
+    with saved() as target:
         began = time.perf_counter()
-        self.training.passes()
-        row.before_step()
-        self.training.step()
-        return time.perf_counter() - began
-
-    def _slowdown(self, row: Row, name: str) -> float | None:
-        with self._target(name) as target:
-            usual = self._small.steps(lambda done: done < _STEPS)
+        row.save(target)
+        stalled = time.perf_counter()
+        row.wait()
+        ended = time.perf_counter()
+    write_s = row.write_s
+    held = step = plain = None
+    if row.fenced:
+        plain = _step(row)
+        with saved() as target:
+            before = row.held_back_s()
             row.save(target)
-            meanwhile = self._small.steps(lambda _: not row.is_done())[:-1]  # the last ran on
+            step = _step(row)
+            held = row.held_back_s() - before
             row.wait()
-            usual += self._small.steps(lambda done: done < _STEPS)
-        if len(meanwhile) < _FEWEST:
-            return None
-        return statistics.median(meanwhile) / statistics.median(usual) - 1
-
-    @contextmanager
-    def _target(self, name: str) -> Iterator[Path]:
-        """A name to save as, with an idle disk; what was saved is removed at the end."""
-        os.sync()
-        folder = self._folders[name]
-        try:
-            yield folder / "saved"
-        finally:
-            for path in folder.glob("saved*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-JsonRow = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A median, and what there was besides."""
-
-    median: float
-    min: float
-    spread: tuple[float, float]
-    """First and third quartile."""
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Figure:
-        return cls(
-            median=statistics.median(values),
-            min=min(values),
-            spread=(np.quantile(values, 0.25), np.quantile(values, 0.75)),
-        )
+    with saved() as target:
+        usual = small.steps(lambda done: done < _STEPS)
+        row.save(target)
+        meanwhile = small.steps(lambda _: not row.is_done())[:-1]  # the last ran on
+        row.wait()
+        usual += small.steps(lambda done: done < _STEPS)
+    seconds = {
+        "stall_ms": stalled - began,
+        "total_ms": ended - began,
+        "write_ms": write_s,
+        "held_ms": held,
+        "step_ms": step,
+        "plain_step_ms": plain,
+    }
+    slower = median(meanwhile) / median(usual) - 1 if len(meanwhile) >= _FEWEST else None
+    return {
+        **{key: None if value is None else 1e3 * value for key, value in seconds.items()},
+        "slowdown_pct": None if slower is None else 100 * slower,
+    }
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What was to be reached and what was measured, in one unit."""
-
-    name: str
-    measured: float
-    goal: float
-    unit: str
-
-    @property
-    def met(self) -> bool:
-        return self.measured <= self.goal
+def _step(row: Row) -> float:
+    began = time.perf_counter()
+    row.training.passes()
+    row.before_step()
+    row.training.step()
+    return time.perf_counter() - began
 
 
-def summarize(samples: dict[str, list[Sample]], growths: dict[str, int]) -> list[JsonRow]:
-    """One row per way to save: figures in ms, percent and MB; None where there is no such thing."""
-    rows = []
-    for name, of_row in samples.items():
-        row: JsonRow = {"row": name, "rounds": len(of_row)}
-        for field in fields(Sample):
-            values = [value for s in of_row if (value := getattr(s, field.name)) is not None]
-            is_time = field.name.endswith("_s")
-            key = f"{field.name}ms".replace("_sms", "_ms") if is_time else f"{field.name}_pct"
-            scale = 1e3 if is_time else 1e2
-            scaled = [scale * value for value in values]
-            row[key] = asdict(Figure.of(scaled)) if scaled else None
-        row["memory_mb"] = growths[name] / 1e6 if name in growths else None
-        rows.append(row)
-    return rows
+@contextmanager
+def saved_in(folder: Path) -> Iterator[Path]:
+    """A name to save as, with an idle disk; what was saved is removed at the end."""
+    os.sync()
+    try:
+        yield folder / "saved"
+    finally:
+        for path in folder.glob("saved*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def summarize_ranks(rounds: list[dict[str, float]]) -> JsonRow:
-    """Stalls of two ranks that write one checkpoint; ratios are medians over rounds."""
-    row: JsonRow = {"row": "ours blocking, 2 ranks", "rounds": len(rounds)}
-    for name in rounds[0]:
-        row[f"{name}_ms"] = asdict(Figure.of([1e3 * of_round[name] for of_round in rounds]))
+def samples_of_ranks(rounds: Sequence[dict[str, float]]) -> Samples:
+    """Stalls of two ranks that write one checkpoint, and how they compare with one rank's."""
+    found: Samples = {
+        f"{name}_ms": [1e3 * of_round[name] for of_round in rounds] for name in rounds[0]
+    }
     for base in ("memcpy", "alone"):
-        slower = [max(r["rank0"], r["rank1"]) / r[base] for r in rounds]
-        row[f"over_{base}"] = asdict(Figure.of(slower))
-    return row
+        found[f"over_{base}"] = [max(of["rank0"], of["rank1"]) / of[base] for of in rounds]
+    return found
 
 
-def goals_of(
-    samples: dict[str, list[Sample]],
-    growths: dict[str, int],
-    ranks: list[dict[str, float]],
-    *,
-    state_mb: float,
-) -> list[Goal]:
-    """Every goal whose rows were measured."""
-
-    def median(name: str, field: str) -> float | None:
-        values = [getattr(sample, field) for sample in samples.get(name, ())]
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
-
-    def ratio(name: str, field: str, base: str) -> float | None:
-        pairs = zip(samples.get(name, ()), samples.get(base, ()), strict=False)
-        values = [getattr(one, field) / other.total_s for one, other in pairs]
-        return statistics.median(values) if values else None
-
-    goals = []
-
-    def add(name: str, measured: float | None, goal: float, unit: str, scale: float = 1) -> None:
-        if measured is not None:
-            goals.append(Goal(name, scale * measured, goal, unit))
-
-    overlap, blocking, sync = "ours overlap", "ours blocking", "ours sync"
-    step = median(overlap, "plain_step_s")
-    limit = max(5.0, 10 * step) if step else 5.0  # 1 % of a step, in ms
-    add("overlap: stall", median(overlap, "stall_s"), limit, "ms", 1e3)
-    add("overlap: held back in the next step", median(overlap, "held_s"), limit, "ms", 1e3)
-    add("blocking: stall / memcpy", ratio(blocking, "stall_s", "limit: memcpy"), 1.1, "x")
-    for name, field in ((sync, "total_s"), (blocking, "total_s"), (blocking, "write_s")):
-        for base in ("limit: write + fsync", "limit: early write + fsync"):
-            what = "total" if field == "total_s" else "write alone"
-            title = f"{name.removeprefix('ours ')}: {what} / {base.removeprefix('limit: ')}"
-            add(title, ratio(name, field, base), 1.3, "x")
-    for name in (overlap, blocking):
-        title = f"{name.removeprefix('ours ')}: slow-down of steps"
-        add(title, median(name, "slowdown"), 5, "%", 100)
-        growth = growths.get(name)
-        add(f"{name.removeprefix('ours ')}: memory", growth, state_mb + 64, "MB", 1e-6)
-    if ranks:
-        row = summarize_ranks(ranks)
-        for base in ("memcpy", "alone"):
-            title = f"2 ranks: stall / {'memcpy' if base == 'memcpy' else 'stall of one'}"
-            add(title, row[f"over_{base}"]["median"], 0.66 if base == "memcpy" else 0.6, "x")
-    return goals
+def figures(samples: Samples) -> dict[str, dict[str, Any] | None]:
+    """Medians of all that was measured, the least, and the first and third quartile."""
+    known = {key: [v for v in values if v is not None] for key, values in samples.items()}
+    return {
+        key: {
+            "median": median(values),
+            "min": min(values),
+            "spread": (np.quantile(values, 0.25), np.quantile(values, 0.75)),
+        }
+        if values
+        else None
+        for key, values in known.items()
+    }
 
 
-def show_ranks(row: JsonRow) -> None:
-    """The row of two ranks, one figure a line."""
-    figures = {name: value for name, value in row.items() if isinstance(value, dict)}
-    cells = [
-        [name, f"{figure['median']:.2f} ({figure['min']:.2f})"] for name, figure in figures.items()
-    ]
-    print_table(row["row"], columns=["", "median (least)"], rows=cells)
+def goals_of(samples: dict[str, Samples], *, state_mb: float) -> list[dict[str, Any]]:
+    """Every goal whose rows were measured, and what was reached, in one unit."""
+    found = []
+    for name, row, key, base, goal, unit in GOALS:
+        values = samples.get(row, {}).get(key, [])
+        if base is not None:
+            pairs = zip(values, samples.get(base, {}).get("total_ms", []), strict=False)
+            values = [one / other for one, other in pairs if one is not None]
+        values = [value for value in values if value is not None]
+        if not values:
+            continue
+        if unit == "ms":
+            steps = [ms for ms in samples[row]["plain_step_ms"] if ms is not None]
+            goal = max(goal, 0.01 * median(steps)) if steps else goal
+        elif unit == "MB":
+            goal += state_mb
+        measured = median(values)
+        found.append({"name": name, "measured": measured, "goal": goal, "unit": unit,
+                      "met": measured <= goal})  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
+
 from benchmarks.harness.launch import REPOSITORY
 
 _INTERVAL_S = 0.005
@@ -53,17 +55,8 @@ def _watch(pid: int, peaks: list[int], done: threading.Event) -> None:
 
 
 def _tree_nbytes(root: int) -> int:
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(text.rpartition(")")[2].split()[1])
-    tree = {root}
-    while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
-        tree |= more
-    private, shared = zip(*map(_nbytes, tree), strict=True)
+    processes = [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
+    private, shared = zip(*map(_nbytes, processes), strict=True)
     return sum(private) + max(shared)
 
 

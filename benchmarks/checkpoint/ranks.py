@@ -6,11 +6,8 @@ alone saves it; both save it as one folder of shards. Snapshots are blocking.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,9 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from benchmarks.checkpoint.ways import CopyRow, Training
-from benchmarks.harness.launch import Layout, RankGroup, rank_environment
+from benchmarks.checkpoint.ways import Training, copy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
@@ -31,30 +28,36 @@ _TIMEOUT_S = 180.0
 def measure_ranks(folder: Path, *, mb: float, rounds: int, seed: int) -> list[dict[str, float]]:
     """One dict of seconds per round: ``memcpy``, ``alone``, ``rank0``, ``rank1``."""
     folder.mkdir()
-    group = RankGroup(folder / "output")
-    arguments = [str(folder), str(mb), str(rounds), str(seed)]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    for rank in range(RANKS):
-        environment = rank_environment(
-            rank,
-            layout=Layout((RANKS,)),
-            interface="lo",
-            master_address="127.0.0.1",
-            master_port=port,
-        )
-        group.start(
-            [sys.executable, "-m", "benchmarks.checkpoint.ranks", *arguments], env=environment
-        )
-    group.wait(timeout_s=_TIMEOUT_S)
-    listed: list[dict[str, float]] = json.loads((folder / "seconds.json").read_text())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id="checkpoint",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    of_ranks = elastic_launch(config, rank_main)(folder, mb, rounds, seed)
+    listed: list[dict[str, float]] = of_ranks[0]
+    return listed
+
+
+def rank_main(folder: Path, mb: float, rounds: int, seed: int) -> list[dict[str, float]]:
+    """One rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    listed = list(_rounds(folder, mb, rounds, seed))
+    dist.barrier()
+    dist.destroy_process_group()
     return listed
 
 
 def _rounds(folder: Path, mb: float, rounds: int, seed: int) -> Iterator[dict[str, float]]:
     rank = dist.get_rank()
     training = Training(mb, seed=seed)
-    copy = CopyRow(training)
+    copying = copy(training)
     settings = CheckpointSettings(snapshot="blocking")
     alone = Checkpointer(settings)
     together = Checkpointer(settings, group=dist.group.WORLD)
@@ -76,7 +79,7 @@ def _rounds(folder: Path, mb: float, rounds: int, seed: int) -> Iterator[dict[st
     for index in range(rounds + 1):  # the first warms up
         seconds = {}
         if rank == 0:
-            seconds["memcpy"] = _seconds(lambda: copy.save(folder))
+            seconds["memcpy"] = _seconds(lambda: copying.save(folder))
             seconds["alone"] = _seconds(save_alone)
             alone.wait()
             os.remove(folder / "alone/saved.ckpt")
@@ -99,18 +102,3 @@ def _seconds(run: Callable[[], None]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
-
-
-def main(folder: Path, mb: float, rounds: int, seed: int) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    listed = list(_rounds(folder, mb, rounds, seed))
-    if dist.get_rank() == 0:
-        (folder / "seconds.json").write_text(json.dumps(listed))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

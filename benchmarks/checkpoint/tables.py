@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.sections import (
-    NA,
-    Result,
-    caption,
-    markdown,
-)
-from benchmarks.harness.tables import Column, Row
+from benchmarks.harness.tables import NA, Column, Result, Row, caption, markdown
 
 
 def checkpoint(result: Result) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -22,26 +22,21 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
-PARAMETERS = 32
-TENSORS = 3 * PARAMETERS
-"""Parameters, and two moments of Adam for each; all of one size."""
-
 _BATCH = 64
-_SMALL_WIDTH = 512
-_SMALL_LAYERS = 4
 
 
 class Training:
-    """A perceptron and AdamW whose state takes ``mb`` megabytes; it has taken one step."""
+    """A perceptron and AdamW whose state takes ``mb`` megabytes; it has taken one step.
 
-    def __init__(self, mb: float, *, seed: int) -> None:
+    These are a parameter and two moments of Adam for each layer, all of one size.
+    """
+
+    def __init__(self, mb: float, *, seed: int, layers: int = 32) -> None:
         torch.manual_seed(seed)
-        self.width = round((mb * 1e6 / 4 / TENSORS) ** 0.5)
-        self.model = nn.Sequential(
-            *(nn.Linear(self.width, self.width, bias=False) for _ in range(PARAMETERS))
-        )
+        width = round((mb * 1e6 / 4 / 3 / layers) ** 0.5)
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.inputs = torch.randn(_BATCH, self.width)
+        self.inputs = torch.randn(_BATCH, width)
         self.passes()
         self.step()
 
@@ -58,6 +53,16 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def steps(self, goes_on: Callable[[int], bool]) -> list[float]:
+        """Seconds of each step; ``goes_on`` is asked before each, with the number of those done."""
+        seconds: list[float] = []
+        while goes_on(len(seconds)):
+            began = time.perf_counter()
+            self.passes()
+            self.step()
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """All tensors in a state."""
@@ -73,106 +78,94 @@ def nbytes_of(state: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(state))
 
 
-class SmallTraining:
-    """Steps of some milliseconds, to see what a save in flight costs each of them."""
+class Row:
+    """One way to save the state of ``training``; by default one that is done when it returns.
 
-    def __init__(self, *, seed: int) -> None:
-        torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        for _ in range(_SMALL_LAYERS):
-            layers += [nn.Linear(_SMALL_WIDTH, _SMALL_WIDTH), nn.ReLU()]
-        self._model = nn.Sequential(*layers)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._inputs = torch.randn(_BATCH, _SMALL_WIDTH)
-
-    def steps(self, goes_on: Callable[[int], bool]) -> list[float]:
-        """Seconds of each step; ``goes_on`` is asked before each, with the number of those done."""
-        seconds: list[float] = []
-        while goes_on(len(seconds)):
-            began = time.perf_counter()
-            self._optimizer.zero_grad(set_to_none=True)
-            self._model(self._inputs).square().mean().backward()
-            self._optimizer.step()
-            seconds.append(time.perf_counter() - began)
-        return seconds
-
-
-class Row(ABC):
-    """One way to save the state of ``training``; by default one that is done when it returns."""
+    Args:
+        save: saves as a path or something that begins with its name; what training is held by.
+    """
 
     fenced = False
     """Whether the optimizer step must wait for the rest of a copy."""
     write_s: float | None = None
     """Seconds that the last write took by its own account, without the copy."""
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    def __init__(self, training: Training, save: Callable[[Path], None]) -> None:
+        self.training, self.save = training, save
 
-    def open(self, folder: Path) -> None:  # noqa: B027  (most rows need nothing)
+    def open(self, folder: Path) -> None:
         """Prepare to save in ``folder``."""
-
-    @abstractmethod
-    def save(self, target: Path) -> None:
-        """Save as ``target`` or something that begins with its name; what training is held by."""
 
     def is_done(self) -> bool:
         """Whether the last save is complete, without waiting."""
         return True
 
-    def wait(self) -> None:  # noqa: B027
+    def wait(self) -> None:
         """Wait until it is."""
 
-    def before_step(self) -> None:  # noqa: B027
+    def before_step(self) -> None:
         """What the user must call before an optimizer step."""
 
     def held_back_s(self) -> float:
         """Seconds that optimizer steps were held back, in total."""
         return 0.0
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """End what it has started."""
 
 
 _SLICE = 8 << 20
 
 
-class CopyRow(Row):
+def copy(training: Training) -> Row:
     """Copies all tensors into memory that has been written before; saves nothing."""
+    copies = [torch.zeros_like(tensor) for tensor in tensors_of(training.state())]
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._copies = [torch.zeros_like(tensor) for tensor in tensors_of(training.state())]
+    def save(target: Path) -> None:
+        for mine, tensor in zip(copies, tensors_of(training.state()), strict=True):
+            mine.copy_(tensor.detach())
 
-    def save(self, target: Path) -> None:
-        for copy, tensor in zip(self._copies, tensors_of(self.training.state()), strict=True):
-            copy.copy_(tensor.detach())
+    return Row(training, save)
 
 
-class WriteRow(Row):
+def write(training: Training, *, early: bool) -> Row:
     """write(2) and fsync of memory of the state's size, in one run.
 
-    Args:
-        early: have the kernel begin to write after every slice, not at the fsync.
+    early: have the kernel begin to write after every slice, not at the fsync.
     """
+    nbytes = nbytes_of(training.state())
+    content = memoryview(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy())
 
-    def __init__(self, training: Training, *, early: bool) -> None:
-        super().__init__(training)
-        self._early = early
-        nbytes = sum(tensor.nbytes for tensor in tensors_of(training.state()))
-        self._bytes = memoryview(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy())
-
-    def save(self, target: Path) -> None:
-        file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
+    def save(target: Path) -> None:
+        with open(target, "wb", buffering=0) as file:
             written = 0
-            while written < self._bytes.nbytes:
-                count = os.write(file, self._bytes[written : written + _SLICE])
-                if self._early:
-                    os.posix_fadvise(file, written, count, os.POSIX_FADV_DONTNEED)
+            while written < nbytes:
+                count = file.write(content[written : written + _SLICE])
+                if early:
+                    os.posix_fadvise(file.fileno(), written, count, os.POSIX_FADV_DONTNEED)
                 written += count
-            os.fsync(file)
-        finally:
-            os.close(file)
+            os.fsync(file.fileno())
+
+    return Row(training, save)
+
+
+def torch_save(training: Training, *, fsync: bool) -> Row:
+    """``torch.save``, to the page cache or to the disk."""
+
+    def save(target: Path) -> None:
+        with open(target, "wb") as file:
+            torch.save(training.state(), file)
+            if fsync:
+                file.flush()
+                os.fsync(file.fileno())
+
+    return Row(training, save)
+
+
+def lightning(training: Training) -> Row:
+    """``TorchCheckpointIO``, which ModelCheckpoint saves with; nothing of it waits for the disk."""
+    io = TorchCheckpointIO()
+    return Row(training, lambda target: io.save_checkpoint(training.state(), target))
 
 
 Method = Literal["save", "async", "reused", "staging", "process"]
@@ -186,7 +179,7 @@ class DcpRow(Row):
     """
 
     def __init__(self, training: Training, *, method: Method) -> None:
-        super().__init__(training)
+        super().__init__(training, self._save)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.fenced = method == "staging"
@@ -207,7 +200,7 @@ class DcpRow(Row):
         self._written: Future[Any] | None = None
         self._held = 0.0
 
-    def save(self, target: Path) -> None:
+    def _save(self, target: Path) -> None:
         if self._method == "save":
             dcp.save(self.training.state(), checkpoint_id=str(target))
             return
@@ -248,13 +241,13 @@ class OurRow(Row):
         snapshot: Literal["overlap", "blocking", "sync"],
         writer: Literal["process", "thread"] = "process",
     ) -> None:
-        super().__init__(training)
+        super().__init__(training, self._save)
         self.fenced = snapshot == "overlap"
         self._checkpointer = Checkpointer(CheckpointSettings(snapshot=snapshot, writer=writer))
         self._checkpointer.watch([training.optimizer])
         self._saves = 0
 
-    def save(self, target: Path) -> None:
+    def _save(self, target: Path) -> None:
         self._saves += 1
         self._checkpointer.save(self.training.state(), f"{target}.ckpt", step=self._saves)
 
@@ -279,40 +272,11 @@ class OurRow(Row):
         self._checkpointer.close()
 
 
-class TorchSaveRow(Row):
-    """``torch.save``, to the page cache or to the disk."""
-
-    def __init__(self, training: Training, *, fsync: bool) -> None:
-        super().__init__(training)
-        self._fsync = fsync
-
-    def save(self, target: Path) -> None:
-        with open(target, "wb") as file:
-            torch.save(self.training.state(), file)
-            if self._fsync:
-                file.flush()
-                os.fsync(file.fileno())
-
-
-class LightningRow(Row):
-    """``TorchCheckpointIO``, which ModelCheckpoint saves with; nothing of it waits for the disk."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        from lightning.pytorch.plugins.io import TorchCheckpointIO
-
-        self._io = TorchCheckpointIO()
-
-    def save(self, target: Path) -> None:
-        self._io.save_checkpoint(self.training.state(), target)
-
-
 class LightningAsyncRow(Row):
-    """``AsyncCheckpointIO`` around the same."""
+    """``AsyncCheckpointIO`` around ``TorchCheckpointIO``."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+        super().__init__(training, self._save)
 
         class Noticed(TorchCheckpointIO):
             """AsyncCheckpointIO has no other way to ask whether it has written."""
@@ -324,7 +288,7 @@ class LightningAsyncRow(Row):
         self._io = AsyncCheckpointIO(Noticed())
         self._done = True
 
-    def save(self, target: Path) -> None:
+    def _save(self, target: Path) -> None:
         self._done = False
         self._io.save_checkpoint(self.training.state(), target)
 
@@ -340,16 +304,16 @@ ROWS: dict[str, Callable[[Training], Row]] = {
     "ours blocking": partial(OurRow, snapshot="blocking"),
     "ours sync": partial(OurRow, snapshot="sync"),
     "ours blocking, thread": partial(OurRow, snapshot="blocking", writer="thread"),
-    "torch.save": partial(TorchSaveRow, fsync=False),
-    "torch.save + fsync": partial(TorchSaveRow, fsync=True),
-    "Lightning": LightningRow,
+    "torch.save": partial(torch_save, fsync=False),
+    "torch.save + fsync": partial(torch_save, fsync=True),
+    "Lightning": lightning,
     "Lightning async": LightningAsyncRow,
     "dcp.save": partial(DcpRow, method="save"),
     "dcp.async_save": partial(DcpRow, method="async"),
     "dcp.async_save, reused": partial(DcpRow, method="reused"),
     "dcp.async_save, async staging": partial(DcpRow, method="staging"),
     "dcp.async_save, process": partial(DcpRow, method="process"),
-    "limit: memcpy": CopyRow,
-    "limit: write + fsync": partial(WriteRow, early=False),
-    "limit: early write + fsync": partial(WriteRow, early=True),
+    "limit: memcpy": copy,
+    "limit: write + fsync": partial(write, early=False),
+    "limit: early write + fsync": partial(write, early=True),
 }

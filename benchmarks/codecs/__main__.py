@@ -20,19 +20,26 @@ compressed element, and the resident set after 300 steps and at the end.
 from __future__ import annotations
 
 import argparse
+import json
+import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.codecs.memory import measure_memory
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.codecs.tables import MEMORY, kernels
+from benchmarks.harness.results import collect
+from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
@@ -71,30 +78,29 @@ def measure_speed(
     copies: list[float] = []
     times: dict[tuple[_Case, str], list[float]] = {}
     with torch.no_grad():
-        for _ in range(rounds + 1):  # the first round warms up
+        for number in range(rounds + 1):
+            if number == 1:  # the first round warms up
+                copies, times = [], {}
             copies.append(_seconds(lambda: target.copy_(source), device))
             for key, passes in cases.items():
                 passes.prepare()
                 for name in ("encode", "settle"):
                     seconds = _seconds(getattr(passes, name), device)
                     times.setdefault((key, name), []).append(seconds)
-    copy_rate = 2 * source.nbytes / statistics.median(copies[1:])
+    copy_s, gigabytes = statistics.median(copies), source.nbytes / 1e9
     rows = []
     for key, passes in cases.items():
         row: dict[str, Any] = dict(zip(("codec", "error_feedback", "mode"), key, strict=True))
-        row["device"] = device.type
-        row["copy_gb_s"] = source.nbytes / statistics.median(copies[1:]) / 1e9
-        total, least = 0.0, 0.0
+        row |= {"device": device.type, "copy_gb_s": gigabytes / copy_s}
+        total = least = 0.0
         for name, touched in passes.bytes_per_element().items():
-            samples = times[key, name][1:]
-            seconds = statistics.median(samples)
-            floor = touched * source.numel() / copy_rate
-            row[f"{name}_gb_s"] = source.nbytes / seconds / 1e9
+            samples = times[key, name]
+            seconds, floor = statistics.median(samples), touched / 8 * copy_s
+            row[f"{name}_gb_s"] = gigabytes / seconds
             row[f"{name}_ms_spread"] = [min(samples) * 1e3, max(samples) * 1e3]
             row[f"{name}_limit_pct"] = 100 * floor / seconds
             total, least = total + seconds, least + floor
-        row["limit_pct"] = 100 * least / total
-        rows.append(row)
+        rows.append({**row, "limit_pct": 100 * least / total})
     return rows
 
 
@@ -111,28 +117,72 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.thread_time() - start_s
 
 
+_TIMEOUT = timedelta(seconds=120)
+_WARM = 300  # steps until the C library's allocator has settled; plain DDP moves until then too
+
+
+def measure_memory(world_size: int, *, steps: int) -> dict[str, Any]:
+    """Bytes per compressed element, and how the resident set of rank 0 moves."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(world_size, steps, folder), nprocs=world_size)
+        row: dict[str, Any] = json.loads(Path(folder, "row").read_text())
+        return row
+
+
+def _rank(rank: int, world_size: int, steps: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))))
+    handle = compress_ddp(model, "int8", compile_kernels=False)
+    inputs = torch.randn(4, 512, generator=torch.Generator().manual_seed(rank))
+    resident = {}
+    for step in range(steps):
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+        if step + 1 in (_WARM, steps):
+            resident[step + 1] = psutil.Process().memory_info().rss / 2**20
+    if rank == 0:
+        compressed = 4 * 512 * 512
+        held, stats = handle.memory(), handle.comm_stats()
+        wire = stats["per_codec"]["int8"]["wire_bytes"] / stats["steps"]
+        row = {
+            "world_size": world_size,
+            "steps": steps,
+            "residual_bytes_per_element": held["residual_bytes"] / compressed,
+            "buffer_bytes_per_element": held["buffer_bytes"] / compressed,
+            "buffer_over_wire_bytes": held["buffer_bytes"] / wire,
+            "resident_mb_warm": resident[_WARM],
+            "resident_mb_end": resident[steps],
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        Path(folder, "row").write_text(json.dumps(row))
+    handle.close()
+    dist.destroy_process_group()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--codec", action="append", help="of lightning_dist; repeatable")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device(arguments.device)
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    meta = collect_meta(seed=_SEED, arguments=settings)
-    backend = "nccl" if arguments.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    cases = make_cases(arguments.codec or list(CODECS), device)
-    rows = measure_speed(cases, rounds=5 if arguments.quick else 15, device=device)
-    dist.destroy_process_group()
-    if not arguments.codec and device.type == "cpu":
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measure_memory(Path(folder), steps=600 if arguments.quick else 1300)
-    print_tables(meta, rows, "kernels", "memory")
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+
+    def groups() -> Iterator[list[dict[str, Any]]]:
+        device = torch.device(given.device)
+        backend = "nccl" if given.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        cases = make_cases(given.codec or list(CODECS), device)
+        yield measure_speed(cases, rounds=5 if given.quick else 15, device=device)
+        dist.destroy_process_group()
+        if not given.codec and device.type == "cpu":
+            steps = 600 if given.quick else 1300
+            yield [measure_memory(world_size, steps=steps) for world_size in (2, 4)]
+
+    collect("codecs", given, groups(), tables=[kernels, MEMORY], seed=_SEED)
 
 
 if __name__ == "__main__":

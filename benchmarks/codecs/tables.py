@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.sections import (
-    Result,
-    Table,
-)
-from benchmarks.harness.tables import pivot
+from benchmarks.harness.tables import Result, Table, pivot
 
 
 def kernels(result: Result) -> str | None:

@@ -1,6 +1,6 @@
 """Do models trained with compressed gradients end where fp32 DDP's end?
 
-    python benchmarks/convergence [--quick] [--codec NAME ...] [--task gpt] [--json PATH]
+    python -m benchmarks.convergence [--quick] [--codec NAME ...] [--task gpt] [--json PATH]
 
 Two small trainings over real gloo groups between processes on this machine, one thread each, whose
 ranks see differently distributed data: averaging gradients that agree anyway would hide what a
@@ -51,78 +51,133 @@ The JSON is written after every row, so that an interrupted run keeps what it fi
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import socket
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.ranks import WorldFailed, run_jobs
-from benchmarks.convergence.tasks import DDP_ROW, Job, Refused, Run
+from benchmarks.convergence.rank import Settings
+from benchmarks.convergence.tasks import Job
 from benchmarks.docs_tables import print_tables
+from benchmarks.harness.launch import Layout, RankFailed, RankGroup, rank_environment
 from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.step_time.rows import DDP_ROW
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")
 WARM_CODECS = ("sign", "topk", "powersgd")
 ONEBIT_CODECS = ("none", "sign")
 QUICK_CODECS = ("bf16", "int8", "int4")
+MIN_COMPRESS_NUMEL = 256
+"""Codecs leave tensors below some thousand elements alone, which are most of these small models."""
+
+_START_S, _RUN_S = 300.0, 120.0  # imports on a busy machine, and a run; only a hang gets there
+_LONGEST_REASON = 500
+
+Row = dict[str, Any]
+Result = Mapping[str, Any]
+"""A training as `rank.py` reports it; ``reason``: why it was refused, or what broke it."""
 
 
-def jobs_of(task: str, codecs: list[str], *, ranks: int, steps: int | None) -> list[Job]:
+def jobs_of(task: str, codecs: Sequence[str], *, ranks: int) -> Iterator[Job]:
     """DDP first, then every codec as it is, and the rows that show what its setting does."""
-    make = partial(Job, task=task, steps=steps)
-    jobs = [make(codec=None)]
+    make = partial(Job, task=task)
+    yield make(codec=DDP_ROW)
     for name in codecs:
-        jobs.append(make(codec=name))
         try:
             codec = resolve_codec(name)
         except ValueError:
-            continue  # the row itself will say why
-        if codec.momentum_correction and task == "gpt":
-            jobs.pop()
+            yield make(codec=name)  # the row itself will say why
             continue
+        if codec.momentum_correction and task == "gpt":
+            continue
+        yield make(codec=name)
         if codec.name in WARM_CODECS:
-            jobs.append(make(codec=name, warm=True))
+            yield make(codec=name, warm=True)
         has_feedback = codec.keeps_residual and not codec.lossless
         if has_feedback and not codec.momentum_correction and ranks == 2:
-            jobs.append(make(codec=name, error_feedback=False))
+            yield make(codec=name, error_feedback=False)
         if task == "gpt" and codec.name in ONEBIT_CODECS:
-            jobs.append(make(codec=name, onebit=True))
-    return jobs
+            yield make(codec=name, onebit=True)
 
 
-def measure(arguments: argparse.Namespace, meta: dict[str, Any]) -> list[Cell]:
-    """All worlds one after the other; the JSON grows with every finished row."""
-    cells: list[Cell] = []
-    seeds = range(arguments.seeds)
-    for ranks in arguments.ranks:
-        jobs = [
-            job
-            for task in arguments.task
-            for job in jobs_of(task, arguments.codec, ranks=ranks, steps=arguments.steps)
-        ]
-        began = time.perf_counter()
-        for result in run_jobs(jobs, world_size=ranks, seeds=seeds):
-            if not cells or (cells[-1].job, cells[-1].ranks) != (result.job, ranks):
-                cells.append(Cell(job=result.job, ranks=ranks))
-            cells[-1].add(result)
-            if cells[-1].reason is None and len(cells[-1].runs) < len(seeds):
-                continue
-            outcome = cells[-1].reason or "done"
-            took = f"{time.perf_counter() - began:.1f} s"
-            print(
-                f"{ranks} ranks, {result.job.task}, {result.job.row}: {outcome}, {took}",
-                file=sys.stderr,
-            )
-            began = time.perf_counter()
+def measure(arguments: argparse.Namespace, meta: dict[str, Any]) -> list[Row]:
+    """All rows; the JSON grows with every one. One that breaks its ranks does not stop the rest."""
+    results: list[Result] = []
+
+    def add(ranks: int, result: Result) -> None:
+        results.append({"ranks": ranks, **result})
+        if result["seed"] in (None, arguments.seeds - 1):
+            outcome = result.get("reason", "done")
+            print(f"{ranks} ranks, {result['task']}, {result['row']}: {outcome}", file=sys.stderr)
             if arguments.json:
-                write_json(arguments.json, meta=meta, rows=summarize(cells))
-    return cells
+                write_json(arguments.json, meta=meta, rows=summarize(results))
+
+    for ranks in arguments.ranks:
+        left = [
+            job for task in arguments.task for job in jobs_of(task, arguments.codec, ranks=ranks)
+        ]
+        while left:
+            before = len(results)
+            try:
+                launch(left, arguments, ranks=ranks, add=partial(add, ranks))
+                left = []
+            except RankFailed as error:
+                if not results:
+                    raise  # nothing runs here
+                broken = (len(results) - before) // arguments.seeds
+                first, *_, last = str(error).splitlines()
+                reason = f"broke: {first}: {last}"[:_LONGEST_REASON]
+                add(ranks, {**left[broken].named, "seed": None, "reason": reason})
+                left = left[broken + 1 :]
+    return summarize(results)
+
+
+def launch(
+    jobs: Sequence[Job], arguments: argparse.Namespace, *, ranks: int, add: Callable[[Result], None]
+) -> None:
+    """Ranks that train these jobs; results are added as they come. Raises `RankFailed`."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "results.jsonl"
+        settings = Settings(
+            jobs=[asdict(job) for job in jobs],
+            seeds=list(range(arguments.seeds)),
+            output=str(output),
+            tasks={task: {"steps": arguments.steps} for task in TASKS if arguments.steps},
+            min_compress_numel=MIN_COMPRESS_NUMEL,
+        )
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        group = RankGroup(Path(directory) / "ranks")
+        for rank in range(ranks):
+            environment = rank_environment(
+                rank,
+                layout=Layout((ranks,)),
+                interface="lo",
+                master_address="127.0.0.1",
+                master_port=port,
+            )
+            command = [sys.executable, "-m", "benchmarks.convergence.rank"]
+            group.start([*command, json.dumps(asdict(settings))], env=environment)
+        output.touch()
+        with output.open() as lines:
+
+            def read() -> None:
+                for line in lines:
+                    add(json.loads(line))
+
+            runs = len(jobs) * arguments.seeds
+            try:
+                group.wait(timeout_s=_START_S + _RUN_S * runs, on_poll=read)
+            finally:
+                read()
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -157,78 +212,61 @@ def main(argv: list[str] | None = None) -> None:
     listed = {name: value for name, value in vars(arguments).items() if name != "json"}
     meta = collect_meta(seed=0, arguments=listed)
     try:
-        cells = measure(arguments, meta)
+        rows = measure(arguments, meta)
     except KeyboardInterrupt:
         sys.exit(130)
-    except WorldFailed as error:
-        sys.exit(f"convergence: the ranks did not start: {error}")
-    rows = summarize(cells)
+    except RankFailed as error:
+        sys.exit(f"convergence: {error}")
     print_tables(meta, rows, *(f"convergence-{task}" for task in arguments.task))
     if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
         sys.exit(f"convergence: replicas differ with {', '.join(differing)}")
 
 
-Row = dict[str, Any]
+def summarize(results: Sequence[Result]) -> list[Row]:
+    """One row of the JSON for every row of a task and a world, beside DDP with the same seeds."""
+    cells: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        key = result["task"], result["ranks"], result["row"]
+        cells.setdefault(key, []).append(result)
+    return [
+        _row(found, [run for run in cells[task, ranks, DDP_ROW] if "curve" in run])
+        for (task, ranks, _), found in cells.items()
+    ]
 
 
-@dataclass(kw_only=True)
-class Cell:
-    """All runs of one row of one task in one world."""
-
-    job: Job
-    ranks: int
-    runs: list[Run] = field(default_factory=list)
-    reason: str | None = None  # why it did not run, or what broke it
-
-    def add(self, result: Run | Refused) -> None:
-        if isinstance(result, Refused):
-            self.reason = result.reason
-        else:
-            self.runs.append(result)
-
-
-def summarize(cells: Sequence[Cell]) -> list[Row]:
-    """One row of the JSON for every cell, compared with DDP's runs with the same seeds."""
-    reference = {(c.job.task, c.ranks): c.runs for c in cells if c.job.codec is None}
-    return [_row(cell, reference.get((cell.job.task, cell.ranks), [])) for cell in cells]
-
-
-def _row(cell: Cell, reference: Sequence[Run]) -> Row:
-    runs = cell.runs
-    names = list(runs[0].metrics) if runs else []
+def _row(found: Sequence[Result], reference: Sequence[Result]) -> Row:
+    runs = [result for result in found if "curve" in result]
+    names = [name for name in runs[0]["curve"][-1] if name not in _COUNTED] if runs else []
     return {
-        "task": cell.job.task,
-        "ranks": cell.ranks,
-        "row": cell.job.row,
-        "codec": cell.job.codec or DDP_ROW,
-        "error_feedback": runs[0].error_feedback if runs else None,
-        "seeds": [run.seed for run in runs],
+        **{key: found[0][key] for key in ("task", "ranks", "row", "codec")},
+        "error_feedback": runs[0]["error_feedback"] if runs else None,
+        "seeds": [run["seed"] for run in runs],
         "metrics": {name: _metric(name, runs, reference) for name in names},
-        "bytes_ratio": mean(run.bytes_ratio for run in runs) if runs else None,
-        "replicas_identical": all(run.identical for run in runs) if runs else None,
-        "seconds_per_run": round(mean(run.seconds for run in runs), 2) if runs else None,
-        "reason": cell.reason,
+        "bytes_ratio": mean(run["bytes_ratio"] for run in runs) if runs else None,
+        "replicas_identical": all(run["identical"] for run in runs) if runs else None,
+        "seconds_per_run": round(mean(run["seconds"] for run in runs), 2) if runs else None,
+        "reason": next((result["reason"] for result in found if "reason" in result), None),
     }
 
 
-def _metric(name: str, runs: Sequence[Run], reference: Sequence[Run]) -> dict[str, Any]:
+_COUNTED = ("step", "seconds", "tx_bytes")
+
+
+def _metric(name: str, runs: Sequence[Result], reference: Sequence[Result]) -> dict[str, Any]:
     """Statistics of one metric; None for what an infinite or missing value leaves undefined."""
-    values = [run.metrics[name] for run in runs]
-    ddp = {run.seed: run.metrics[name] for run in reference}
-    pairs = [(run.metrics[name], ddp[run.seed]) for run in runs if run.seed in ddp]
-    percent = [100 * (ours - theirs) / theirs for ours, theirs in pairs]
-    spread, difference = _std(list(ddp.values())), _mean([ours - theirs for ours, theirs in pairs])
+    ours, ddp = ({run["seed"]: run["curve"][-1][name] for run in of} for of in (runs, reference))
+    both = [seed for seed in ours if seed in ddp]
+    percent = [100 * (ours[seed] - ddp[seed]) / ddp[seed] for seed in both]
+    spread = _std(list(ddp.values()))
+    difference = _mean([ours[seed] - ddp[seed] for seed in both])
+    within = difference is not None and spread is not None and abs(difference) <= spread
     return {
-        "values": [value if math.isfinite(value) else None for value in values],
-        "mean": _mean(values),
-        "std": _std(values),
+        "values": [value if math.isfinite(value) else None for value in ours.values()],
+        "mean": _mean(list(ours.values())),
+        "std": _std(list(ours.values())),
         "diff_pct_of_ddp": _mean(percent),
         "diff_pct_std": _std(percent),
-        "within_ddp_spread": (
-            None
-            if spread is None or not pairs
-            else difference is not None and abs(difference) <= spread
-        ),
+        "within_ddp_spread": None if spread is None or not both else within,
     }
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.harness.sections import (
+from benchmarks.harness.tables import (
     NA,
+    Column,
     Result,
+    Row,
     caption,
     markdown,
+    of_link,
+    pivot,
     reasons,
 )
-from benchmarks.harness.tables import Column, Row, of_link, pivot
 
 
 def convergence(result: Result, *, task: str) -> str | None:

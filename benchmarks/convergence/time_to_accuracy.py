@@ -52,7 +52,8 @@ from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from benchmarks.convergence.time_to_accuracy_rank import Settings, smoothed
+from benchmarks.convergence.rank import Settings, smoothed
+from benchmarks.convergence.tasks import Job
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import RankFailed
 from benchmarks.harness.results import collect_meta, write_json
@@ -66,48 +67,53 @@ HOSTS = 2
 WANTED_CODECS = ("int8", "int4", "qsgd", "terngrad", "powersgd:rank=16", "topk:ratio=0.05")
 QUICK_CODECS = ("int8", "int4")
 WANTED_SHARE_PCT = 80.0
+PATIENCE = 4.0
+TASK = {
+    "context": 64,
+    "d_model": 192,
+    "n_layers": 3,
+    "n_heads": 4,
+    "batch": 8,
+    "lr": 1e-3,  # of 1, 1.5 and 2e-3 the one with which fp32 DDP is fastest and smoothest
+    "warmup_steps": 20,
+    "final_lr": 1.0,  # no row's end is known beforehand
+    "val_windows": 64,
+}
 _SETUP_S = 600.0  # imports and, with a cold cache, compiling every codec's kernels
 _STEP_S = 3.0  # of the slowest row; only a hang gets there
 
+Row = dict[str, Any]
+Result = Mapping[str, Any]
+"""A training as `rank.py` reports it; ``reason``: why it was refused."""
 
-def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """The rows of the JSON, and the number of parameters."""
-    seeds = list(range(arguments.seeds))
+
+def measure(arguments: argparse.Namespace) -> list[Result]:
+    """All trainings of all seeds."""
+    jobs = [Job(task="gpt", codec=name) for name in (*BASELINES, *arguments.codec)]
     with (
         tempfile.TemporaryDirectory() as directory,
         Testbed(HOSTS, link_mbit=arguments.link) as testbed,
     ):
-        outputs = [Path(directory) / f"seed{seed}.json" for seed in seeds]
+        output = Path(directory) / "results.jsonl"
         settings = Settings(
-            rows=[*BASELINES, *arguments.codec],
-            seeds=seeds,
-            outputs=[str(path) for path in outputs],
-            steps=arguments.steps,
+            jobs=[asdict(job) for job in jobs],
+            seeds=list(range(arguments.seeds)),
+            output=str(output),
+            tasks={"gpt": {**TASK, "steps": arguments.steps}},
+            interleaved=True,
             evaluate_every=arguments.every,
-            patience=4.0,
-            batch=8,
-            context=64,
-            d_model=192,
-            n_layers=3,
-            n_heads=4,
-            lr=1e-3,  # of 1, 1.5 and 2e-3 the one with which fp32 DDP is fastest and smoothest
-            val_windows=64,
+            patience=PATIENCE,
             compile_kernels=arguments.compile_kernels,
         )
-        steps = len(seeds) * len(settings.rows) * settings.patience * settings.steps
+        steps = arguments.seeds * len(jobs) * PATIENCE * arguments.steps
+        command = [sys.executable, "-m", "benchmarks.convergence.rank"]
         testbed.launch(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.convergence.time_to_accuracy_rank",
-                json.dumps(asdict(settings)),
-            ],
+            [*command, json.dumps(asdict(settings))],
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"},  # it warns that 10.77.0.1 has no name
             timeout_s=_SETUP_S + _STEP_S * steps,
             echo=True,
         )
-        of_seed = {s: json.loads(path.read_text()) for s, path in zip(seeds, outputs, strict=True)}
-    return summarize(of_seed, rows=settings.rows), of_seed[seeds[0]]["parameters"]
+        return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -153,12 +159,15 @@ def main(argv: list[str] | None = None) -> None:
     listed = {name: value for name, value in vars(arguments).items() if name != "json"}
     meta = collect_meta(seed=0, arguments=listed)
     try:
-        rows, parameters = measure(arguments)
+        results = measure(arguments)
     except KeyboardInterrupt:
         sys.exit(130)
     except (TestbedUnavailable, RankFailed) as error:
         sys.exit(f"time_to_accuracy: {error}")
-    share = communication_share(rows)
+    rows = summarize(results, [*BASELINES, *arguments.codec])
+    step_ms = {row["row"]: row["step_ms"] for row in rows}
+    share = 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
+    parameters = next(result["parameters"] for result in results if "curve" in result)
     meta |= {"parameters": parameters, "communication_share_pct": share}
     print_tables(meta, rows, "time-to-accuracy")
     if share < WANTED_SHARE_PCT:
@@ -169,94 +178,66 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"time_to_accuracy: replicas differ with {', '.join(differing)}")
 
 
-Row = dict[str, Any]
 _TO_TARGET = ("steps_to_target", "seconds_to_target", "wire_bytes_to_target")
 _MEASURED = ("step_ms", "wire_bytes_per_step", *_TO_TARGET, "replicas_identical")
 
 
-def summarize(of_seed: Mapping[int, Mapping[str, Any]], *, rows: Sequence[str]) -> list[Row]:
+def summarize(results: Sequence[Result], names: Sequence[str]) -> list[Row]:
     """One row of the JSON for every row; what each seed came to is kept beside the means."""
-    result = [_row(name, of_seed) for name in rows]
-    for row in result:
-        row["speedup_vs_fp32"] = _speedup(row, result, DDP_ROW)
-        row["speedup_vs_fp16"] = _speedup(row, result, FP16_ROW)
-    return result
+    rows = [_row(name, [each for each in results if each["row"] == name]) for name in names]
+    for key, reference in (("speedup_vs_fp32", DDP_ROW), ("speedup_vs_fp16", FP16_ROW)):
+        (theirs,) = (row["runs"] for row in rows if row["row"] == reference)
+        for row in rows:
+            row[key] = _speedup(row["runs"], theirs)
+    return rows
 
 
-def communication_share(rows: Sequence[Row]) -> float:
-    """Percent of fp32 DDP's median step that is not there without communication."""
-    step_ms = {row["row"]: row["step_ms"] for row in rows}
-    return 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
-
-
-def _row(name: str, of_seed: Mapping[int, Mapping[str, Any]]) -> Row:
-    refused = [seed["refused"][name] for seed in of_seed.values() if name in seed["refused"]]
-    if refused:
-        return {"row": name, "reason": refused[0], **dict.fromkeys(_MEASURED), "runs": []}
-    runs = []
-    for number, seed in of_seed.items():
-        of_row = seed["rows"][name]
-        there = _to_target(of_row["curve"], seed["target"])
-        identical = of_row["replicas_identical"]
-        runs.append(
-            {
-                "seed": number,
-                "target_loss": seed["target"],
-                **there,
-                "replicas_identical": identical,
-            }
-        )
-    curves = [seed["rows"][name]["curve"] for seed in of_seed.values()]
-    identical = all(run["replicas_identical"] for run in runs)
+def _row(name: str, results: Sequence[Result]) -> Row:
+    if reason := next((result["reason"] for result in results if "reason" in result), None):
+        return {"row": name, "reason": reason, **dict.fromkeys(_MEASURED), "runs": []}
+    curves = [result["curve"] for result in results]
+    # Every block but the first, in which buffers are made.
+    blocks = [pair for curve in curves for pair in itertools.pairwise(curve)]
+    runs = [_to_target(result) for result in results]
     return {
         "row": name,
         "reason": None,
-        "step_ms": 1e3 * median(s for curve in curves for s in _step_s(curve)),
-        "wire_bytes_per_step": mean(map(_per_step, curves)),
+        "step_ms": 1e3
+        * median((b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in blocks),
+        "wire_bytes_per_step": mean(curve[-1]["tx_bytes"] / curve[-1]["step"] for curve in curves),
         **{key: _mean([run[key] for run in runs]) for key in _TO_TARGET},
-        "replicas_identical": None if name == COMPUTE_ROW else identical,
+        "replicas_identical": (
+            None if name == COMPUTE_ROW else all(run["replicas_identical"] for run in runs)
+        ),
         "runs": runs,
     }
 
 
-def _to_target(curve: Sequence[Mapping[str, Any]], target: float) -> Row:
+def _to_target(result: Result) -> Row:
     """The first evaluation at which the loss was as low as the target."""
-    losses = [] if curve[-1]["val_loss"] is None else smoothed([p["val_loss"] for p in curve])
-    pairs = zip(curve, losses, strict=False)
-    there = next((point for point, loss in pairs if loss <= target), None) or {}
+    evaluated = [point for point in result["curve"] if "val_loss" in point]
+    pairs = zip(evaluated, smoothed([point["val_loss"] for point in evaluated]), strict=True)
+    there = next((point for point, loss in pairs if loss <= result["target"]), {})
     return {
+        "seed": result["seed"],
+        "target_loss": result["target"],
         "steps_to_target": there.get("step"),
         "seconds_to_target": there.get("seconds"),
         "wire_bytes_to_target": there.get("tx_bytes"),
+        "replicas_identical": result["identical"],
     }
 
 
-def _step_s(curve: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of a step, from every block but the first, in which buffers are made."""
-    pairs = itertools.pairwise(curve)
-    return [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairs]
-
-
-def _per_step(curve: Sequence[Mapping[str, Any]]) -> float:
-    last = curve[-1]
-    return float(last["tx_bytes"] / last["step"])
-
-
-def _speedup(row: Row, rows: Sequence[Row], reference: str) -> float | None:
-    """The geometric mean over seeds of the reference's seconds by this row's."""
-    theirs = next(r for r in rows if r["row"] == reference)["runs"]
-    pairs = [
-        (other["seconds_to_target"], mine["seconds_to_target"])
-        for other, mine in zip(theirs, row["runs"], strict=False)
-    ]
-    if not pairs or None in [value for pair in pairs for value in pair]:
+def _speedup(runs: Sequence[Row], reference: Sequence[Row]) -> float | None:
+    """The geometric mean over seeds of the reference's seconds by these."""
+    seconds = [[run["seconds_to_target"] for run in of] for of in (reference, runs)]
+    if not runs or None in seconds[0] + seconds[1]:
         return None
-    return geometric_mean([other / mine for other, mine in pairs])
+    return geometric_mean([theirs / ours for theirs, ours in zip(*seconds, strict=True)])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if known and len(known) == len(values) else None
+    return None if None in values else mean(values)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How many ranks each host has: `2x2` is 2 hosts with 2 ranks, `3+1` one with 3 and one with 1."""
+"""Ranks as processes: how many each host has, their environment, and one group for each launch."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import json
 import os
 import re
 import signal
@@ -13,6 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_POLL_S = 0.1
+_GRACE_S = 2.0
+_KILL_TIMEOUT_S = 10.0
+_TAIL_LINES = 30
+_RESULT = "BENCHMARK_RESULT"
 
 RanksPerHost = int | Sequence[int]
 
@@ -79,19 +87,8 @@ class Layout:
 
     def place(self, rank: int) -> tuple[int, int]:
         """The host of a rank, and its number there."""
-        local_rank = rank
-        for host, count in enumerate(self.counts):
-            if local_rank < count:
-                return host, local_rank
-            local_rank -= count
-        raise ValueError(f"rank must be below {self.world_size}, got {rank}")
-
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-_POLL_S = 0.1
-_GRACE_S = 2.0
-_KILL_TIMEOUT_S = 10.0
-_TAIL_LINES = 30
+        places = [(host, each) for host, count in enumerate(self.counts) for each in range(count)]
+        return places[rank]
 
 
 class RankFailed(RuntimeError):
@@ -113,10 +110,11 @@ class RankGroup:
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str]) -> None:
         """Start the next rank; it leads a session, so that Ctrl-C reaches only the launcher."""
-        with self._path(len(self.processes)).open("wb") as output:
+        rank = len(self.processes)
+        with self._path(rank).open("wb") as output:
             process = subprocess.Popen(
                 list(argv),
-                env=dict(env),
+                env={**env, _RESULT: str(self._path(rank, ".json"))},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -129,7 +127,7 @@ class RankGroup:
         *,
         timeout_s: float,
         echo: bool = False,
-        on_poll: Callable[[], None] | None = None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Wait for all ranks and return their output; on the first failure kill the rest, raise.
 
@@ -137,20 +135,16 @@ class RankGroup:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            while running := [p for p in self.processes if p.poll() is None]:
+            while running := [r for r, p in enumerate(self.processes) if p.poll() is None]:
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
-                    stuck = [rank for rank, p in enumerate(self.processes) if p in running]
-                    message = f"ranks {stuck} were still running after {timeout_s:g} s"
+                    message = f"ranks {running} were still running after {timeout_s:g} s"
                     raise RanksTimedOut(f"{message}\n{self.tail()}")
                 if echo:
                     self._echo()
-                if on_poll:
-                    on_poll()
-                try:
-                    running[0].wait(timeout=_POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
+                on_poll()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.processes[running[0]].wait(timeout=_POLL_S)
             self._raise_if_failed()
         finally:
             self.kill()
@@ -170,6 +164,11 @@ class RankGroup:
         """What the rank has printed so far, stdout and stderr together."""
         return self._path(rank).read_text(errors="replace")
 
+    def results(self) -> list[Any]:
+        """What every rank has given to `send_result`; None: nothing."""
+        paths = [self._path(rank, ".json") for rank in range(len(self.processes))]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
     def tail(self) -> str:
         """The last lines of every rank's output."""
         parts = []
@@ -179,18 +178,15 @@ class RankGroup:
         return "\n".join(parts)
 
     def _raise_if_failed(self) -> None:
-        for rank, process in enumerate(self.processes):
-            if process.poll():
-                self._let_others_fail()
-                message = f"rank {rank} ended with exit status {process.returncode}"
-                raise RankFailed(f"{message}\n{self.tail()}")
-
-    def _let_others_fail(self) -> None:
-        """Give the others a moment: who ends first is often not the one with the telling error."""
-        deadline = time.monotonic() + _GRACE_S
+        failed = [rank for rank, process in enumerate(self.processes) if process.poll()]
+        if not failed:
+            return
+        deadline = time.monotonic() + _GRACE_S  # who ends first often has not the telling error
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        status = self.processes[failed[0]].returncode
+        raise RankFailed(f"rank {failed[0]} ended with exit status {status}\n{self.tail()}")
 
     def _echo(self) -> None:
         text = self.output(0)
@@ -198,8 +194,13 @@ class RankGroup:
         sys.stderr.flush()
         self._echoed = len(text)
 
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"rank{rank}.txt"
+    def _path(self, rank: int, suffix: str = ".txt") -> Path:
+        return self._directory / f"rank{rank}{suffix}"
+
+
+def send_result(result: Any) -> None:
+    """Give the launcher the result of this rank, something that JSON can hold."""
+    Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
 
 def rank_environment(
@@ -232,34 +233,6 @@ def rank_environment(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(part for part in search_path if part),
         "PYTHONUNBUFFERED": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that 10.77.0.1 has no name
         **(extra or {}),
     }
-
-
-class Gate:
-    """A named pipe. A rank waits in `wait_at`; the launcher looks now and then with `let_through`.
-
-    path: where the pipe is made; it must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        os.mkfifo(path)
-
-    def let_through(self, prepare: Callable[[], None]) -> None:
-        """If a rank waits at the gate, call `prepare` and let it go on; never blocks."""
-        try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nobody has the pipe open for reading
-                return
-            raise
-        try:
-            prepare()
-        finally:
-            os.close(descriptor)
-
-
-def wait_at(path: str) -> None:
-    """Block until the launcher lets this process through."""
-    Path(path).read_bytes()

@@ -1,20 +1,63 @@
-"""Results as JSON, and with what a benchmark ran."""
+"""Results of a benchmark: rows, shown and kept as they come, with what it ran on."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from benchmarks.harness.launch import REPOSITORY, RankFailed
+from benchmarks.harness.tables import Result, Rows
+from benchmarks.harness.testbed import TestbedUnavailable
+from lightning_dist import __version__
+
 _GIT_TIMEOUT_S = 10.0
+
+
+def collect(
+    program: str,
+    arguments: argparse.Namespace,
+    groups: Iterable[Rows],
+    *,
+    tables: Sequence[Callable[[Result], str | None]],
+    seed: int = 0,
+    renew: bool = False,
+) -> Rows:
+    """The rows of all groups, each of which is shown and written to ``--json`` when it is measured.
+
+    Where there is no test-bed, or a rank fails, the process ends with a message.
+
+    Args:
+        tables: make a section of a group; None where it has no rows for it.
+        renew: keep the rows of other kinds that the file has.
+    """
+    path = arguments.json
+    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
+    meta = collect_meta(seed=seed, arguments=listed)
+    kept = json.loads(path.read_text()) if renew else None
+    rows: list[Any] = []
+    try:
+        for group in groups:
+            rows += group
+            shown = (table({"meta": meta, "rows": group}) for table in tables)
+            print(*(f"\n{text}" for text in shown if text), sep="\n", flush=True)
+            if path:  # after each, so that a failure of a later one loses nothing
+                result = {"meta": meta, "rows": rows}
+                write_json(path, **(renewed(kept, result) if kept else result))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (TestbedUnavailable, RankFailed) as error:
+        sys.exit(f"{program}: {error}")
+    return rows
 
 
 def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,8 +66,8 @@ def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
-            "torch": _version("torch"),
-            "lightning_dist": _version("lightning-dist") or _checkout_version(),
+            "torch": importlib.metadata.version("torch"),
+            "lightning_dist": __version__,
         },
         "git_commit": _git_commit(),
         "machine": {
@@ -74,32 +117,11 @@ def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
     return kinds
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _checkout_version() -> str | None:
-    try:
-        from lightning_dist import __version__
-    except ImportError:
-        return None
-    return __version__
-
-
 def _git_commit() -> str | None:
     """The commit of this checkout, with `-dirty` where files differ from it."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return f"{commit}-dirty" if _git("status", "--porcelain") else commit
-
-
-def _git(*arguments: str) -> str | None:
-    # Read only: without --no-optional-locks `git status` would rewrite the index.
-    command = ["git", "--no-optional-locks", "-C", str(_REPOSITORY), *arguments]
+    # Read only: without --no-optional-locks git would rewrite the index.
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *describe]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
@@ -114,3 +136,21 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def say(text: str) -> None:
+    """Print progress, beside the tables on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    """An option that is at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def rate(text: str) -> float | None:
+    """An option that is the rate of a link in Mbit/s, or ``none``."""
+    return None if text == "none" else float(text)

@@ -1,21 +1,26 @@
-"""Tables from rows: columns are heads and templates, in a terminal and in the documents."""
+"""Tables of rows in Markdown, and the sections that they are in, for documents and terminals.
+
+A column is a head and a template. A section is a table, refused rows with reasons, and a caption.
+"""
 
 from __future__ import annotations
 
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 Row = Mapping[str, Any]
+Rows = Sequence[Row]
+Result = Mapping[str, Any]
+"""``{"meta": ..., "rows": [...]}``"""
 Cell = str | Sequence[str] | Callable[[Row], str]
 Column = tuple[str, Cell] | tuple[str, Cell, Any]
 """A head, and a template of `Template`, several with slashes between them, or a function of a row.
 The third, if any, is the value in ``row["by"]`` of the row that the cell is of."""
 
+NA = "n/a"
 _ONEBIT_PREFIX = "onebit-adam:"
 _SUFFIXES = {"-noef": "no error feedback", "-warm": "first fifth uncompressed"}
 _TORCH_NAMES = {
@@ -86,21 +91,22 @@ class _Missing(Exception):
 _TEMPLATE = Template()
 
 
-def cell_of(column: Column, row: Row, *, missing: str = "n/a") -> str:
-    """The text of a cell."""
+def cell_of(column: Column, row: Row | None) -> str:
+    """The text of a cell; n/a where a value is missing."""
     _, cell, *value = column
     if value:
+        assert row is not None
         row = row["by"].get(value[0])
     if row is None:
-        return missing
+        return NA
     if callable(cell):
         return cell(row)
     if not isinstance(cell, str):
-        return " / ".join(cell_of(("", each), row, missing=missing) for each in cell)
+        return " / ".join(cell_of(("", each), row) for each in cell)
     try:
         return _TEMPLATE.vformat(cell, (), row)
     except _Missing:
-        return missing
+        return NA
 
 
 def pivot(rows: Iterable[Row], *, of: Sequence[str], by: str) -> list[Row]:
@@ -115,28 +121,82 @@ def pivot(rows: Iterable[Row], *, of: Sequence[str], by: str) -> list[Row]:
     return list(found.values())
 
 
-def show(title: str, columns: Sequence[Column], rows: Iterable[Row]) -> None:
-    """A table on stdout; what is not known is a dash."""
-    cells = ([cell_of(column, row, missing="-") for column in columns] for row in rows)
-    print_table(title, columns=[column[0] for column in columns], rows=cells)
+def markdown(columns: Sequence[Column], rows: Iterable[Row]) -> str:
+    """A table of rows: the first column names the row, the others are right-aligned."""
+    return _markdown(
+        [column[0] for column in columns],
+        [[cell_of(column, row) for column in columns] for row in rows],
+    )
 
 
 def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """One table on stdout: the first column names the row, the others are right-aligned.
+    """A table of cells on stdout: None is n/a and a float has one decimal."""
+    lines = [
+        [NA if v is None else f"{v:,.1f}" if isinstance(v, float) else str(v) for v in row]
+        for row in rows
+    ]
+    print(f"\n{title}\n\n{_markdown(columns, lines)}", flush=True)
 
-    None shows as a dash and a float with one decimal; format a value yourself where that is wrong.
+
+def _markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    table = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in table)
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def caption(text: str, meta: Mapping[str, Any]) -> str:
+    """What was measured, and where and when."""
+    machine, commit = meta["machine"], meta.get("git_commit") or "unknown"
+    short = re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", commit)
+    return (
+        f"<sub>{text} {meta['date'][:10]}, commit {short}, torch {meta['versions']['torch']}, "
+        f"{machine['cpu']}, {machine['cores']} cores.</sub>"
+    )
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """One list, or none: each row that was refused or broke, and why."""
+    of_row = {row.get("row") or row["codec"]: row["reason"] for row in rows if row.get("reason")}
+    lines = [" ".join(f"{name_of(name)}: {why}".split()) for name, why in of_row.items()]
+    return ["\n".join(f"- {_escape(line)}" for line in lines)] if lines else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A section of one table and a caption.
+
+    Args:
+        columns: a head and how a cell is made, each.
+        has: rows of the result that are in the table have this field;
+        kinds: or are of these kinds.
+        text: the caption, or what makes it of the meta data and the rows.
+        total: what makes a last row of all rows.
     """
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_shown(value) for value in row))
-    # A table in a file or a pipe is not cut to the width of a terminal that is not there.
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+
+    columns: Sequence[Column]
+    text: str | Callable[[Mapping[str, Any], Rows], str]
+    has: str | None = None
+    kinds: Sequence[str] = ()
+    total: Callable[[Rows], Row] | None = None
+
+    def __call__(self, result: Result) -> str | None:
+        """The section; None where the result has no rows for it."""
+        rows = [row for row in result["rows"] if self.has is None or self.has in row]
+        if self.kinds:
+            rows = [row for row in rows if row["kind"] in self.kinds]
+        if not rows:
+            return None
+        of_kind = result["meta"].get("renewed", {})
+        meta = of_kind.get(self.kinds[0], result["meta"]) if self.kinds else result["meta"]
+        text = self.text if isinstance(self.text, str) else self.text(meta, rows)
+        shown = [*rows, self.total(rows)] if self.total else rows
+        return f"{markdown(self.columns, shown)}\n\n{caption(text, meta)}"
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+def links_of(rows: Rows) -> list[Any]:
+    """Rates of links, the slowest first."""
+    links = {row["link_mbit"] for row in rows}
+    return sorted(links, key=lambda mbit: float("inf") if mbit is None else mbit)

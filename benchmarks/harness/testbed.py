@@ -11,15 +11,17 @@ shaped nor counted. No latency is added: a link here is slow, not far.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import signal
+import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from benchmarks.harness import network
 from benchmarks.harness.launch import Layout, RankGroup, RanksPerHost, rank_environment
@@ -84,13 +86,8 @@ class Testbed:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     def address(self, host: int) -> str:
         """The IPv4 address of a host's link."""
@@ -98,16 +95,21 @@ class Testbed:
 
     def namespace(self, host: int) -> str:
         """The name of a host's network namespace."""
-        if not 0 <= host < self.hosts:
-            raise ValueError(f"host must be between 0 and {self.hosts - 1}, got {host}")
         return f"{self._name}-h{host}"
+
+    @property
+    def shaped(self) -> list[tuple[str, str]]:
+        """Namespace and device of both ends of every link; a rank may shape them too."""
+        ends = [
+            [(self._switch, f"h{h}"), (self.namespace(h), INTERFACE)] for h in range(self.hosts)
+        ]
+        return [end for of_host in ends for end in of_host]
 
     def set_link(self, link_mbit: float | None) -> None:
         """Change the rate of all links, in Mbit/s, while ranks run; None: not shaped."""
         _check_link(link_mbit)
-        for host in range(self.hosts):
-            network.shape(self._switch, f"h{host}", rate_mbit=link_mbit)
-            network.shape(self.namespace(host), INTERFACE, rate_mbit=link_mbit)
+        for namespace, device in self.shaped:
+            network.shape(namespace, device, rate_mbit=link_mbit)
         self.link_mbit = link_mbit
 
     def tx_bytes(self, host: int) -> int:
@@ -155,37 +157,44 @@ class Testbed:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
         echo: bool = False,
-        on_poll: Callable[[], None] | None = None,
     ) -> list[str]:
         """Run `argv` once per rank and return what each rank printed.
 
         Raises `RankFailed` when a rank exits with an error and `RanksTimedOut` after `timeout_s`
         seconds; both kill all ranks and carry the end of their output. echo: show rank 0's output.
-        on_poll: called about ten times a second meanwhile.
         """
         group = self.start(argv, ranks_per_host=ranks_per_host, env=env)
-        return group.wait(timeout_s=timeout_s, echo=echo, on_poll=on_poll)
+        return group.wait(timeout_s=timeout_s, echo=echo)
+
+    def run(self, module: str, settings: Any, *, echo: bool = True, **options: Any) -> list[Any]:
+        """Run ``python -m module`` with its settings as JSON, and return what each rank has sent.
+
+        A rank sends with `benchmarks.harness.launch.send_result`. options: of `launch`.
+        """
+        self.launch([sys.executable, "-m", module, json.dumps(settings)], echo=echo, **options)
+        return self._groups[-1].results()
 
     def _create_network(self) -> None:
-        switch = self._switch
-        network.add_namespace(switch)
-        network.add_bridge(switch, "br0")
+        # Without an address of IPv6, whose link-local chatter would show in the counters.
+        switch, up = self._switch, "addrgenmode none up"
+        network.run(f"""
+            ip netns add {switch}
+            ip -n {switch} link add br0 type bridge stp_state 0 mcast_snooping 0
+            ip -n {switch} link set br0 {up}""")
         for host in range(self.hosts):
-            name, port = self.namespace(host), f"h{host}"
-            network.add_namespace(name)
-            network.add_veth(switch, port, peer_namespace=name, peer_name=INTERFACE)
-            network.run("ip", "-n", switch, "link", "set", port, "master", "br0")
-            address = f"{self.address(host)}/24"
-            network.run("ip", "-n", name, "addr", "add", address, "dev", INTERFACE)
-            network.set_up(switch, port)
-            network.set_up(name, INTERFACE)
-            if self.congestion_control is not None:
-                network.set_congestion_control(
-                    name,
-                    INTERFACE,
-                    subnet=_SUBNET,
-                    address=self.address(host),
-                    name=self.congestion_control,
+            name, port, address = self.namespace(host), f"h{host}", self.address(host)
+            network.run(f"""
+                ip netns add {name}
+                ip -n {name} link set lo up
+                ip link add {port} netns {switch} type veth peer name {INTERFACE} netns {name}
+                ip -n {switch} link set {port} master br0
+                ip -n {name} addr add {address}/24 dev {INTERFACE}
+                ip -n {switch} link set {port} {up}
+                ip -n {name} link set {INTERFACE} {up}""")
+            if self.congestion_control is not None:  # some kernels allow it for a route only
+                network.run(
+                    f"ip -n {name} route change {_SUBNET} dev {INTERFACE} proto kernel scope link "
+                    f"src {address} congctl {self.congestion_control}"
                 )
         self.set_link(self.link_mbit)
 
@@ -219,25 +228,21 @@ def exit_on_signals() -> Iterator[None]:
     """Turn the first SIGINT, SIGTERM or SIGHUP into an exception and ignore those that follow.
 
     Ignoring them until the block is left keeps an impatient second Ctrl-C out of the clean-up.
-    A signal that the process was started to ignore stays ignored; outside the main thread, where
-    Python delivers no signals, this does nothing.
+    A signal that the process was started to ignore stays ignored. For the main thread only.
     """
-    raised = False
 
     def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        if raised:
-            return
-        raised = True
+        for each in previous:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, handler)
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {each: signal.getsignal(each) for each in caught}
+    previous = {each: old for each, old in previous.items() if old is not signal.SIG_IGN}
+    for each in previous:
+        signal.signal(each, handler)
     try:
         yield
     finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
+        for each, old in previous.items():
+            signal.signal(each, old)

@@ -10,24 +10,23 @@ the interface, read every millisecond, are too coarse: a collective of 264 KB is
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import os
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.harness.launch import RankFailed
 from benchmarks.harness.testbed import INTERFACE, Testbed
 
 _PERIOD_S = 0.005
 _PACKET = struct.Struct("<2q")
-"""Nanoseconds and bytes; the last one may be cut short, where the process was killed."""
 _HEADERS = 66
 """Bytes of Ethernet, IPv4 and TCP with timestamps; a packet that the kernel hands over unsplit has
 them once, and an acknowledgement is nothing else."""
@@ -41,30 +40,19 @@ _BUFFER_BYTES = 1 << 26  # a packet that waits to be read takes all its bytes
 
 @dataclass(frozen=True)
 class LinkPackets:
-    """Bytes of TCP payload that a host has sent.
+    """Packets that a host has sent.
 
     Args:
-        times: of packets, in nanoseconds, ascending.
-        payload: sent until then, and with that packet.
+        times: in nanoseconds.
+        payload: bytes of TCP payload of each.
     """
 
-    times: Sequence[int]
-    payload: Sequence[int]
-
-    @classmethod
-    def read(cls, path: Path) -> LinkPackets:
-        """Of one host."""
-        packets = sorted(_packets(path))
-        sizes = (max(nbytes - _HEADERS, 0) for _, nbytes in packets)
-        return cls([at for at, _ in packets], list(itertools.accumulate(sizes)))
+    times: np.ndarray
+    payload: np.ndarray
 
     def between(self, begin: int, end: int) -> int:
         """Bytes that were sent from ``begin`` to ``end``, in nanoseconds."""
-        return self._until(end) - self._until(begin)
-
-    def _until(self, now: int) -> int:
-        count = bisect.bisect_right(self.times, now)
-        return self.payload[count - 1] if count else 0
+        return int(self.payload[(begin < self.times) & (self.times <= end)].sum())
 
 
 @contextmanager
@@ -77,39 +65,46 @@ def noted(testbed: Testbed, folder: Path) -> Iterator[None]:
     paths = [_path(folder, host) for host in range(testbed.hosts)]
     group = testbed.start([sys.executable, "-m", "benchmarks.profiler.link_packets", str(folder)])
 
-    def wait_until(is_so: Callable[[Path, int], bool], what: str) -> None:
+    def wait_until(done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        for host, path in enumerate(paths):
-            while not is_so(path, host):
-                if time.monotonic() > deadline:
-                    raise RankFailed(f"packets of host {host}: {what}\n{group.tail()}")
-                time.sleep(_PERIOD_S)
+        while not done():
+            if time.monotonic() > deadline:
+                raise RankFailed(f"packets of the hosts: {what}\n{group.tail()}")
+            time.sleep(_PERIOD_S)
 
-    def all_seen(path: Path, host: int) -> bool:
-        sent = testbed.tx_bytes(host) - before[host]
-        return sum(nbytes for _, nbytes in _packets(path)) >= _ALL_SEEN * sent
+    def counted() -> np.ndarray:
+        return np.array([testbed.tx_bytes(host) for host in range(testbed.hosts)])
+
+    def seen() -> np.ndarray:
+        return np.array([_packets(path)[:, 1].sum() for path in paths])
 
     try:
-        wait_until(lambda path, _: path.exists(), "nothing looks at them")
-        before = [testbed.tx_bytes(host) for host in range(testbed.hosts)]
+        wait_until(lambda: all(path.exists() for path in paths), "nothing looks at them")
+        before = counted()
         yield
-        wait_until(all_seen, "they are fewer bytes than its interface has counted")
+        wait_until(
+            lambda: bool((seen() >= _ALL_SEEN * (counted() - before)).all()),
+            "they are fewer bytes than an interface has counted",
+        )
     finally:
         group.kill()
 
 
 def packets_of(folder: Path, *, hosts: int) -> list[LinkPackets]:
     """Of every host."""
-    return [LinkPackets.read(_path(folder, host)) for host in range(hosts)]
+    of_hosts = [_packets(_path(folder, host)) for host in range(hosts)]
+    return [LinkPackets(each[:, 0], np.maximum(each[:, 1] - _HEADERS, 0)) for each in of_hosts]
 
 
 def _path(folder: Path, host: int) -> Path:
     return folder / f"host{host}.packets"
 
 
-def _packets(path: Path) -> Iterator[tuple[int, int]]:
+def _packets(path: Path) -> np.ndarray:
+    """Nanoseconds and bytes of each; the last may be cut short, where the process was killed."""
     content = path.read_bytes()
-    return _PACKET.iter_unpack(content[: len(content) // _PACKET.size * _PACKET.size])
+    whole = len(content) // _PACKET.size * _PACKET.size
+    return np.frombuffer(content[:whole], dtype="<i8").reshape(-1, 2)
 
 
 def main() -> None:

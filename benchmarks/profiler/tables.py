@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.sections import (
+from benchmarks.harness.tables import (
     NA,
+    Column,
     Result,
+    Row,
     Table,
     caption,
     links_of,
     markdown,
+    of_link,
+    pivot,
 )
-from benchmarks.harness.tables import Column, Row, of_link, pivot
 
 
 def whatif_errors(result: Result) -> str | None:
@@ -48,7 +51,7 @@ def whatif_scaling(result: Result) -> str | None:
     rows = [row for row in result["rows"] if row["kind"] == "scaling"]
     if not rows:
         return None
-    columns: list[Column] = [("PREDICTION", "`{codec}`")]
+    columns: list[Column] = [("Predicted", "`{codec}`")]
     for hosts in sorted({row["hosts"] for row in rows}):
         columns.append((f"{hosts:,} hosts", "{step_ms:,.0f}", hosts))
     text = (

@@ -4,9 +4,9 @@
                                 [--steps 12] [--json PATH]
 
 Needs root. Hosts on one machine (`harness/testbed.py`) train the model of
-`step_time/allreduce.py`, 42 MB of fp32 gradients, with each setting at each rate under the
+`step_time/`, 42 MB of fp32 gradients, with each setting at each rate under the
 profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in
-`step_time/hierarchical.py`. Then every pair of setting and rate is predicted from ONE profile,
+`step_time/`. Then every pair of setting and rate is predicted from ONE profile,
 that of ddp at the rate `--base`, with the costs of codecs that `calibrate()` finds before the first
 step, compiled as in the run and on all ranks at once. What was lost of the rate at `--base` is
 taken to be lost of the others too. Hierarchical settings need the rate inside a host, which ddp
@@ -16,7 +16,7 @@ does not show: `--inside-gbit`. Nor does it show the latency of a round, which c
 JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
 profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
 link_mbit, measured_ms, predicted_ms, relative_error, is_base) and "scaling": what the same profile
-says of 2 to 1,024 hosts, which is a PREDICTION and nothing else (hosts, codec, form, step_ms). Of a
+says of 2 to 1,024 hosts, predicted and not measured (hosts, codec, form, step_ms). Of a
 step's time the median over steps counts, of the mean over ranks, as in the profile.
 """
 
@@ -34,14 +34,13 @@ from typing import Any
 
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import Layout, RankFailed
-from benchmarks.harness.results import collect_meta, error_sizes, write_json
+from benchmarks.harness.results import collect_meta, error_sizes, positive, say, write_json
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from benchmarks.step_time.rows import QUIET, split_row
-from benchmarks.step_time.run import positive, say
+from benchmarks.step_time.rows import split_row
 from lightning_dist.profiling.run import read_run
-from lightning_dist.profiling.whatif.answer import LABEL
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.predictions import LABEL
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT, Scenario
 from lightning_dist.reducer.costs import CodecCost
 
@@ -83,7 +82,6 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[
             testbed.launch(
                 [sys.executable, "-m", RANK_MODULE, json.dumps(settings)],
                 ranks_per_host=layout.counts,
-                env=QUIET,
                 timeout_s=arguments.timeout,
                 echo=True,
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.step_time.rank import Row, write_whole
+from benchmarks.step_time.rank import Row
 from benchmarks.step_time.rows import WIDTH
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.capture.session import SessionSettings
@@ -68,7 +68,7 @@ def measure_costs(settings: Settings) -> None:
     costs = calibrate(settings.codecs, fused=True, chunks=_CHUNKS)
     if dist.get_rank() == 0:
         listed = {name: asdict(cost) for name, cost in costs.items()}
-        write_whole(Path(settings.costs), json.dumps(listed))
+        Path(settings.costs).write_text(json.dumps(listed))
 
 
 def run(settings: Settings) -> None:

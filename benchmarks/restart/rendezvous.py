@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import REPOSITORY
@@ -128,19 +128,11 @@ def _free_port() -> int:
 def _kill(job: subprocess.Popen[bytes]) -> None:
     """The launcher first, so that it starts nothing anew; its ranks have sessions of their own."""
     if job.poll() is None:
-        ranks = list(_descendants(job.pid))
+        ranks = psutil.Process(job.pid).children(recursive=True)
         job.kill()
         for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
-
-
-def _descendants(process: int) -> Iterator[int]:
-    with suppress(OSError):
-        for children in list(Path(f"/proc/{process}/task").glob("*/children")):
-            for child in map(int, children.read_text().split()):
-                yield child
-                yield from _descendants(child)
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
 
 
 def summarize(trials: list[Trial]) -> list[dict[str, Any]]:
@@ -171,21 +163,12 @@ def train(strategy: str, folder: str, victim: str, step: str) -> None:
 
     mark = Path(folder) / "died"
 
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(32, 2)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            if (self.global_rank, index) == (int(victim), int(step)) and not mark.exists():
+    class Mortal(BoringModel):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            if (self.global_rank, batch_idx) == (int(victim), int(step)) and not mark.exists():
                 mark.touch()
                 os._exit(3)
-            return self.layer(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-        train_dataloader = BoringModel.train_dataloader
+            return super().training_step(batch, batch_idx)
 
     torch.set_num_threads(1)
     trainer = L.Trainer(
@@ -193,12 +176,13 @@ def train(strategy: str, folder: str, victim: str, step: str) -> None:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         max_steps=_STEPS,
+        limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module())
+    trainer.fit(Mortal())
 
 
 def main() -> None:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from benchmarks.harness.sections import (
-    Result,
-    Rows,
-    Table,
-    caption,
-    markdown,
-)
-from benchmarks.harness.tables import Column, Row, cell_of
+from benchmarks.harness.tables import Column, Result, Row, Rows, Table, caption, cell_of, markdown
 
 
 def loop_campaign(result: Result) -> str | None:

@@ -1,7 +1,7 @@
-"""One rank of the step-time benchmarks: `allreduce.py` and `hierarchical.py` say what it means.
+"""One rank of the step-time benchmark; `__main__.py` says what it means.
 
-Reads its settings from the command line as JSON. For every link rank 0 writes the samples of every
-row as JSON; before every link but the first it waits until the launcher has changed the link.
+Reads its settings from the command line as JSON. Rank 0 changes the rate of the links. The result
+is the samples of every row, link by link.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.launch import wait_at
+from benchmarks.harness import network
+from benchmarks.harness.launch import send_result
+from benchmarks.harness.tables import of_link
 from benchmarks.step_time.rows import (
     COMPUTE_ROW,
     FEWEST_ROUNDS,
@@ -32,7 +33,7 @@ from benchmarks.step_time.rows import (
     LAYERS,
     MOST_ROUNDS,
     NO_FEEDBACK_SUFFIX,
-    ONE_BUCKET_SUFFIX,
+    ONE_BUCKET_ROW,
     PER_CHANNEL_ROW,
     PER_TENSOR_ROW,
     POWERSGD_ROW,
@@ -46,23 +47,16 @@ from benchmarks.step_time.rows import (
 _TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(kw_only=True)
-class Sample:
-    """One timed step of one row. Lists have an element for every host."""
-
-    step_s: float  # from before the forward to after the optimizer, of the slowest rank
-    tx_bytes: list[int]  # what each host sent meanwhile, from its interface's counter
-    lo_bytes: int  # the same of host 0's loopback
-    identical: bool  # whether all ranks hold the same parameters, bit by bit
-    raw_bytes: int | None  # our counter, rank 0; None where nothing of ours is attached
-    inter_bytes: list[int] | None  # our counters, to other hosts, all ranks of a host
-    intra_bytes: list[int] | None  # our counters, within the host, all ranks of it
+Sample = dict[str, Any]
+Samples = dict[str, list[Sample]]
 
 
 def measure(row: Row, batch: Batch) -> Sample:
-    """Time one step between two barriers, which are outside the time, not outside the bytes."""
+    """Time one step between two barriers, which are outside the time, not outside the bytes.
+
+    Lists have an element for every host; counters of ours are None where nothing of ours is
+    attached.
+    """
     link, host = os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["GROUP_RANK"])
     dist.barrier()
     tx_before, lo_before = tx_bytes_of(link), tx_bytes_of("lo")
@@ -81,22 +75,21 @@ def measure(row: Row, batch: Batch) -> Sample:
     elapsed, digests, hosts = table[:, :3].unbind(dim=1)
     of_host = [table[hosts == each, 3:] for each in range(int(hosts.max()) + 1)]
     ours = row.handle is not None
-    return Sample(
-        step_s=elapsed.max().item() / 1e9,
-        tx_bytes=[int(ranks[0, 0]) for ranks in of_host],  # its ranks see the same counter
-        lo_bytes=int(of_host[0][0, 1]),
-        identical=bool((digests == digests[0]).all()),
-        raw_bytes=row.counted("raw_bytes") if ours else None,
-        inter_bytes=[int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
-        intra_bytes=[int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
-    )
+    return {
+        "step_s": elapsed.max().item() / 1e9,  # of the slowest rank
+        "tx_bytes": [int(ranks[0, 0]) for ranks in of_host],  # its ranks see the same counter
+        "lo_bytes": int(of_host[0][0, 1]),  # of host 0's loopback
+        "identical": bool((digests == digests[0]).all()),  # parameters of all ranks, bit by bit
+        "raw_bytes": row.counted("raw_bytes") if ours else None,  # of rank 0
+        "inter_bytes": [int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
+        "intra_bytes": [int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
+    }
 
 
-def measure_link(
-    rows: list[Row], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
-) -> dict[str, list[Sample]]:
+def measure_link(rows: list[Row], batch: Batch, settings: Settings, *, warmup: int) -> Samples:
     """Round robin over the rows, another one first in every round."""
-    samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
+    samples: Samples = {row.name: [] for row in rows}
+    rounds = settings.rounds
     start = last = time.perf_counter()
     index = 0
     while rounds is None or index < warmup + rounds:
@@ -108,7 +101,8 @@ def measure_link(
         index += 1
         now = time.perf_counter()
         if index == warmup and rounds is None:
-            rounds = _affordable_rounds(seconds - (now - start), round_s=now - last)
+            left_s = settings.seconds - (now - start)
+            rounds = _affordable_rounds(left_s, round_s=now - last)
         print(f"  round {index} of {warmup + (rounds or 0)}, {now - last:.1f} s", flush=True)
         last = now
     return samples
@@ -125,30 +119,22 @@ def run(settings: Settings) -> None:
             print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
     torch.manual_seed(settings.seed + 1 + dist.get_rank())
     batch = (torch.randn(settings.batch, WIDTH), torch.randn(settings.batch, WIDTH))
-    for index, output in enumerate(settings.outputs):
-        if index > 0 and rank0:
-            wait_at(settings.gate)
+    samples = []
+    for index, link_mbit in enumerate(settings.links):
+        dist.barrier()
+        if rank0:
+            print(f"link: {of_link(link_mbit)}", flush=True)
+            for namespace, device in settings.shaped:
+                network.shape(namespace, device, rate_mbit=link_mbit)
         dist.barrier()
         warmup = settings.warmup if index == 0 else 1
-        samples = measure_link(
-            rows, batch, warmup=warmup, rounds=settings.rounds, seconds=settings.seconds
-        )
-        if rank0:
-            listed = {name: [asdict(sample) for sample in of] for name, of in samples.items()}
-            write_whole(Path(output), json.dumps(listed))
-    print(f"  resident: {_resident_mb():.0f} MB per rank", flush=True)
+        samples.append(measure_link(rows, batch, settings, warmup=warmup))
+    send_result(samples)
     for row in rows:
         if row.handle is not None:
             row.handle.close()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The launcher reads the file as soon as it is there, so it must be there whole."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _affordable_rounds(left_s: float, *, round_s: float) -> int:
@@ -157,11 +143,6 @@ def _affordable_rounds(left_s: float, *, round_s: float) -> int:
     decided = torch.tensor(rounds)
     dist.broadcast(decided, src=0)
     return int(decided.item())
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def tx_bytes_of(interface: str) -> int:
@@ -182,7 +163,7 @@ class Row:
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         self.name = name
-        cap_mb = _ONE_BUCKET_MB if name.endswith(ONE_BUCKET_SUFFIX) else None
+        cap_mb = _ONE_BUCKET_MB if name == ONE_BUCKET_ROW else None
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
         self.handle = attach(self.ddp, name)
@@ -214,7 +195,7 @@ class Row:
 def attach(ddp: DistributedDataParallel, row: str) -> Any | None:
     """Let the row's method communicate for the model; our handle, or None for torch's own."""
     if is_torch_row(row):
-        _attach_torch(ddp, row.removesuffix(ONE_BUCKET_SUFFIX))
+        _attach_torch(ddp, row)
         return None
     from lightning_dist import compress_ddp
     from lightning_dist.codecs import BlockCodec, resolve_codec
@@ -235,7 +216,7 @@ def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:
     # Imported where needed: only the risky rows use what these load.
     if row == FP16_ROW:
         ddp.register_comm_hook(None, fp16_compress_hook)
-    elif row == POWERSGD_ROW:
+    elif row in (POWERSGD_ROW, ONE_BUCKET_ROW):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
         state = powersgd.PowerSGDState(

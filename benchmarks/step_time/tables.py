@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.sections import (
+from benchmarks.harness.tables import (
+    NA,
+    Column,
     Result,
+    Row,
     caption,
-    faster,
     links_of,
     markdown,
+    megabytes,
+    name_of,
+    of_link,
+    pivot,
     reasons,
 )
-from benchmarks.harness.tables import Column, Row, megabytes, name_of, of_link, pivot
 
 
-def step_times(result: Result, *, hosts: int) -> str | None:
+def step_times(result: Result, *, hosts: int | None = None) -> str | None:
     """Time of a step and bytes per codec: a column pair for every link, slowest link first."""
-    rows = [row for row in result["rows"] if row["hosts"] == hosts]
+    rows = [row for row in result["rows"] if hosts in (None, row["hosts"])]
     measured = [row for row in rows if row.get("reason") is None]
     if not measured:
         return None
-    links = links_of(measured)
+    links, hosts = links_of(measured), measured[0]["hosts"]
     columns: list[Column] = [(f"{hosts} hosts", "{codec!n}"), ("MB sent", "{wire_bytes!b}")]
-    for link in links:
-        columns.append((f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link))
-        columns.append(("faster than fp32 / fp16 hook", faster, link))
+    columns += [of for link in links for of in _of_link(link)]
     by_link = sorted(measured, key=lambda row: links.index(row["link_mbit"]))
     order = list(dict.fromkeys(row["codec"] for row in measured))
     lines = sorted(
@@ -54,9 +57,7 @@ def forms(result: Result) -> str | None:
             ("MB inside", "{lo_bytes!b}"),
         ]
         for link in links_of(of_layout):
-            columns.append((f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link))
-            columns.append(("faster than fp32 / fp16 hook", faster, link))
-            columns.append(("% of the link", "{wire_limit_pct:,.0f}", link))
+            columns += [*_of_link(link), ("% of the link", "{wire_limit_pct:,.0f}", link)]
         tables.append(markdown(columns, pivot(of_layout, of=["form", "codec"], by="link_mbit")))
     text = (
         "Median step of 10 x Linear(1024, 1024), 42 MB of gradients; MB that a host sends to "
@@ -72,19 +73,32 @@ def curve(result: Result) -> str | None:
     if not rows:
         return None
     rows = [{**row, "line": (row["form"], row["codec"])} for row in rows]
-    columns: list[Column] = [("PREDICTION: hosts", "{hosts:,}")]
+    columns: list[Column] = [("Predicted: hosts", "{hosts:,}")]
     for line in dict.fromkeys(row["line"] for row in rows):
         cell = "{predicted_ms:,.0f} ms ({speedup_vs_flat_fp32:.1f}x)"
         columns.append((f"{line[0]} `{line[1]}`", cell, line))
-    errors = meta["errors"]
+    errors, asked = meta["errors"], meta["arguments"]
     text = (
-        f"{meta['label']}: communication of a step of 42 MB, {rows[0]['ranks_per_host']} ranks per "
-        f"host, {rows[0]['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
-        f"for the codecs, {rows[0]['round_us']:.0f} us per round between hosts (too few ranks to "
+        f"{meta['label']}: communication of a step of 42 MB, {asked['ranks_per_host']} ranks per "
+        f"host, {asked['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
+        f"for the codecs, {asked['latency_us']:g} us per round between hosts (too few ranks to "
         f"tell). Error of the fit over {errors['rows']} measured rows: median "
         f"{errors['median'] * 100:.1f} %, largest {errors['largest'] * 100:.0f} %."
     )
     return f"{markdown(columns, pivot(rows, of=['hosts'], by='line'))}\n\n<sub>{text}</sub>"
+
+
+def _of_link(link: float | None) -> list[Column]:
+    return [
+        (f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link),
+        ("faster than fp32 / fp16 hook", _faster, link),
+    ]
+
+
+def _faster(row: Row) -> str:
+    if row["codec"] == "no-comm":
+        return NA
+    return f"{row['speedup_vs_fp32']:.2f}x / {row['speedup_vs_fp16']:.2f}x"
 
 
 def _form_and_codec(row: Row) -> str:

@@ -31,7 +31,7 @@ def results_table(results: Sequence[Result]) -> Table:
         "bytes: TX counter of the loopback interface around fit, both directions,\n"
         "with whatever else this machine sent to itself meanwhile",
         caption="Loopback is no slow network: compressing can only cost time here.\n"
-        "What it saves on a slow link is measured by benchmarks/step_time/allreduce.py.",
+        "What it saves on a slow link is measured by benchmarks/step_time.",
     )
     table.add_column("strategy", no_wrap=True)
     for heading in ("first loss", "val loss", "on the wire", "ratio", "training"):

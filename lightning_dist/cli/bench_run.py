@@ -180,8 +180,8 @@ def _measured(
         if settings.pairs:
             nbytes = max(settings.sizes)
             status.update(f"{len(report.ranks)} ranks in pairs, {decimal(nbytes)}")
-            matrix = pairs(group, nbytes, iterations=settings.iterations, device=device)
-            return replace(report, pair_nbytes=nbytes, pair_gbps=matrix.gbps)
+            rates = pairs(group, nbytes, iterations=settings.iterations, device=device)
+            return replace(report, pair_nbytes=nbytes, pair_gbps=rates)
         rows = []
         for op in settings.ops:
             for nbytes in settings.sizes:

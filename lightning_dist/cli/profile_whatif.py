@@ -3,76 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.tables import predictions_table
+from lightning_dist.profiling.report.terminal import print_table
 from lightning_dist.profiling.run import read_run, run_folder
-from lightning_dist.profiling.whatif.answer import LABEL, THIS_RUN, Predictions
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import (
-    candidates,
-    elsewhere,
-    other_buckets,
-    predict,
-    why_not,
-)
+from lightning_dist.profiling.whatif.predict import elsewhere, predict, scenarios_of
+from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
 from lightning_dist.profiling.whatif.simulator import DDP
-from lightning_dist.profiling.whatif.told import (
-    error_of,
-    remarks,
-    signed,
-    sources,
-    untold,
-    where_of,
-)
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 
 @reported
 def whatif_command(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")],
-    link_gbps: Annotated[
-        float | None, typer.Option(metavar="GBPS", help="Rate of a host's link, in Gbit/s.")
-    ] = None,
-    hosts: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of hosts, each as large as the largest."),
-    ] = None,
+    link_gbps: Annotated[float | None, typer.Option(help="Rate of a host's link, Gbit/s.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this one, or ddp; with options; repeatable."),
+        list[str] | None, typer.Option(help="Only this one, or ddp; repeatable.")
     ] = None,
     form: Annotated[
-        list[str] | None, typer.Option(metavar="FORM", help="flat, sharded, leader; repeatable.")
+        list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
     ] = None,
     inside_gbps: Annotated[
-        float | None, typer.Option(metavar="GBPS", help="Rate of a rank inside its host.")
+        float | None, typer.Option(help="Of a rank inside its host, Gbit/s.")
     ] = None,
     latency_us: Annotated[
-        float | None, typer.Option(metavar="US", help="Of a round between hosts.")
+        float | None, typer.Option(help="Round between hosts, microseconds.")
     ] = None,
-    bucket_mb: Annotated[
-        list[float] | None,
-        typer.Option(metavar="MB", help="Of gradients in a bucket, bucket_cap_mb; repeatable."),
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="What codecs cost here, even if the run has measured it."),
-    ] = False,
+    bucket_mb: Annotated[list[float] | None, typer.Option(help="bucket_cap_mb of DDP.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure codecs here, now.")] = False,
     compiled: Annotated[
         bool | None,
-        typer.Option(
-            help="Measure codecs with compiled kernels, which takes half a minute, or without. "
-            "Otherwise as gradients of this size have them."
-        ),
+        typer.Option(help="Measure with compiled kernels, or without; else as the run has them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
@@ -80,9 +51,9 @@ def whatif_command(
 
     Simulates the buckets of the profile with the rates that the run itself had and with codec costs
     as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
-    predicted too: settings that are closer than the error of that are not told apart. `change` is
-    against the run's own setting, with the same link and hosts where you ask about others. Rates
-    include packet headers, as nominal link rates do.
+    predicted too: differences within the error of that are not ranked. `change` is against the
+    run's own setting with the same link and hosts. Rates include packet headers, as nominal link
+    rates do.
 
     \b
       lightning-dist profile whatif comm_profile/run-0
@@ -91,27 +62,23 @@ def whatif_command(
     """
     folder = str(run_folder(folder))
     observed = observe(read_run(folder))
-    run, names = observed.scenario, codec or [DDP, *CANDIDATES]
-    there = elsewhere(
-        run, hosts=hosts, link_gbps=link_gbps, inside_gbps=inside_gbps, latency_us=latency_us
+    network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
+    there = elsewhere(observed.scenario, hosts=hosts, **network)
+    scenarios = scenarios_of(
+        observed, there, codecs=codec or (), forms=form or (), bucket_mb=bucket_mb or ()
     )
-    scenarios = candidates(there, names, forms=form or ())
-    if bucket_mb:
-        scenarios = [replace(each, bucket_mb=size) for size in bucket_mb for each in scenarios]
-    elif not (codec or form or hosts):
-        scenarios += other_buckets(observed, there)
-    reasons = [why_not(observed, scenario) for scenario in scenarios]
-    if all(reasons):  # none, too: ddp in another form
-        because = "; ".join(dict.fromkeys(reasons)) or "DDP itself knows no hosts"
-        raise ValueError(f"nothing of this can be predicted: {because}")
-    if there != run and there not in scenarios:
-        scenarios = [there, *scenarios]  # the reference of their change
+    names = codec or [DDP, *CANDIDATES]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
     found = predict(observed, scenarios, costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
-    else:
-        _print(found)
+        return
+    console, own = stdout_console(), found.baseline
+    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({own.codec}, {where(own)})."))
+    console.print(Text(f"{LABEL}, {where(found.scenarios[0])}, ms:", style="bold"))
+    print_table(console, predictions_table(found))
+    for note in notes(found):
+        console.print(Text(f"note: {note}"))
 
 
 def _costs(
@@ -136,55 +103,17 @@ def _costs(
     read = Costs() if anew else read_costs(folder)
     because = read.reason.partition(";")[0]
     if not is_here:
-        left = "codecs that the run has not measured are n/a"
-        left = left if read.by_name else f"{because}, so all but ddp is n/a"
+        left = f"{because}, so all but ddp is n/a"
+        left = "codecs that the run has not measured are n/a" if read.by_name else left
         typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
         return read.by_name
     if read.reason.startswith(NAME):
         typer.echo(f"{because}; measured here instead", err=True)
     fused = runs_compiled(observed) if compiled is None else compiled
     wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
-    # Of kernels that are not compiled only what no compiler makes faster would fit to the others.
-    kept = {
+    kept = {  # without kernels that a compiler would make faster
         name: cost
         for name, cost in read.by_name.items()
         if not (fused and cost.source.startswith(NOT_COMPILED))
     }
     return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
-
-
-def _print(found: Predictions) -> None:
-    """Print the run and the error of the model, then all predictions."""
-    console, current = stdout_console(), found.baseline
-    run = f"{current.codec}, {current.form}, {where_of(found)}"
-    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({run})."))
-    console.print(Text(f"{error_of(found)}\n{LABEL}:"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "codec", "form", "bucket", "hosts", "Gbit/s", "step", "exposed", "sent"):
-        is_text = name in ("codec", "form")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for each in found.scenarios:
-        if each.step_ms is not None:
-            cells = (
-                str(each.position or ""),
-                each.codec,
-                each.form,
-                "" if each.bucket_mb is None else f"{each.bucket_mb:g} MB",
-                str(each.hosts),
-                f"{each.gbps:.3g}",
-                f"{each.step_ms:.1f} ms",
-                f"{each.exposed_ms:.1f} ms",
-                f"{each.sent_mb:.1f} MB",
-                "n/a" if each.change is None else signed(each.change),
-                remarks(each),
-            )
-            table.add_row(*map(Text, cells))
-    console.print(table)
-    notes = [*untold(found.scenarios), *sources(found.scenarios)]
-    notes += [f"{name}: n/a, {reason}" for name, reason in found.reasons.items()]
-    if found.change_baseline != THIS_RUN:
-        notes.insert(0, f"change: against {found.change_baseline}, and so are positions")
-    for note in notes:
-        console.print(Text(f"note: {note}"))

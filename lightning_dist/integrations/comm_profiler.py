@@ -1,9 +1,11 @@
-"""``CommProfiler``: where the time of communication goes, whoever trains."""
+"""``CommProfiler``: the communication profile of a training, in Lightning or any other loop."""
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -31,10 +33,11 @@ _NO_WANDB = (
     "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
 )
 _ONE_PROCESS = "one process exchanges no gradients"
+_MOST_ERRORS = 1024
 
 
 class CommProfiler(pl.Callback):
-    """Says how much of a step is communication, what it consists of, and who is waited for.
+    """Profile of communication: its share of a step, its parts, the rank that others wait for.
 
     As a callback::
 
@@ -46,21 +49,21 @@ class CommProfiler(pl.Callback):
             train()
 
     There SIGTERM raises ``SystemExit(143)``, unless the program handles it. Where the training does
-    not come back to Python within ten seconds, as in a collective that a rank never comes to, the
-    report is made of what is there, and the process ends with the same code.
+    not return to Python within ten seconds, as in a collective that a rank never reaches, the
+    report is made of what was recorded, and the process exits with the same code.
 
-    Every rank appends what it measures to ``rank<r>.jsonl``; at the end rank 0 prints a summary and
-    writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them, also after an
-    exception. Nothing is synchronised for it; ranks compare their clocks at the begin and the end.
-    Progress bar and loggers meanwhile have the newest steps of rank 0; the summary is of all.
+    Every rank appends its records to ``rank<r>.jsonl``; at the end, also after an exception, rank 0
+    prints a summary and writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them.
+    Nothing is synchronised for it; ranks compare their clocks at the begin and the end. During the
+    training, progress bar and loggers show the newest steps of rank 0; the summary is of all ranks.
 
-    Now and then it also looks at what the codec loses of a bucket. Where the residual of one grows
-    without end, a warning of the rank that has it says so, once.
+    The compression error is sampled too, of one bucket at a time. Where a residual grows without
+    bound, the rank that holds it warns once.
 
     Args:
-        model: to be profiled, outside of Lightning.
-        dirpath: folder in which each run gets a ``run-<n>``; all ranks have to see it. None:
-            ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
+        model: model to profile, outside of Lightning.
+        dirpath: folder in which each run gets a ``run-<n>``, best on a disk that all ranks share.
+            None: ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         max_overhead: share of a step that the profiler may take, 0 to 1; where it would take more,
             it looks at fewer steps.
         measure_links: measure the links for one to four seconds before the first step, to say how
@@ -111,13 +114,18 @@ class CommProfiler(pl.Callback):
         self._model = model
         self._upload: Upload = upload
         self._dirpath = dirpath
-        self._measure_links = measure_links
-        self._torch_profiler = torch_profiler
-        self._settings = SessionSettings(
-            max_overhead=max_overhead, error_every_n_steps=error_every_n_steps
+        self._start = partial(
+            ProfileRun,
+            settings=SessionSettings(
+                max_overhead=max_overhead, error_every_n_steps=error_every_n_steps
+            ),
+            measure_links=measure_links,
+            torch_profiler=torch_profiler,
+            predict=predict,
+            on_error=self._on_error,
+            on_problem=_warn_here,
         )
         self._wanted = Wanted(html=html, trace=trace, csv=csv)
-        self._predict = predict
         self._print_summary = print_summary
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
@@ -127,6 +135,8 @@ class CommProfiler(pl.Callback):
         self._nothing = ""
         self.summary: Summary | None = None
         """Of the last run, on rank 0, when it is over."""
+        self.errors: deque[ErrorRecord] = deque(maxlen=_MOST_ERRORS)
+        """Compression errors that this rank has sampled in this run, the last 1024 in order."""
 
     @property
     def folder(self) -> Path | None:
@@ -177,23 +187,19 @@ class CommProfiler(pl.Callback):
 
     def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
         self.summary = None
+        self.errors.clear()
         self._alarm = ResidualAlarm()
-        self._run = ProfileRun(
+        self._run = self._start(
             model,
             parent=self._dirpath or parent,
-            settings=self._settings,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
-            measure_links=self._measure_links,
-            torch_profiler=self._torch_profiler,
-            on_error=self._on_error,
-            on_problem=_warn_here,
-            predict=self._predict,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")
 
     def _on_error(self, error: ErrorRecord) -> None:
+        self.errors.append(error)
         if self._live is not None:
             self._live.add_error(error)
         if self._alarm is not None and (growth := self._alarm.add(error)) is not None:
@@ -233,8 +239,8 @@ class CommProfiler(pl.Callback):
             return
         lost = run.close(reason, together=together)
         for problem in lost:  # on every rank: of its lines rank 0 knows only that none came
-            warnings.warn(f"CommProfiler, rank {run.about.rank}: {problem}", stacklevel=2)
-        if run.about.rank != 0:
+            warnings.warn(f"CommProfiler, rank {run.metadata.rank}: {problem}", stacklevel=2)
+        if run.metadata.rank != 0:
             return
         try:
             self.summary, written = run.report(self._wanted)

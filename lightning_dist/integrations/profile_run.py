@@ -26,20 +26,18 @@ from lightning_dist.integrations.said_after import said_after
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import (
-    WatchedAllReduce,
     Watching,
     is_watched,
     watch_allreduce,
 )
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
-from lightning_dist.profiling.capture.files import new_run_folder, replace_file
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import Wanted, Written, write_files
-from lightning_dist.profiling.run import Run, await_ends, read_run
+from lightning_dist.profiling.run import Run, await_ends, new_run_folder, read_run, replace_file
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
     Costs,
@@ -119,51 +117,50 @@ class ProfileRun:
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         host = self._hosts[rank]
-        self.about = rank_metadata(
+        self.metadata = rank_metadata(
             model, self._reducer, host=host, max_overhead=settings.max_overhead
         )
         if rank == 0:
             try:
                 meta = run_metadata(
-                    model, self._reducer, self.about, hosts=self._hosts, settings=settings
+                    model, self._reducer, self.metadata, hosts=self._hosts, settings=settings
                 )
                 replace_file(self.folder / "meta.json", meta)
             except OSError as error:  # lines and reports tell most of it too
                 on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
+        self._tracer: TorchTracer | None = None
         self._session = Session(
             self.folder,
-            self.about,
+            self.metadata,
             settings=replace(settings, in_detail=in_detail),
             first=first,
             device_clock=clock_of(model.device) if in_detail else None,
-            on_over=self._on_over,
+            begin_step=self._begin_step,
             on_step=on_step,
             on_error=on_error,
             on_problem=on_problem,
         )
-        self._session.note(read_offset(self._group))
+        self._compare_clocks()
         if measure_links and in_detail:
             self._measure_links(model)
-        self._tracer: TorchTracer | None = None
         if torch_profiler is not None:
             self._tracer = TorchTracer(
                 self.folder,
                 rank=rank,
                 wanted=torch_profiler,
-                on_change=partial(setattr, self._session, "is_disturbed"),
                 on_problem=on_problem,
             )
-            self._tracer.begin_step(first)
+            self._session.is_disturbed = self._begin_step(first)
         if self._reducer is not None:
             self._reducer.observe(self._session.recorder)
-        elif self.about.unseen:
-            self.reasons.append(f"buckets: n/a, {self.about.unseen}")
+        elif self.metadata.unseen:
+            self.reasons.append(f"buckets: n/a, {self.metadata.unseen}")
         else:
             self._watch_allreduce(model)
-        self._watching: Watching | None = Watching(model, self._session)
+        self._watching: Watching | None = Watching(model, self._session.timer)
 
     def _measure_links(self, model: DistributedDataParallel) -> None:
-        name = "inter" if "inter" in self.about.groups else "flat"
+        name = "inter" if "inter" in self.metadata.groups else "flat"
         # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
         group = model.process_group if model.device.type == "cuda" else self._group
         if group.size() == len(self._hosts):
@@ -174,12 +171,11 @@ class ProfileRun:
         group = model.process_group
         ranks = dist.get_process_group_ranks(group)
         following = ranks[(group.rank() + 1) % len(ranks)]
-        crosses = self._hosts[following] != self.about.host
-        watch_allreduce(model, WatchedAllReduce(self._session.recorder, group, crosses))
+        crosses = self._hosts[following] != self.metadata.host
+        watch_allreduce(model, self._session.recorder, crosses=crosses)
 
-    def _on_over(self, step: int) -> None:
-        if self._tracer is not None:
-            self._tracer.begin_step(step + 1)
+    def _begin_step(self, step: int) -> bool:
+        return self._tracer is not None and self._tracer.begin_step(step)
 
     @property
     def is_closed(self) -> bool:
@@ -188,7 +184,7 @@ class ProfileRun:
 
     def exclude_interval(self) -> None:
         """Time since the last step belongs to no step: a validation, a checkpoint."""
-        self._session.exclude_interval()
+        self._session.timer.exclude_interval()
 
     def close(self, reason: str, *, together: bool) -> Sequence[str]:
         """Watch no more, and have all lines in the file; what did not reach rank 0, and why.
@@ -228,20 +224,20 @@ class ProfileRun:
             together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         if not together:
             with suppress(OSError):
-                dump_flight_record(self.folder, rank=self.about.rank)
+                dump_flight_record(self.folder, rank=self.metadata.rank)
         self._session.close()
         if together:
             if self._apart:
                 _set_pg_timeout(timedelta(seconds=_GATHER_TIMEOUT), self._group)
-                path = self.folder / f"rank{self.about.rank}.jsonl"
+                path = self.folder / f"rank{self.metadata.rank}.jsonl"
                 problems += gather_records(path, ranks=self._apart, group=self._group)
             # Of a model that is profiled many times; where something went wrong it stays.
             self._meets(partial(end_group, self._group), "its group stays open", problems)
             del self._group
-        elif self._apart and self.about.rank in (0, *self._apart):
+        elif self._apart and self.metadata.rank in (0, *self._apart):
             problems.append(self._how_to_copy())
-        if not together and self.about.rank == 0 and not self._apart:
-            await_ends(self.folder, range(self.about.world_size), timeout=_TOGETHER)
+        if not together and self.metadata.rank == 0 and not self._apart:
+            await_ends(self.folder, range(self.metadata.world_size), timeout=_TOGETHER)
         return problems
 
     def _how_to_copy(self) -> str:

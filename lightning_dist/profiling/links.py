@@ -1,4 +1,4 @@
-"""Rates of links when nothing else is under way: of collectives, of pairs, and of small messages.
+"""Rates of idle links: of collectives, of pairs of ranks, and of small messages.
 
 Rates are those of nccl-tests (``doc/PERFORMANCE.md``): the algorithm bandwidth is ``S / t``, and
 the bus bandwidth is that times a factor of the operation and of the number of ranks. The factor
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from statistics import median
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,8 @@ _MOST_HOSTS = 8
 _BURST = 16
 _BURST_BYTES = 4096
 _BURST_USES = 5
-_PLACE = re.compile(r"^\[[^]]*\] ")
+
+Device: TypeAlias = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -93,34 +95,8 @@ class Measurement:
         return self.sent * 8e-9 / self.median
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Times of every rank of a group to every other one, one pair at a time.
-
-    Args:
-        nbytes: sent in one use.
-        seconds: ``seconds[i][j]``, from rank ``i`` to rank ``j`` of the group, until ``i`` knew
-            that ``j`` had it: the median. None from a rank to itself.
-    """
-
-    nbytes: int
-    seconds: tuple[tuple[float | None, ...], ...]
-
-    @property
-    def gbps(self) -> tuple[tuple[float | None, ...], ...]:
-        """The same as rates, in Gbit/s."""
-        return tuple(
-            tuple(None if each is None else self.nbytes * 8e-9 / each for each in row)
-            for row in self.seconds
-        )
-
-
 def measure(
-    group: dist.ProcessGroup,
-    op: str,
-    nbytes: int,
-    iterations: int,
-    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup, op: str, nbytes: int, iterations: int, device: Device = "cpu"
 ) -> Measurement:
     """Use a collective of about ``nbytes`` and see how long it takes. Collective.
 
@@ -140,22 +116,27 @@ def measure(
             f"nbytes must be {DTYPE.itemsize * ranks} or more, one {DTYPE} for each of {ranks} "
             f"ranks, got {nbytes}"
         )
-    use = _use_of(op, count, group=group, device=device)
-    seconds, _ = _timed(use, group, iterations, warmup=WARMUP, device=device)
-    return Measurement(op, count * DTYPE.itemsize, ranks, _of_slowest(seconds, group, device))
+    content = torch.zeros(count, dtype=DTYPE, device=device)
+    own = content[: count // ranks].clone()
+    received = torch.empty_like(content) if op == "all_to_all" else content
+    uses: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(content, group=group),
+        "all_gather": lambda: dist.all_gather_single(content, own, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(received, content, group=group),
+        "broadcast": lambda: dist.broadcast(content, group_src=0, group=group),
+    }
+    seconds, _ = _timed(uses[op], group, iterations, device=device)
+    return Measurement(op, count * DTYPE.itemsize, ranks, seconds)
 
 
 def pairs(
-    group: dist.ProcessGroup,
-    nbytes: int,
-    *,
-    iterations: int = 3,
-    device: torch.device | str = "cpu",
-) -> Pairs:
-    """Let each rank send ``nbytes`` to each other one, one pair at a time. Collective.
+    group: dist.ProcessGroup, nbytes: int, *, iterations: int = 3, device: Device = "cpu"
+) -> tuple[tuple[float | None, ...], ...]:
+    """Rates in Gbit/s of each rank sending ``nbytes`` to each other, one pair at a time.
 
-    A ring is as fast as its slowest link, and this says which one that is. All ranks have the same
-    result.
+    A ring is as fast as its slowest link, and this says which one that is. Collective, with the
+    same result on all ranks: ``[i][j]`` is from rank ``i`` of the group to ``j``, until ``i`` knew
+    that ``j`` had all bytes; None from a rank to itself.
 
     Raises:
         ValueError: there is nothing to measure.
@@ -166,7 +147,6 @@ def pairs(
         raise ValueError(f"nbytes must be 1 or more, got {nbytes}")
     content = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     answer = content.new_empty(1)
-    found = torch.zeros(ranks, ranks, dtype=torch.float64, device=device)
 
     def use(source: int, target: int) -> None:
         # Without an answer it would be done when the kernel has taken the bytes, not the target.
@@ -177,24 +157,17 @@ def pairs(
             receive(content, source=source, group=group)
             send(answer, to=source, group=group)
 
+    rates: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]
     for source, target in permutations(range(ranks), 2):
         # In every use all ranks meet: those of the next pair wait until this one is done.
-        exchange = partial(use, source, target)
-        seconds, _ = _timed(exchange, group, iterations, warmup=1, device=device)
-        if rank == source:
-            found[source, target] = median(seconds)
-    dist.all_reduce(found, group=group)
-    return Pairs(
-        nbytes,
-        tuple(
-            tuple(None if i == j else float(each) for j, each in enumerate(row))
-            for i, row in enumerate(found.tolist())
-        ),
-    )
+        exchange, counts = partial(use, source, target), rank == source
+        seconds, _ = _timed(exchange, group, iterations, device=device, warmup=1, counts=counts)
+        rates[source][target] = nbytes * 8e-9 / median(seconds)
+    return tuple(map(tuple, rates))
 
 
 def measure_burst(
-    group: dist.ProcessGroup, *, name: str, count: int, device: torch.device | str = "cpu"
+    group: dist.ProcessGroup, *, name: str, count: int, device: Device = "cpu"
 ) -> BurstRecord:
     """Gather a few bytes of every rank ``count`` times at once. Collective.
 
@@ -212,18 +185,13 @@ def measure_burst(
         for work in works:
             work.wait()
 
-    seconds, cpu = _timed(use, group, _BURST_USES, warmup=WARMUP, device=device)
-    slowest = median(_of_slowest(seconds, group, device))
+    seconds, cpu = _timed(use, group, _BURST_USES, device=device)
     sent = (group.size() - 1) * _BURST_BYTES
-    return BurstRecord(name, "all_gather", sent, count, slowest, median(cpu))
+    return BurstRecord(name, "all_gather", sent, count, median(seconds), cpu)
 
 
 def measure_links(
-    group: dist.ProcessGroup,
-    *,
-    hosts: Sequence[str],
-    name: str,
-    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup, *, hosts: Sequence[str], name: str, device: Device = "cpu"
 ) -> list[LinkRecord | BurstRecord]:
     """A collective of all ranks, small ones, and each pair of hosts in turn. Collective.
 
@@ -239,10 +207,9 @@ def measure_links(
     if group.size() < 2:
         return []
     probe = measure(group, "all_reduce", _PROBE_BYTES, 1, device)
-    rate = probe.sent / probe.median
     is_cpu = torch.device(device).type == "cpu"
     most = _MOST_BYTES if is_cpu else _MOST_BYTES_OF_GPUS
-    nbytes = round(min(max(rate * _SECONDS, _LEAST_BYTES), most))
+    nbytes = round(min(max(probe.sent / probe.median * _SECONDS, _LEAST_BYTES), most))
     whole = measure(group, "all_reduce", nbytes, 3, device)
     found: list[LinkRecord | BurstRecord] = [
         LinkRecord(name, sent=whole.sent, seconds=whole.median),
@@ -258,12 +225,11 @@ def measure_links(
     if nbytes < _LEAST_BYTES:
         return found
     of_leaders = dist.new_group(leaders, backend="gloo")
-    rank = dist.get_rank()
-    if rank in leaders:
-        seconds = pairs(of_leaders, nbytes, iterations=1).seconds[leaders.index(rank)]
-        for peer, taken in zip(leaders, seconds, strict=True):
-            if taken is not None:
-                found.append(LinkRecord(name, sent=nbytes, seconds=taken, peer=peer))
+    if dist.get_rank() in leaders:
+        rates = pairs(of_leaders, nbytes, iterations=1)[leaders.index(dist.get_rank())]
+        for peer, rate in zip(leaders, rates, strict=True):
+            if rate is not None:
+                found.append(LinkRecord(name, sent=nbytes, seconds=nbytes * 8e-9 / rate, peer=peer))
         end_group(of_leaders)
     return found
 
@@ -275,30 +241,23 @@ def _require_work(ranks: int, iterations: int) -> None:
         raise ValueError(f"iterations must be 1 or more, got {iterations}")
 
 
-def _use_of(
-    op: str, count: int, *, group: dist.ProcessGroup, device: torch.device | str
-) -> Callable[[], object]:
-    content = torch.zeros(count, dtype=DTYPE, device=device)
-    if op == "all_reduce":
-        return lambda: dist.all_reduce(content, group=group)
-    if op == "broadcast":
-        return lambda: dist.broadcast(content, group_src=0, group=group)
-    if op == "all_gather":
-        own = content[: count // group.size()].clone()
-        return lambda: dist.all_gather_single(content, own, group=group)
-    received = torch.empty_like(content)
-    return lambda: dist.all_to_all_single(received, content, group=group)
-
-
 def _timed(
     use: Callable[[], object],
     group: dist.ProcessGroup,
     iterations: int,
     *,
-    warmup: int,
-    device: torch.device | str,
-) -> tuple[list[float], list[float]]:
-    """Seconds of every use, from its call to its result, and of all cores of this process."""
+    device: Device,
+    warmup: int = WARMUP,
+    counts: bool = True,
+) -> tuple[tuple[float, ...], float]:
+    """Seconds of every use, from its call to its result, on the rank where that took longest.
+
+    Args:
+        counts: whether the time of this rank does.
+
+    Returns:
+        These, the same on all ranks; and the median of seconds of all cores of this process.
+    """
     seconds, cpus = [], []
     for _ in range(warmup + iterations):
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # all members have come
@@ -306,20 +265,14 @@ def _timed(
         begin, cpu = time.perf_counter(), time.process_time()
         use()
         _finish(device)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin if counts else 0.0)
         cpus.append(time.process_time() - cpu)
-    return seconds[warmup:], cpus[warmup:]
-
-
-def _of_slowest(
-    seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device | str
-) -> tuple[float, ...]:
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    slowest = torch.tensor(seconds[warmup:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return tuple(slowest.tolist())
+    return tuple(slowest.tolist()), median(cpus[warmup:])
 
 
-def _finish(device: torch.device | str) -> None:
+def _finish(device: Device) -> None:
     """Return when ``device`` has done all it was given."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(torch.device(device))
@@ -357,4 +310,4 @@ def end_group(group: dist.ProcessGroup) -> None:
 
 def first_sentence(error: RuntimeError) -> str:
     """Message of gloo, without the place in gloo where it was raised."""
-    return _PLACE.sub("", str(error)).partition(". ")[0]
+    return re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]

@@ -5,14 +5,19 @@ The lines are the truth; everything else in the folder can be made again from th
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -35,7 +40,6 @@ _HEAD = struct.Struct("qqq?qq")
 """Begin, duration, overhead, and whether it is detailed; place and length of its line."""
 _TAIL = 4096
 """Bytes; the last line is a short one."""
-_Kind = TypeVar("_Kind", bound=Record)
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -107,7 +111,7 @@ class RankRun:
             asked for.
     """
 
-    about: RankRecord
+    metadata: RankRecord
     steps: Mapping[int, StepRecord]
     clocks: Sequence[ClockRecord] = ()
     errors: Sequence[ErrorRecord] = ()
@@ -143,7 +147,7 @@ class Run:
     @property
     def world_size(self) -> int:
         """Ranks of the run, whether or not they have left something."""
-        return max((each.about.world_size for each in self.ranks.values()), default=0)
+        return max((each.metadata.world_size for each in self.ranks.values()), default=0)
 
     @property
     def common_steps(self) -> list[int]:
@@ -154,13 +158,31 @@ class Run:
     @property
     def unseen(self) -> str:
         """Why no bucket of the model can be seen; empty if they can."""
-        return next((each.about.unseen for each in self.ranks.values() if each.about.unseen), "")
+        return next(
+            (each.metadata.unseen for each in self.ranks.values() if each.metadata.unseen), ""
+        )
 
     @property
     def is_stock(self) -> bool:
         """Whether it is DDP's own exchange that is seen, and nothing is compressed."""
-        stock = any(each.about.codec == "ddp" for each in self.ranks.values())
+        stock = any(each.metadata.codec == "ddp" for each in self.ranks.values())
         return stock and not self.unseen
+
+
+def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
+    """The first ``run-<n>`` that is not there yet, or a temporary one."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in count():
+            folder = parent / f"run-{number}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
+        on_problem(f"{error.filename}: {error.strerror}; the profile is in {folder}")
+        return folder
+    raise AssertionError("there are numbers enough")
 
 
 def run_folder(folder: str | Path) -> Path:
@@ -189,7 +211,7 @@ def read_run(folder: str | Path) -> Run:
     ranks: dict[int, RankRun] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         if _NAME.fullmatch(path.name) and (of_rank := _read_rank(path, notes)) is not None:
-            ranks[of_rank.about.rank] = of_rank
+            ranks[of_rank.metadata.rank] = of_rank
     if not ranks:
         because = f" ({'; '.join(notes)})" if notes else ""
         runs = _runs_in(folder)
@@ -213,72 +235,61 @@ def read_run(folder: str | Path) -> Run:
 
 def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRun]:
     """Files that somebody has put together by hand may be of several: that of the first counts."""
-    first = next(iter(ranks.values())).about
+    first = next(iter(ranks.values())).metadata
     kept = {}
     for rank, each in ranks.items():
-        about = each.about
-        if (about.codec, about.world_size) == (first.codec, first.world_size):
+        metadata = each.metadata
+        if (metadata.codec, metadata.world_size) == (first.codec, first.world_size):
             kept[rank] = each
             continue
         notes.append(
-            f"rank{rank}.jsonl is of another run, with {about.codec} and {about.world_size} ranks "
-            f"instead of {first.codec} and {first.world_size}; left out"
+            f"rank{rank}.jsonl is of another run, with {metadata.codec} and "
+            f"{metadata.world_size} ranks instead of {first.codec} and {first.world_size}; left out"
         )
     return kept
 
 
 def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
-    records: list[Record] = []
+    found: defaultdict[type[Record], list[Any]] = defaultdict(list)
     steps = StepLines(path)
     bad: list[int] = []
+    at = 0
     try:
         with path.open("rb") as file:
-            bad = _read_lines(file, records, steps)
+            for number, line in enumerate(file, start=1):
+                try:
+                    record = from_line(line)
+                    if isinstance(record, StepRecord):
+                        steps.add(record, at=at, length=len(line))
+                    elif record is not None:
+                        found[type(record)].append(record)
+                except ValueError:
+                    bad.append(number)
+                at += len(line)
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}")
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
         notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
-    about = next(_of(RankRecord, records), None)
-    if about is None:
+    metadata = next(iter(found[RankRecord]), None)
+    if metadata is None:
         notes.append(f"{path.name} does not say whose it is")
         return None
-    if about.schema > SCHEMA:
+    if metadata.schema > SCHEMA:
         notes.append(
-            f"{path.name} is of schema {about.schema}, and this version knows {SCHEMA}; "
+            f"{path.name} is of schema {metadata.schema}, and this version knows {SCHEMA}; "
             "install a newer lightning_dist"
         )
         return None
     return RankRun(
-        about,
+        metadata,
         steps=steps,
-        clocks=sorted(_of(ClockRecord, records), key=lambda each: each.at),
-        errors=[*_of(ErrorRecord, records)],
-        links=[*_of(LinkRecord, records)],
-        bursts=[*_of(BurstRecord, records)],
-        end=next(_of(EndRecord, reversed(records)), None),
+        clocks=sorted(found[ClockRecord], key=attrgetter("at")),
+        errors=found[ErrorRecord],
+        links=found[LinkRecord],
+        bursts=found[BurstRecord],
+        end=found[EndRecord][-1] if found[EndRecord] else None,
     )
-
-
-def _of(kind: type[_Kind], records: Iterable[Record]) -> Iterator[_Kind]:
-    return (each for each in records if isinstance(each, kind))
-
-
-def _read_lines(file: Iterable[bytes], records: list[Record], steps: StepLines) -> list[int]:
-    """Fill both; the numbers of the lines that are none of ours."""
-    bad: list[int] = []
-    at = 0
-    for number, line in enumerate(file, start=1):
-        try:
-            record = from_line(line)
-            if isinstance(record, StepRecord):
-                steps.add(record, at=at, length=len(line))
-            elif record is not None:
-                records.append(record)
-        except ValueError:
-            bad.append(number)
-        at += len(line)
-    return bad
 
 
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:
@@ -304,3 +315,21 @@ def _has_ended(path: Path) -> bool:
             return isinstance(from_line(last), EndRecord)
     except (OSError, ValueError):  # not there yet, empty, or half a line
         return False
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+    """Write a file; what was there is replaced when all of the new one is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -32,6 +32,11 @@ class CodecCost:
     source: str = ""
     assumption: str = ""
 
+    def __post_init__(self) -> None:
+        known = self.exchange in ("allreduce", "gather", "two_shot")
+        if not known or self.wire <= 0 or min(self.encode, self.decode, self.settle) < 0:
+            raise ValueError(f"costs must be those of a codec, got {self}")
+
     def decoding(self, payloads: int) -> float:
         """Seconds from so many payloads to the mean."""
         return self.settle + payloads * self.decode

@@ -7,7 +7,7 @@ from pathlib import Path
 from calls import program
 from click.testing import Result
 
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import RankFile
 from lightning_dist.profiling.run import Run
 
 
@@ -31,7 +31,7 @@ def save(folder: Path, run: Run) -> Path:
         file = RankFile(folder, rank=rank)
         end = [] if each.end is None else [each.end]
         file.write(
-            [each.about, *each.clocks, *each.steps.values(), *each.errors, *each.links, *end]
+            [each.metadata, *each.clocks, *each.steps.values(), *each.errors, *each.links, *end]
         )
         file.close()
     return folder

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,14 +29,19 @@ PROGRAMS = 2  # side by side: half of a job is waiting for a rendezvous
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to some ranks, once, in a hook of the Trainer.
+    """What happens to some ranks, once to each, in a hook of the Trainer.
 
     Args:
-        kind: of :data:`KINDS`.
-        hook: of a callback, or a place in the loop of `loop_runs`; ``"at_start"``: before that.
-        step: optimizer steps so far.
+        kind: of :data:`KINDS`; or ``"flip"`` or ``"truncate"``: a file of checkpoints.
+        hook: of a callback, or a place in the loop of `loop_runs`; ``"at_start"``: before that;
+            ``"after_optimizer_step"``; ``"fsync"``: of the thread that writes a checkpoint.
+        step: optimizer steps so far, at least.
         ranks: to which it happens.
         start: in which start of the job, counted from 0.
+        skip: so many more times that the hook is met.
+        after: only in a process that begins when this other fault has happened.
+        count: newest checkpoints to damage.
+        seed: of the place in them.
     """
 
     kind: str
@@ -43,6 +49,10 @@ class Fault:
     step: int = 3
     ranks: Sequence[int] = (1,)
     start: int = 0
+    skip: int = 0
+    after: int | None = None
+    count: int = 1
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,42 @@ def limit_files_of_writer(nbytes: int) -> None:
     resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
+def make_mistake() -> None:
+    """What a user's code does."""
+    raise RuntimeError("a mistake of the user's")
+
+
+def run_out_of_memory() -> None:
+    """Allocate until the allocator raises, with a limit on this process (RLIMIT_AS)."""
+    import torch
+
+    limit = psutil.Process().memory_info().vms + _LEFT
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    hoard = []
+    while True:
+        hoard.append(torch.ones(1 << 20))
+
+
+_LEFT = 48 << 20
+
+
+def damage(folder: Path, fault: Fault) -> None:
+    """Damage the newest checkpoints, and leave one whole at least."""
+    from lightning_dist.checkpoint.disk.scan import checkpoints
+
+    chance = random.Random(fault.seed)
+    whole = [each for each in checkpoints(str(folder)) if each.description is not None]
+    for each in whole[: min(fault.count, len(whole) - 1)]:
+        path = Path(each.path)
+        if path.is_dir():
+            path = chance.choice(sorted(file for file in path.rglob("*") if file.is_file()))
+        content = bytearray(path.read_bytes())
+        at = chance.randrange(len(content))
+        if fault.kind == "flip":
+            content[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(content if fault.kind == "flip" else content[:at])
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -115,10 +161,12 @@ KINDS: dict[str, Callable[[], None]] = {
     "abort": os.abort,
     "exit": lambda: os._exit(3),
     "full_disk": lambda: limit_files_of_writer(2000),
+    "raise": make_mistake,
+    "oom": run_out_of_memory,
 }
 
-
-Places = Sequence[tuple[Fault, Callable[[], None]]]
+Strike = Callable[[str, int], None]
+"""What happens in a hook, after so many optimizer steps."""
 
 
 def await_siblings(folder: Path) -> None:
@@ -146,18 +194,30 @@ def rank_main(job: Job, start: int) -> str:
     warnings.filterwarnings("ignore")
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     Path(folder / "starts").mkdir(exist_ok=True, parents=True)
-    places: list[tuple[Fault, Callable[[], None]]] = []
+    armed: list[tuple[Fault, Callable[[], None]]] = []
     for number, fault in enumerate(job.faults):
         if rank not in fault.ranks or fault.start != start:
             continue
-        once = _once(folder / f"fired-{number}-{rank}", fault.kind)
+        if fault.after is not None and not list(folder.glob(f"fired-{fault.after}-*")):
+            continue
+        once = _once(folder / f"fired-{number}-{rank}", fault, folder)
         if fault.hook == "at_start":
             once()
         else:
-            places.append((fault, once))
+            armed.append((fault, once))
+    met: Counter[int] = Counter()
+
+    def strike(hook: str, steps: int) -> None:
+        for number, (fault, once) in enumerate(armed):
+            if fault.hook == hook and steps >= fault.step:
+                met[number] += 1
+                if met[number] > fault.skip:
+                    once()
+
+    hooks = list(dict.fromkeys(fault.hook for fault, _ in armed))
     train = _fit if job.framework == "trainer" else _loop
     try:
-        result = train(job, folder, places)
+        result = train(job, folder, strike, hooks)
     except SystemExit as ended:
         (folder / f"exit-{start}-{rank}").write_text(str(ended.code))
         raise
@@ -165,31 +225,52 @@ def rank_main(job: Job, start: int) -> str:
     return str(result["hash"])
 
 
-def _fit(job: Job, folder: Path, places: Places) -> dict[str, Any]:
-    from elastic_runs import FailAt, Net, Numbered, fit, hash_of, make_loader
+def _fit(job: Job, folder: Path, strike: Strike, hooks: Sequence[str]) -> dict[str, Any]:
+    from elastic_runs import Net, Numbered, fit, hash_of, make_loader
 
     from lightning_dist import CommProfiler
 
     of_run = {"dirpath": folder / "profiles", "calibrate": False, "html": False}
+    module = Net(**job.module)
     trainer, module = fit(
         folder,
         *([CommProfiler(**of_run)] if job.profiled else []),
-        *(FailAt(fault.hook, fault.step, once) for fault, once in places),
+        *(_watch(hook, module, strike) for hook in hooks),
         loader=lambda: make_loader(Numbered(**job.dataset), **job.loader),
-        module=Net(**job.module),
-        **_strategy_of(job.codec),
-        **job.fit,
+        module=module,
+        **{**_strategy_of(job.codec), **job.fit},
     )
     return {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
 
 
-def _loop(job: Job, folder: Path, places: Places) -> dict[str, Any]:
-    from loop_runs import train
+def _watch(hook: str, module: Any, strike: Strike) -> Any:
+    """A callback that strikes when a hook is met, or what is not one."""
+    from lightning import Callback
 
-    def strike(place: str, step: int) -> None:
-        for fault, once in places:
-            if (fault.hook, fault.step) == (place, step):
-                once()
+    callback = Callback()
+
+    def met(trainer: Any, *_: Any, **__: Any) -> None:
+        if not trainer.sanity_checking:
+            strike(hook, trainer.global_step)
+
+    def watch_fsync(trainer: Any, *_: Any, **__: Any) -> None:
+        """From the first step on: what is synced then is of checkpoints."""
+        callback.on_train_batch_end = lambda *_, **__: None
+        usual = os.fsync
+        os.fsync = lambda file: (met(trainer), usual(file))[1]
+
+    if hook == "after_optimizer_step":
+        usual = module.optimizer_step
+        module.optimizer_step = lambda *args: (usual(*args), met(module.trainer))[0]
+    elif hook == "fsync":
+        callback.on_train_batch_end = watch_fsync
+    else:
+        setattr(callback, hook, met)
+    return callback
+
+
+def _loop(job: Job, folder: Path, strike: Strike, hooks: Sequence[str]) -> dict[str, Any]:
+    from loop_runs import train
 
     found, step = train(
         folder, job.framework, codec=job.codec, strike=strike, loader=job.loader, **job.fit
@@ -206,15 +287,15 @@ def _strategy_of(codec: str | None) -> dict[str, Any]:
     return {"strategy": CompressedDDPStrategy(codec, min_compress_numel=0), "devices": "auto"}
 
 
-def _once(marker: Path, kind: str) -> Callable[[], None]:
+def _once(marker: Path, fault: Fault, folder: Path) -> Callable[[], None]:
     def act() -> None:
         try:
-            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            file = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return
-        if kind == "raise":
-            raise RuntimeError("a mistake of the user's")
-        KINDS[kind]()
+        os.write(file, repr(time.time()).encode())
+        os.close(file)
+        KINDS.get(fault.kind, lambda: damage(folder / "ckpt", fault))()
 
     return act
 
@@ -245,7 +326,7 @@ def _run_job(job: Job) -> dict[str, Any]:
     return {"codes": codes}
 
 
-def _in_a_child(job: Job, results: Path) -> dict[str, Any]:
+def run_job(job: Job, results: Path) -> dict[str, Any]:
     """Run a job in a process group of its own, so that its limit ends all of it."""
     part = results.with_name(f"{job.name}.result")
     log = Path(job.folder)
@@ -290,7 +371,7 @@ def main(given: str, results: str) -> None:
         Job(**{**job, "faults": [Fault(**f) for f in job["faults"]]})
         for job in json.loads(Path(given).read_text())
     ]
-    found = {job.name: _in_a_child(job, Path(results)) for job in jobs}
+    found = {job.name: run_job(job, Path(results)) for job in jobs}
     Path(results).write_text(json.dumps(found))
 
 

@@ -153,12 +153,12 @@ def test_meta_says_what_it_is_of(case: str, codec: str, folders: dict[str, Path]
     meta = json.loads((folders[case] / "run-0" / "meta.json").read_text())
     assert (meta["schema"], meta["world_size"], meta["backend"]) == (1, 2, "gloo")
     assert meta["hosts"] == summary["run"]["hosts"]
-    assert meta["codec"] == run.ranks[0].about.codec
+    assert meta["codec"] == run.ranks[0].metadata.codec
     assert codec in meta["codec"].lower()
     assert (meta["compression"] is None) == (codec == "ddp")
     parameters = meta["gradients"]["parameters"]
     assert meta["gradients"]["bytes"] == 4 * parameters
     raw = sum(bucket["raw_mb"] for bucket in summary["buckets"])
     assert raw == pytest.approx(4 * parameters / 1e6, rel=1e-3), "2 ranks: each sends all of it"
-    assert meta["profiler"]["max_overhead"] == run.ranks[0].about.budget
-    assert meta["versions"]["torch"] == run.ranks[0].about.versions["torch"]
+    assert meta["profiler"]["max_overhead"] == run.ranks[0].metadata.budget
+    assert meta["versions"]["torch"] == run.ranks[0].metadata.versions["torch"]

@@ -11,7 +11,7 @@ from planted import Planted
 
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.profile_run import ProfileRun
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import RankFile
 from lightning_dist.profiling.report.files import Wanted
 
 
@@ -19,7 +19,7 @@ class Closing:
     """What is left of a run when it closes."""
 
     is_closed = False
-    about = SimpleNamespace(rank=1)
+    metadata = SimpleNamespace(rank=1)
 
     def close(self, reason: str, *, together: bool) -> Sequence[str]:
         return ("lines do not reach rank 0: Connection closed by peer",)
@@ -42,7 +42,7 @@ def test_why_nothing_is_predicted_is_known_without_looking(
 ) -> None:
     of_rank = Planted(world_size=1).run().ranks[0]  # looked at, it would say "one rank exchanges"
     file = RankFile(tmp_path, rank=0)
-    file.write([of_rank.about, *of_rank.steps.values()])
+    file.write([of_rank.metadata, *of_rank.steps.values()])
     file.close()
     run = ProfileRun.__new__(ProfileRun)
     run.folder, run._has_finished, run._predicts = tmp_path, has_finished, asks

@@ -140,7 +140,9 @@ def test_an_exchange_that_does_not_say_who_takes_part_is_transfer(
 def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
     run = Planted(world_size=4, late={1: 50, 3: 20}).run()
     for rank, group in {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}.items():
-        run = replaced(run, rank, about=replace(run.ranks[rank].about, groups={"flat": group}))
+        run = replaced(
+            run, rank, metadata=replace(run.ranks[rank].metadata, groups={"flat": group})
+        )
     parts = analyse(run, 0)
     assert [each.waited_for for each in parts] == [{1: 50 * MS}, {}, {3: 20 * MS}, {}]
 

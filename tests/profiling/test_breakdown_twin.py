@@ -97,7 +97,7 @@ class Twin:
         begin = of_rank.steps[0].begin + of_rank.clocks[0].offset
         launches = {
             member: self.launch(member, span.group, span.order)
-            for member in of_rank.about.groups[span.group]
+            for member in of_rank.metadata.groups[span.group]
         }
         if None in launches.values():
             return None

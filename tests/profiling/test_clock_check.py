@@ -62,7 +62,7 @@ def test_only_exchanges_between_clocks_can_be_wrong(group: str, is_told: bool) -
             )
             for number, step in each.steps.items()
         }
-        run = replaced(run, rank, about=replace(each.about, groups=groups), steps=steps)
+        run = replaced(run, rank, metadata=replace(each.metadata, groups=groups), steps=steps)
         if rank == 1:  # as it is read: of the first rank of the machine
             run = replaced(run, rank, clocks=[ClockRecord(0, 0, 0)])
     notes = summarize(leaves_late(run, 3)).notes

@@ -13,7 +13,7 @@ from lightning_dist.profiling.run import RankRun, Run
 
 SECOND = 1000 * MS
 HOUR = 3600 * SECOND
-ABOUT = Planted(steps=0).run().ranks[1].about
+ABOUT = Planted(steps=0).run().ranks[1].metadata
 SAYS = 120_000
 """Nanoseconds of a usual reading."""
 

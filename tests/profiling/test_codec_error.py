@@ -163,13 +163,13 @@ class Steps:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            self.session.forward()
-            self.session.backward()
+            self.session.timer.forward()
+            self.session.timer.backward()
             self.session.recorder.looks(iter([Planted(owed=self.takes_time)]))()
             self.now += 10 * MS
-            self.session.backward_ended(synchronised=True)
-            self.session.stepped()
-        self.session.forward()
+            self.session.timer.backward_ended(synchronised=True)
+            self.session.timer.stepped()
+        self.session.timer.forward()
 
     def takes_time(self) -> Tensor:
         self.now += self.cost

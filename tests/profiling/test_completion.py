@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.completion import ThreadCompletionWatcher
+from lightning_dist.profiling.capture.recorder import ThreadCompletionWatcher
 
 PATIENCE = 10
 

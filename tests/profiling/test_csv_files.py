@@ -102,5 +102,5 @@ def test_names_that_would_break_a_row_do_not(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_is_a_table_without_rows(tmp_path: Path) -> None:
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     assert table(tmp_path, Run({0: RankRun(about, {})})) == []

@@ -9,8 +9,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.ddp_hook import Promises, WatchedAllReduce, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import Promises, watch_allreduce
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.steps import Cut, PendingStep
 
 
 def gradients(
@@ -24,8 +26,7 @@ def gradients(
     group = rank.group("payload")
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.005, **settings)
     if recorder is not None:
-        watched = WatchedAllReduce(recorder, group, crosses=False)
-        watch_allreduce(model, watched)
+        watch_allreduce(model, recorder, crosses=False)
     generator = torch.Generator().manual_seed(rank.rank)
     for _ in range(steps):
         model.zero_grad()
@@ -42,6 +43,10 @@ def assert_same_as_ddp(size: int, *, is_on: bool = True, **settings: bool) -> No
     stock = run_threads(lambda rank: gradients(rank, None, **settings), size)
     for ours, theirs in zip(run_threads(watched, size), stock, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def taken(recorder: Recorder) -> StepRecord:
+    return PendingStep(0, Cut(0, 0), recorder.take()).read(recorder.device_clock)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -61,8 +66,8 @@ def test_one_that_is_off_keeps_nothing() -> None:
         recorder.is_on = False
         gradients(rank, recorder, steps=5)
         recorder.is_on = True  # what was kept would be in the next step
-        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
-        return len(buckets) + len(spans) + recorder.cost(1.0)
+        step = taken(recorder)
+        return len(step.buckets) + len(step.spans) + recorder.cost(1.0)
 
     assert run_threads(work, 2) == [0, 0]
 
@@ -71,9 +76,9 @@ def test_every_bucket_has_its_collective() -> None:
     def work(rank: Rank) -> None:
         recorder = Recorder()
         gradients(rank, recorder, steps=1)
-        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
-        assert [each.index for each in buckets] == [each.bucket for each in spans] != []
-        for bucket, span in zip(buckets, spans, strict=True):
+        step = taken(recorder)
+        assert [each.index for each in step.buckets] == [each.bucket for each in step.spans] != []
+        for bucket, span in zip(step.buckets, step.spans, strict=True):
             assert bucket.ready <= span.begin < span.end <= bucket.done
             assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
 
@@ -87,7 +92,7 @@ def test_sparse_gradients() -> None:
         nn.init.ones_(module.weight)
         model = DistributedDataParallel(module, process_group=group)
         if recorder is not None:
-            watch_allreduce(model, WatchedAllReduce(recorder, group, crosses=False))
+            watch_allreduce(model, recorder, crosses=False)
         model(torch.tensor([1, 3, 5 + rank.rank])).square().sum().backward()
         spans = () if recorder is None else recorder.take().spans
         return module.weight.grad.to_dense(), [row[6] for row in spans]

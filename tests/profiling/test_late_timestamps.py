@@ -15,7 +15,7 @@ from worlds import Rank, run_threads
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.ddp_hook import WatchedAllReduce, Watching, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import Watching, watch_allreduce
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
@@ -66,9 +66,8 @@ def test_every_step_is_written_down_whole(codec: str | None, tmp_path: Path) -> 
         if (reducer := reducer_of(model.module)) is not None:
             reducer.observe(session.recorder)
         else:
-            watched = WatchedAllReduce(session.recorder, model.process_group, crosses=False)
-            watch_allreduce(model, watched)
-        watching = Watching(model, session)
+            watch_allreduce(model, session.recorder, crosses=False)
+        watching = Watching(model, session.timer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
             optimizer.zero_grad()

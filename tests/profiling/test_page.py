@@ -353,9 +353,9 @@ def mixed() -> Run:
 
 def test_the_page_of_a_run_says_when_it_began_and_what_ran() -> None:
     run = Planted(world_size=1).run()
-    about = replace(run.ranks[0].about, script="jobs/train.py")
-    new = Run({0: replace(run.ranks[0], about=about)})
-    broken = Run({0: replace(run.ranks[0], about=replace(about, unix=1e300))})
+    about = replace(run.ranks[0].metadata, script="jobs/train.py")
+    new = Run({0: replace(run.ranks[0], metadata=about)})
+    broken = Run({0: replace(run.ranks[0], metadata=replace(about, unix=1e300))})
     origins = [text_of(summarize(each)).splitlines()[1] for each in (new, run, broken)]
     started = "started 2027-01-15 08:00:00 UTC"
     assert origins == [f"train.py, {started}", started, "train.py"]

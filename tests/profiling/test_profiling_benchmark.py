@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from planted import MS, Planted, replace, replaced
 
@@ -18,16 +18,15 @@ from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
 from benchmarks.profiler.outputs import outputs, write_run
 from benchmarks.profiler.rank import FIRST
 from benchmarks.profiler.rows import (
-    clock_row,
-    codec_row,
-    cost_row,
+    clock_rows,
+    codec_rows,
+    cost_rows,
+    medians_of,
     skew_rows,
-    wire_row,
     wire_rows,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import LinkRecord
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import LinkRecord, RankFile
 from lightning_dist.profiling.run import Run, read_run
 
 SENDS = Path(__file__).with_name("send_bytes.py")
@@ -42,7 +41,7 @@ SHOWN = ("truth", "wire", "clocks", "cost", "outputs")
 def write(folder: Path, run: Run) -> None:
     for rank, each in run.ranks.items():
         file = RankFile(folder / "run-0", rank=rank)
-        file.write([each.about, *each.clocks, *each.links, *each.steps.values()])
+        file.write([each.metadata, *each.clocks, *each.links, *each.steps.values()])
         file.close()
 
 
@@ -51,7 +50,7 @@ def test_skew_is_compared_with_the_launches(tmp_path: Path) -> None:
     write(tmp_path, planted.run())
     # The ranks say 49 and 51 ms in turn, the profile 50.
     launched = [[0] * (FIRST + 4), [0] * FIRST + [49 * MS, 51 * MS] * 2]
-    rows = skew_rows(tmp_path, launched, [50.0, 100.0] * 2, codec="int8")
+    rows = skew_rows(tmp_path, launched, codec="int8", late_ms=[50.0, 100.0] * 2)
     assert [row["planted_ms"] for row in rows] == [50, 100]
     assert [row["bias_ms"] for row in rows] == pytest.approx([1, -1])
     assert [row["count"] for row in rows] == [2, 2]
@@ -60,7 +59,8 @@ def test_skew_is_compared_with_the_launches(tmp_path: Path) -> None:
 
 def test_codec_time_is_that_of_the_encodings(tmp_path: Path) -> None:
     write(tmp_path, Planted(steps=3, encode=2, decode=7, buckets=4).run())
-    row = codec_row(tmp_path, [[8.0, 8.0, 8.0], [8.0, 8.0, 5.0]], 2.0)
+    known_ms = [[8.0, 8.0, 8.0], [8.0, 8.0, 5.0]]
+    (row,) = codec_rows(tmp_path, known_ms, planted_ms=2.0)
     assert (row["median_ms"], row["worst_ms"], row["count"]) == (0, 3, 6)
 
 
@@ -76,8 +76,8 @@ def a_wire_row(tmp_path: Path, *, link_mbit: float) -> dict[str, Any]:
             record.begin + at * MS for record in run.ranks[rank].steps.values() for at in (20, 50)
         ]
         sizes = [4_000_000 - inside, inside] * len(run.ranks[rank].steps)
-        packets.append(LinkPackets(times, list(accumulate(sizes))))
-    row = wire_row(tmp_path, packets, codec="int8", link_mbit=link_mbit)
+        packets.append(LinkPackets(np.array(times), np.array(sizes)))
+    (row,) = wire_rows(tmp_path, packets, codec="int8", link_mbit=link_mbit)
     return {"congestion_control": "bbr", **row}
 
 
@@ -86,13 +86,16 @@ def test_a_rate_is_compared_with_the_packets_of_just_that_time(tmp_path: Path) -
     assert row["wire_gbps"] == pytest.approx(4e6 * 8 / 60e6)
     assert row["link_gbps"] == pytest.approx(3.25e6 * 8 / 60e6)
     assert row["peak_gbps"] == pytest.approx(0.8)
-    runs = [{**row, "link_gbps": link_gbps} for link_gbps in (0.5, 0.4, 0.6)]
+    assert row["of_link"] == pytest.approx(row["wire_gbps"] / row["link_gbps"])
+    assert row["link_of_payload"] == pytest.approx(row["link_gbps"] / row["payload_gbps"])
+    runs = [
+        {**row, "link_gbps": gbps, "of_link": row["wire_gbps"] / gbps} for gbps in (0.5, 0.4, 0.6)
+    ]
     other = {**row, "congestion_control": "cubic"}
-    (of_bbr, of_cubic) = wire_rows([runs[0], other, *runs[1:]])
+    (of_bbr, of_cubic) = medians_of([runs[0], other, *runs[1:]])
     assert of_bbr["link_gbps"] == pytest.approx(0.5)
     assert (of_bbr["link_gbps_low"], of_bbr["link_gbps_high"]) == (0.4, 0.6)
     assert of_bbr["of_link"] == pytest.approx(row["wire_gbps"] / 0.5)
-    assert of_bbr["link_of_payload"] == pytest.approx(0.5 / row["payload_gbps"])
     assert (of_bbr["runs"], of_cubic["runs"]) == (3, 1)
 
 
@@ -137,7 +140,7 @@ def test_rows_of_one_kind_are_renewed() -> None:
 
 def test_a_clock_that_is_further_off_than_it_says_is_counted() -> None:
     readings = [[(0, 0)] * 4, [(10_000, 20_000), (-30_000, 20_000), (0, 1_000), (500, 500)]]
-    row = clock_row(readings, load="idle", link_mbit=200.0)
+    (row,) = clock_rows(Path(), readings, load="idle", link_mbit=200.0)
     assert row["within"] == 0.75
     assert (row["median_us"], row["worst_us"]) == (5.25, 30)
 
@@ -149,7 +152,7 @@ def test_cost_is_the_difference_of_neighbours(tmp_path: Path) -> None:
     write(tmp_path, Run({0: run.ranks[0], 1: replace(run.ranks[1], steps=steps)}))
     of_rank: dict[str, Any] = {"without": [(10, 5), (20, 6), (90, 7)], "first": 3}
     of_rank["with"] = [(11, 7), (21, 8), (91, 9)]
-    row = cost_row(tmp_path, [of_rank, of_rank], codec="int8")
+    (row,) = cost_rows(tmp_path, [of_rank, of_rank], codec="int8")
     assert (row["step_ms"], row["step_more_ms"], row["cpu_more_ms"]) == (20, 1, 2)
     assert row["step_more_low_ms"] == row["step_more_high_ms"] == 1
     assert row["buckets"] == 3
@@ -170,13 +173,14 @@ def test_a_run_that_never_was_is_a_run(tmp_path: Path) -> None:
 
 def a_result(tmp_path: Path) -> dict[str, Any]:
     miss = {"planted_ms": 50.0, "count": 2, "median_ms": 0.1, "bias_ms": 0.1, "worst_ms": -0.25}
-    of_clocks = clock_row([[(0, 0)], [(9_000, 20_000)]], load="one way", link_mbit=200.0)
+    readings = [[(0, 0)], [(9_000, 20_000)]]
+    of_clocks = clock_rows(Path(), readings, load="one way", link_mbit=200.0)
     more = {f"{n}_more{p}_ms": 0.1 for n in ("step", "cpu") for p in ("", "_low", "_high")}
     rows = [
         {"kind": "skew", "codec": "int8", **miss},
         {"kind": "codec", "known_ms": 8.0, **miss},
-        *wire_rows([a_wire_row(tmp_path / "wire", link_mbit=1000.0)]),
-        of_clocks,
+        *medians_of([a_wire_row(tmp_path / "wire", link_mbit=1000.0)]),
+        *of_clocks,
         {
             "kind": "cost",
             "codec": "ddp",

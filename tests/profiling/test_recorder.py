@@ -10,8 +10,9 @@ from itertools import count
 import pytest
 
 from lightning_dist.profiling.capture.events import BucketTimes, Span
-from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
-from lightning_dist.profiling.capture.session import SessionSettings
+from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
+from lightning_dist.profiling.capture.steps import Cut, PendingStep
 from lightning_dist.reducer.device_clock import HostClock
 
 
@@ -21,7 +22,8 @@ def recorder() -> Recorder:
 
 
 def taken(recorder: Recorder, begin: int) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
-    return recorder.take().read(recorder.device_clock, since=begin)
+    step = PendingStep(0, Cut(begin, begin), recorder.take()).read(recorder.device_clock)
+    return step.buckets, step.spans
 
 
 def test_waiting_is_not_work() -> None:

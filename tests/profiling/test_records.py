@@ -18,23 +18,23 @@ from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
     LinkRecord,
+    RankFile,
     RankRecord,
     Record,
     from_line,
     to_line,
 )
-from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import RankRun, read_run
 
 
 def records_of(run: RankRun) -> list[Record]:
     end = [] if run.end is None else [run.end]
-    return [run.about, *run.clocks, *run.steps.values(), *run.errors, *run.links, *end]
+    return [run.metadata, *run.clocks, *run.steps.values(), *run.errors, *run.links, *end]
 
 
 def write(folder: Path, runs: Iterable[RankRun]) -> None:
     for each in runs:
-        file = RankFile(folder, rank=each.about.rank)
+        file = RankFile(folder, rank=each.metadata.rank)
         file.write(records_of(each))
         file.close()
 
@@ -221,7 +221,7 @@ def test_a_rank_without_a_step(tmp_path: Path) -> None:
 
 
 def test_a_later_schema_is_refused(tmp_path: Path) -> None:
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     line = to_line(about).decode().replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}')
     (tmp_path / "rank0.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=f"schema {SCHEMA + 1}, and this version knows {SCHEMA}"):

@@ -22,6 +22,7 @@ from lightning_dist.profiling.capture.events import (
 )
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.steps import Cut, PendingStep
 from lightning_dist.profiling.run import read_run
 
 BUCKETS = 40
@@ -67,9 +68,9 @@ def test_a_detailed_step_costs_about_one_call_a_row() -> None:
     rows = 4 * BUCKETS
 
     def write_down() -> None:
-        buckets, spans = recorder.take().read(recorder.device_clock, since=0)
-        assert len(buckets) + len(spans) == rows
-        to_line(StepRecord(0, 0, 1, (), buckets, spans))
+        step = PendingStep(0, Cut(0, 1), recorder.take()).read(recorder.device_clock)
+        assert len(step.buckets) + len(step.spans) == rows
+        to_line(step)
 
     assert calls_of(write_down) < 1.5 * rows + 50
 
@@ -85,17 +86,18 @@ class Clock:
 
 def step(session: Session, clock: Clock, seconds: float) -> None:
     """Forward, backward, optimizer, a third each."""
-    session.forward()
-    for event in (session.backward, lambda: session.backward_ended(synchronised=True)):
+    timer = session.timer
+    timer.forward()
+    for event in (timer.backward, lambda: timer.backward_ended(synchronised=True)):
         clock.now += round(seconds / 3 * 1e9)
         event()
     clock.now += round(seconds / 3 * 1e9)
-    session.stepped()
+    timer.stepped()
 
 
 def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     clock = Clock()
-    about = Planted(steps=0).run().ranks[1].about
+    about = Planted(steps=0).run().ranks[1].metadata
     session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
     path = tmp_path / "rank1.jsonl"
     assert from_line(path.read_text()) == about  # at once: it may be killed
@@ -118,7 +120,7 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
 
 def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
     for _ in range(2):
         step(session, clock, 0.6)
@@ -128,7 +130,7 @@ def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
 
 def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
     for spent in (7 * MS, 0, 0):
         session.recorder.spent += spent
@@ -140,7 +142,7 @@ def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
 
 def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[1].about
+    about = Planted(steps=0).run().ranks[1].metadata
     settings = SessionSettings(flush_s=1)
     session = Session(tmp_path, about, settings=settings, on_problem=told.append, clock=clock)
     handle = os.open("/dev/full", os.O_WRONLY)
@@ -160,7 +162,7 @@ def test_lines_stay_whole_where_the_system_takes_them_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, write = Clock(), os.write
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
     monkeypatch.setattr(os, "write", lambda handle, content: write(handle, bytes(content)[:7]))
     session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
     for _ in range(4):
@@ -175,7 +177,7 @@ def test_lines_stay_whole_where_the_system_takes_them_in_parts(
 
 FULL_IN_A_LINE = """
 import resource, sys
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import RankFile
 file = RankFile(sys.argv[1], rank=0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 try:
@@ -195,7 +197,7 @@ def test_a_disk_that_fails_at_the_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    about = Planted(steps=0).run().ranks[1].about
+    about = Planted(steps=0).run().ranks[1].metadata
     session = Session(tmp_path, about, settings=SessionSettings(), on_problem=told.append)
     session.end("finished")
 
@@ -210,17 +212,17 @@ def test_a_disk_that_fails_at_the_end_is_told(
 def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:
     """The export of a trace took longer than any step."""
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].about
+    about = Planted(steps=0).run().ranks[0].metadata
 
-    def on_over(step: int) -> None:
-        session.is_disturbed = step in (2, 3)
-        clock.now += 5_000 * MS if step in (2, 3) else 0
+    def begin_step(step: int) -> bool:
+        clock.now += 5_000 * MS if step in (3, 4) else 0
+        return step in (3, 4)
 
     session = Session(
         tmp_path,
         about,
         settings=SessionSettings(),
-        on_over=on_over,
+        begin_step=begin_step,
         on_step=told.append,
         clock=clock,
     )

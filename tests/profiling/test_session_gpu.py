@@ -33,7 +33,7 @@ class Training:
     patch: pytest.MonkeyPatch
     folder: Path | None = None
     gpu: Gpu = field(default_factory=Gpu)
-    over: list[int] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
     told: list[StepRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -42,21 +42,21 @@ class Training:
         self.patch.setattr(time, "sleep", lambda seconds: self.gpu.sleep(1e3 * seconds))
         self.session = Session(
             self.folder,
-            Planted(steps=0).run().ranks[0].about,
+            Planted(steps=0).run().ranks[0].metadata,
             settings=SessionSettings(max_overhead=1.0),
             device_clock=StreamClock(torch.device("cuda", 0), self.gpu.clock),
-            on_over=self.over.append,
+            begin_step=lambda step: bool(self.begun.append(step)),
             on_step=self.told.append,
             on_problem=self.problems.append,
             clock=self.gpu.clock,
         )
 
     def step(self, *, held_up: float = 0) -> None:
-        session, gpu, recorder = self.session, self.gpu, self.session.recorder
-        session.forward()
+        timer, gpu, recorder = self.session.timer, self.gpu, self.session.recorder
+        timer.forward()
         gpu.work(FORWARD)
-        session.forward_ended()
-        session.backward()
+        timer.forward_ended()
+        timer.backward()
         link, works = gpu.main.until, []
         for bucket in range(BUCKETS):
             gpu.work(OF_BUCKET)
@@ -72,10 +72,10 @@ class Training:
                 see(work)
         for work in works:
             work.wait()
-        session.backward_ended(synchronised=True)
-        session.stepping()
+        timer.backward_ended(synchronised=True)
+        timer.stepping()
         gpu.work(OPTIMIZER)
-        session.stepped()
+        timer.stepped()
         gpu.sleep(0.1)
 
 
@@ -83,7 +83,7 @@ def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPa
     training = Training(monkeypatch)
     for _ in range(4):
         training.step()
-    assert training.over == [0, 1, 2], "the fourth ends when the next begins"
+    assert training.begun == [1, 2, 3], "the fourth ends when the next begins"
     assert training.told == [], "the GPU is in the first"
     assert training.gpu.synchronised == 1, "before the training"
     training.gpu.sleep(2.5 * STEP)

@@ -62,7 +62,7 @@ class Loop:
         self.clock, self.steps = Clock(), list[StepRecord]()
         self.model = rank.ddp(Model(self.clock))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        about = Planted(steps=0).run().ranks[rank.rank].about
+        about = Planted(steps=0).run().ranks[rank.rank].metadata
         self.session = Session(
             None,
             about,
@@ -70,7 +70,7 @@ class Loop:
             on_step=self.steps.append,
             clock=self.clock,
         )
-        self.watching = Watching(self.model, self.session)
+        self.watching = Watching(self.model, self.session.timer)
 
     def forward(self) -> Tensor:
         self.clock.passes(DATA)
@@ -116,7 +116,7 @@ def test_what_is_before_an_evaluation_in_the_middle_of_an_accumulation_counts() 
             loop.micro_batch(synchronises=False)
             loop.evaluate(batches=3 * number)
             if number:
-                loop.session.exclude_interval()  # Lightning's callback, at the end of a validation
+                loop.session.timer.exclude_interval()  # Lightning's, after a validation
             loop.micro_batch()
             loop.optimize()
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_dist.profiling.capture.events import Phase
-from lightning_dist.profiling.capture.steps import Cut, StepTimer
+from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import HostClock
 
 
@@ -13,14 +14,34 @@ class Step(NamedTuple):
     phases: tuple[Phase, ...]
 
 
+class Timer:
+    """A :class:`StepTimer` that is told of events with their times; each returns a step, if any."""
+
+    def __init__(self, begin: int) -> None:
+        self._now, self._cuts = begin, list[Cut]()
+        self._recorder = Recorder()
+        self._timer = StepTimer(lambda: self._now, self._recorder, self._cuts.append)
+
+    def __getattr__(self, event: str) -> Any:
+        def happens(at: int, *, exchanged: bool = False, **arguments: Any) -> Cut | None:
+            self._now = at
+            if exchanged:
+                self._recorder.launches("all_reduce", group="flat", sent=1)
+            getattr(self._timer, event)(**arguments)
+            self._recorder.drop()
+            return self._cuts.pop() if self._cuts else None
+
+        return happens
+
+
 def read(cut: Cut | None) -> Step:
     assert cut is not None
-    begin, duration, phases = cut.read(HostClock())
-    return Step(begin, begin + duration, phases)
+    step = PendingStep(0, cut, None).read(HostClock())
+    return Step(step.begin, step.begin + step.duration, step.phases)
 
 
 def test_a_step_begins_where_the_one_before_ended() -> None:
-    timer = StepTimer(100)
+    timer = Timer(100)
     assert timer.forward(110) is None
     timer.backward(130)
     timer.backward_ended(170, synchronised=True)
@@ -38,13 +59,13 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
     timer.backward(200)
     timer.backward_ended(210, synchronised=True)
     timer.stepped(215)
-    cut = read(timer.restart(300))
+    cut = read(timer.exclude_interval(300))
     assert (cut.begin, cut.end) == (180, 215)
     assert cut.phases[0] == Phase("between_steps", 0, 15)
 
 
 def test_accumulated_passes_are_one_step() -> None:
-    timer = StepTimer(0)
+    timer = Timer(0)
     for begin, synchronised in ((10, False), (40, False), (70, True)):
         assert timer.forward(begin) is None
         timer.backward(begin + 10)
@@ -66,7 +87,7 @@ def test_accumulated_passes_are_one_step() -> None:
 
 
 def test_several_optimizers_end_the_step_with_the_last() -> None:
-    timer = StepTimer(0)
+    timer = Timer(0)
     timer.forward(0)
     timer.backward(10)
     timer.backward_ended(20, synchronised=True)
@@ -78,7 +99,7 @@ def test_several_optimizers_end_the_step_with_the_last() -> None:
 
 
 def test_a_step_that_a_scaler_skipped_has_no_optimizer() -> None:
-    timer = StepTimer(0)
+    timer = Timer(0)
     timer.forward(0)
     timer.backward(10)
     timer.backward_ended(20, synchronised=True)
@@ -89,7 +110,7 @@ def test_a_step_that_a_scaler_skipped_has_no_optimizer() -> None:
 
 def test_an_optimizer_that_asks_again_has_one_step() -> None:
     """LBFGS, the closure of which is the forward and the backward pass."""
-    timer = StepTimer(0)
+    timer = Timer(0)
     cuts = []
     for begin in (0, 100):
         timer.stepping(begin, exchanged=begin > 0)
@@ -97,7 +118,6 @@ def test_an_optimizer_that_asks_again_has_one_step() -> None:
             cuts.append(timer.forward(begin + again))
             timer.backward(begin + again + 10)
             timer.backward_ended(begin + again + 20, synchronised=True)
-            assert timer.has_means
         timer.stepped(begin + 70)
     assert [cut is not None for cut in cuts] == [False, False, True, False]
     cut = read(cuts[2])
@@ -114,24 +134,24 @@ def test_an_optimizer_that_asks_again_has_one_step() -> None:
 
 
 def test_what_is_set_apart_is_of_no_step() -> None:
-    timer = StepTimer(0)
+    timer = Timer(0)
     timer.forward(5)
     timer.backward(10)
     timer.backward_ended(20, synchronised=True)
     timer.stepped(25)
-    assert timer.restart(1000) is not None  # a validation
+    assert timer.exclude_interval(1000) is not None  # a validation
     timer.forward(1005)
     timer.backward(1010)
     timer.backward_ended(1020, synchronised=True)
     timer.stepped(1025)
     cut = read(timer.forward(1030))
     assert (cut.begin, cut.end) == (1000, 1025)
-    assert timer.restart(2000) is None
+    assert timer.exclude_interval(2000) is None
 
 
 def test_a_forward_pass_without_a_backward_pass() -> None:
     """A loss that is not finite is left out by some loops."""
-    timer = StepTimer(0)
+    timer = Timer(0)
     timer.forward(5)
     timer.forward(20)
     timer.backward(30)
@@ -144,34 +164,30 @@ def test_a_forward_pass_without_a_backward_pass() -> None:
 
 
 def test_steps_within_a_forward_pass_end_a_step_each() -> None:
-    timer = StepTimer(0)
+    timer = Timer(0)
     timer.forward(5)
     timer.stepping(20, exchanged=True)
-    timer.stepped(25)
-    cut = read(timer.stepped_within())
+    cut = read(timer.stepped(25))
     assert cut == Step(
         0, 25, (Phase("between_steps", 0, 5), Phase("backward", 5, 20), Phase("optimizer", 20, 25))
     )
     timer.stepping(40, exchanged=True)
-    timer.stepped(45)
-    assert read(timer.stepped_within()) == Step(
+    assert read(timer.stepped(45)) == Step(
         25, 45, (Phase("backward", 0, 15), Phase("optimizer", 15, 20))
     )
-    timer.stepped(47)  # a second one, after the same gradients
-    assert timer.stepped_within() is None
-    timer.forward_ended()
+    assert timer.stepped(47) is None  # a second one, after the same gradients
+    timer.forward_ended(50)
     assert timer.forward(60) is None
     timer.stepping(70, exchanged=True)
-    timer.stepped(75)
-    cut = read(timer.stepped_within())
+    cut = read(timer.stepped(75))
     assert cut.phases[:2] == (Phase("between_steps", 0, 15), Phase("backward", 15, 25))
 
 
 def test_a_backward_pass_that_was_not_seen_ends_with_the_step_of_an_optimizer() -> None:
     """What the model gives back is no tensor, nor a container of some."""
-    timer = StepTimer(0)
+    timer = Timer(0)
     timer.forward(5)
-    timer.forward_ended()
+    timer.forward_ended(10)
     timer.stepping(20, exchanged=True)
     timer.stepped(25)
     timer.stepping(25, exchanged=True)

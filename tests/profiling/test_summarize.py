@@ -161,7 +161,7 @@ def inside_first(run: Run) -> Run:
     """Of 2 hosts of 2 ranks: buckets 0 and 1 go inside the host, 2 and 3 between hosts."""
     groups = {0: ([0, 1], [0, 2]), 1: ([0, 1], [1, 3]), 2: ([2, 3], [0, 2]), 3: ([2, 3], [1, 3])}
     for rank, (intra, inter) in groups.items():
-        about = replace(run.ranks[rank].about, groups={"intra": intra, "inter": inter})
+        about = replace(run.ranks[rank].metadata, groups={"intra": intra, "inter": inter})
         steps = {}
         for step, record in run.ranks[rank].steps.items():
             spans = [
@@ -175,7 +175,7 @@ def inside_first(run: Run) -> Run:
                 for b in record.buckets
             ]
             steps[step] = replace(record, spans=spans, buckets=buckets)
-        run = replaced(run, rank, about=about, steps=steps)
+        run = replaced(run, rank, metadata=about, steps=steps)
     return run
 
 
@@ -277,7 +277,7 @@ def test_a_profiler_that_takes_more_than_it_may_says_so(
             number: replace(step, overhead=round(overhead * step.duration))
             for number, step in each.steps.items()
         }
-        run = replaced(run, rank, steps=steps, about=replace(each.about, budget=budget))
+        run = replaced(run, rank, steps=steps, metadata=replace(each.metadata, budget=budget))
     notes = [each for each in summarize(run).notes if each.startswith("the profiler took")]
     assert len(notes) == (note is not None)
     assert note is None or f"the profiler {note}" in notes[0]

@@ -33,8 +33,8 @@ def taking_turns(*, apart: int = TOOK) -> Run:
                     spans.append(span)
             steps[number] = replace(step, spans=spans)
         link = LinkRecord("inter", sent=SENT, seconds=TOOK / 1e3)
-        about = replace(each.about, groups=groups)
-        run = replaced(run, rank, about=about, steps=steps, links=[link])
+        about = replace(each.metadata, groups=groups)
+        run = replaced(run, rank, metadata=about, steps=steps, links=[link])
     return run
 
 

@@ -9,21 +9,14 @@ from planted import MS, Planted, replace, replaced
 from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_small_exchanges
 
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord, Phase
-from lightning_dist.profiling.whatif.answer import (
-    LABEL,
-    NO_DIFFERENCE,
-    NO_ERROR,
-    THIS_RUN,
-    is_faster,
-)
 from lightning_dist.profiling.whatif.observe import begin_of_gradients, observe
 from lightning_dist.profiling.whatif.predict import (
     LEAST_TOLERANCE,
-    candidates,
     elsewhere,
-    other_buckets,
     predict,
+    scenarios_of,
 )
+from lightning_dist.profiling.whatif.predictions import LABEL, remark
 from lightning_dist.profiling.whatif.simulator import Link, Scenario
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 
@@ -57,11 +50,11 @@ def test_the_pass_that_fills_the_buckets_is_the_last_of_those_that_add_up() -> N
 def test_a_small_exchange_tells_the_latency_and_without_one_there_is_a_reason() -> None:
     found = observe(with_small_exchanges(DDP.run(), took=0.4))
     assert found.scenario.link.latency == pytest.approx(0.0002)  # of two rounds
-    assert "latency" not in found.reasons
+    assert "latency" not in found.unavailable
     without = observe(DDP.run())
     assert (without.scenario.link.latency, without.scenario.inside) == (None, None)
-    assert "no small exchange" in without.reasons["latency"]
-    assert "inside" in without.reasons
+    assert "no small exchange" in without.unavailable["latency"]
+    assert "inside" in without.unavailable
 
 
 def test_small_collectives_that_were_measured_count() -> None:
@@ -73,8 +66,8 @@ def test_small_collectives_that_were_measured_count() -> None:
     found = observe(replaced(run, 1, bursts=bursts))
     link = found.scenario.link
     assert (link.latency, link.overhead, link.cpu) == (0.003, 0.001, 0.0005)
-    assert not {"latency", "overhead"} & found.reasons.keys()
-    assert "overhead" in observe(run).reasons
+    assert not {"latency", "overhead"} & found.unavailable.keys()
+    assert "overhead" in observe(run).unavailable
     fast = elsewhere(found.scenario, link_gbps=100.0)
     free = replace(fast, link=replace(fast.link, overhead=0.0))
     counted, without = (predict(found, [each], costs=COSTS).scenarios[0] for each in (fast, free))
@@ -96,7 +89,8 @@ def test_a_codec_shares_the_core_of_a_run_that_had_one_for_each_rank() -> None:
     for cores, is_one in ((0, False), (1, True), (2, False)):
         one = observe(about(INT8.run(), cores=cores))
         assert one.one_core is is_one
-        scenarios = [elsewhere(one.scenario, link_gbps=1.0), replace(one.scenario, codec="fp16")]
+        there = elsewhere(one.scenario, link_gbps=1.0)
+        scenarios = [there, replace(there, codec="fp16")]
         shared, alone = (
             {each.codec: each.step_ms for each in predict(of, scenarios, costs=slow).scenarios}
             for of in (one, replace(one, one_core=False))
@@ -131,7 +125,7 @@ def test_a_slower_link_is_predicted() -> None:
     half = only(DDP, link_gbps=rate / 2)
     assert half.step_ms == pytest.approx(duration(replace(DDP, transfer=80)))
     assert half.exposed_ms == pytest.approx(4 * 80 - 30)
-    assert (half.change, half.verdict) == (0.0, NO_DIFFERENCE)
+    assert half.change == 0.0
 
 
 def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_there() -> None:
@@ -140,17 +134,12 @@ def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_the
     assert slow.baseline.step_ms is not None
     assert best.step_ms > slow.baseline.step_ms  # the link is slow, and the codec helps there
     assert best.change == pytest.approx(best.step_ms / own.step_ms - 1)
-    assert [(each.codec, each.position, is_faster(each)) for each in slow.scenarios] == [
+    assert [(each.codec, each.position, slow.is_faster(each)) for each in slow.scenarios] == [
         ("fp16", 1, True),
         ("ddp", 2, False),
     ]
     change = near.scenarios[0].step_ms / near.baseline.step_ms - 1
     assert near.scenarios[0].change == pytest.approx(change)
-    assert near.change_baseline == THIS_RUN
-    assert (
-        slow.as_dict()["change_baseline"]
-        == "ddp flat, as in this run, with the same link and hosts"
-    )
     rounds = with_small_exchanges(DDP.run(), took=0.4)
     late = {each.codec: each for each in asked(rounds, {}, FP16, latency_us=1e5).scenarios}
     assert (late["ddp"].change, late["fp16"].change < 0) == (0.0, True)
@@ -168,22 +157,22 @@ def test_bytes_and_times_of_the_runs_own_codec_are_those_of_the_run() -> None:
     found = asked(heavy, {})
     assert found.error == pytest.approx(0.0, abs=1e-6)
     assert found.scenarios[0].sent_mb == pytest.approx(8 * CHUNK_ELEMENTS / 1e6)
-    assert found.scenarios[0].source == THIS_RUN
+    assert found.scenarios[0].source == "this run"
 
 
-def test_other_hosts_and_links_in_one_call_are_ranked_by_themselves() -> None:
+def test_other_numbers_of_hosts() -> None:
     observed = observe(DDP.run())
-    there = [elsewhere(observed.scenario, hosts=hosts) for hosts in (64, 4)]
-    scenarios = [replace(each, codec=codec) for each in there for codec in ("ddp", "fp16")]
-    found = predict(observed, scenarios, costs=COSTS).scenarios
-    assert [(each.hosts, each.codec, each.position) for each in found] == [
-        (hosts, codec, place)
-        for hosts in (64, 4)
-        for place, codec in enumerate(("fp16", "ddp"), start=1)
-    ]
-    for fp16, ddp in (found[:2], found[2:]):
-        assert ddp.sent_mb == pytest.approx(16 * 2 * (ddp.hosts - 1) / ddp.hosts)
-        assert (ddp.change, ddp.verdict) == (0.0, NO_DIFFERENCE)
+    for hosts in (64, 4):
+        there = elsewhere(observed.scenario, hosts=hosts)
+        scenarios = [replace(there, codec=codec) for codec in ("ddp", "fp16")]
+        found = predict(observed, scenarios, costs=COSTS).scenarios
+        assert [(each.hosts, each.codec, each.position) for each in found] == [
+            (hosts, "fp16", 1),
+            (hosts, "ddp", 2),
+        ]
+        fp16, ddp = found
+        assert ddp.sent_mb == pytest.approx(16 * 2 * (hosts - 1) / hosts)
+        assert ddp.change == 0.0
         assert fp16.change == pytest.approx(fp16.step_ms / ddp.step_ms - 1)
 
 
@@ -201,8 +190,8 @@ def test_nothing_is_ranked_closer_than_the_error() -> None:
         apart = (other.step_ms or 0) > (one.step_ms or 0) * (1 + found.tolerance)
         assert (one.position != other.position) is apart
     assert {one.position == other.position for one, other in pairs} == {True, False}
-    verdicts = [each.verdict for each in found.scenarios]
-    assert (verdicts[:2], verdicts[-1]) == ([NO_DIFFERENCE] * 2, "")
+    remarks = [remark(each, found) for each in found.scenarios]
+    assert (remarks[:2], remarks[-1]) == (["no difference within the error"] * 2, "")
 
 
 def test_a_large_error_joins_what_a_small_one_would_rank() -> None:
@@ -232,16 +221,15 @@ def test_without_a_prediction_of_the_run_nothing_is_ranked() -> None:
     found = asked(replace(INT8, codec="sign"), {"codec": "ddp"}, FP16)
     assert (found.baseline.step_ms, found.error, found.tolerance) == (None, None, None)
     assert found.baseline.reason == "what sign costs was not measured"
-    assert [(each.position, each.change, each.verdict) for each in found.scenarios] == [
-        (None, None, NO_ERROR)
-    ] * 2
+    assert [(each.position, each.change) for each in found.scenarios] == [(None, None)] * 2
+    assert remark(found.scenarios[0], found).endswith("the error of the simulation is unknown")
 
 
 def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     one = replace(DDP, hosts=("a",))
-    unknown, given = only(one, hosts=4), only(one, hosts=4, link_gbps=1.0)
-    assert unknown.step_ms is None
-    assert unknown.reason.endswith("give the rate of a link between hosts with --link-gbps")
+    with pytest.raises(ValueError, match="give the rate of a link between hosts with --link-gbps"):
+        only(one, hosts=4)
+    given = only(one, hosts=4, link_gbps=1.0)
     assert given.step_ms is not None
     assert given.world_size == 8
     run = with_small_exchanges(one.run(), took=0.4)
@@ -250,22 +238,28 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     )
     assert here.scenarios[0].step_ms == free.scenarios[0].step_ms
     assert late.scenarios[0].step_ms > free.scenarios[0].step_ms
-    assert "rounds between hosts count nothing" in here.reasons["latency"]
-    assert "latency" not in late.reasons
+    assert "rounds between hosts count nothing" in here.unavailable["latency"]
+    assert "latency" not in late.unavailable
 
 
-def test_candidates() -> None:
-    def of(world_size: int, *codecs: str, forms: tuple[str, ...] = ()) -> set[tuple[str, str]]:
-        run = observe(replace(DDP, world_size=world_size).run()).scenario
-        there = replace(elsewhere(run, link_gbps=1.0), bucket_mb=5.0)
-        found = candidates(there, codecs, forms=forms)
-        assert {(each.link, each.bucket_mb) for each in found} <= {(there.link, None)}
+def test_scenarios() -> None:
+    def of(
+        world_size: int, *codecs: str, forms: tuple[str, ...] = (), inside: float | None = None
+    ) -> set[tuple[str, str]]:
+        observed = observe(replace(DDP, world_size=world_size).run())
+        there = elsewhere(observed.scenario, link_gbps=1.0, inside_gbps=inside)
+        found = scenarios_of(observed, there, codecs=codecs, forms=forms)
+        assert {(each.link, each.bucket_mb) for each in found} == {(there.link, None)}
+        assert len(set(found)) == len(found)
         return {(each.codec, each.form) for each in found}
 
     ddp, (flat, *by_hosts) = ("ddp", "flat"), [("int8", f) for f in ("flat", "sharded", "leader")]
     assert of(2, "ddp", "int8") == {ddp, flat}
     assert of(4, "ddp", "int8") == {ddp, flat, *by_hosts}
-    assert of(4, "ddp", "int8", forms=("leader",)) == {("int8", "leader")}
+    with pytest.raises(ValueError, match="no exchange inside a host was measured"):
+        of(4, "ddp", "int8", forms=("leader",))
+    assert of(4, "ddp", "int8", forms=("leader",), inside=9.0) == {ddp, ("int8", "leader")}
+    assert of(2, "int8") == {ddp, flat}, "with the run's own, which is what it is compared with"
 
 
 def test_one_large_bucket_begins_late() -> None:
@@ -280,8 +274,8 @@ def test_one_large_bucket_begins_late() -> None:
 
 def test_sizes_that_change_nothing_are_not_asked_about() -> None:
     observed = observe(DDP.run())  # 4 buckets of 3.8 MB
-    found = other_buckets(observed, observed.scenario, sizes=(3.5, 3.9, 5, 25, 100))
-    assert [each.bucket_mb for each in found] == [3.9, 5, 25]
+    found = [each for each in scenarios_of(observed, observed.scenario) if each.bucket_mb]
+    assert [each.bucket_mb for each in found] == [5, 25]  # and 100 is one bucket, as 25
     assert {replace(each, bucket_mb=None) for each in found} == {observed.scenario}
 
 

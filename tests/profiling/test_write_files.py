@@ -9,9 +9,9 @@ import pytest
 from planted import Planted
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.files import RankFile, replace_file
+from lightning_dist.profiling.capture.events import RankFile
 from lightning_dist.profiling.report.files import Wanted, write_files
-from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.run import read_run, replace_file
 
 ALL = Wanted(html=True, trace=True, csv=True)
 
@@ -19,7 +19,7 @@ ALL = Wanted(html=True, trace=True, csv=True)
 def recorded(folder: Path) -> None:
     for rank, of_rank in Planted().run().ranks.items():
         file = RankFile(folder, rank=rank)
-        file.write([of_rank.about, *of_rank.steps.values()])
+        file.write([of_rank.metadata, *of_rank.steps.values()])
         file.close()
 
 

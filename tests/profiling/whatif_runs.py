@@ -8,9 +8,9 @@ from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.capture.events import Span
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.answer import Prediction, Predictions
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 from lightning_dist.reducer.costs import CodecCost
 
@@ -47,7 +47,7 @@ def duration(planted: Planted) -> float:
 def about(run: Run, **changes: object) -> Run:
     """``run``, where all ranks say something else of themselves."""
     for rank, each in run.ranks.items():
-        run = replaced(run, rank, about=replace(each.about, **changes))
+        run = replaced(run, rank, metadata=replace(each.metadata, **changes))
     return run
 
 
@@ -59,5 +59,5 @@ def with_small_exchanges(run: Run, took: float) -> Run:
     for rank, each in run.ranks.items():
         steps = {step: replace(of, spans=(vote, *of.spans)) for step, of in each.steps.items()}
         run = replaced(run, rank, steps=steps)
-    groups = {**run.ranks[0].about.groups, "control": [0, 1]}
+    groups = {**run.ranks[0].metadata.groups, "control": [0, 1]}
     return about(run, groups=groups)

@@ -46,11 +46,11 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
 
 def uncompared(run: Run) -> list[int]:
     """Ranks whose clock has nothing to do with rank 0's: another host, and never compared."""
-    host = run.ranks[0].about.host if 0 in run.ranks else None
+    host = run.ranks[0].metadata.host if 0 in run.ranks else None
     return [
         rank
         for rank, each in run.ranks.items()
-        if rank != 0 and not each.clocks and each.about.host != host
+        if rank != 0 and not each.clocks and each.metadata.host != host
     ]
 
 
@@ -60,7 +60,7 @@ def groups_of_one_clock(run: Run) -> dict[int, frozenset[str]]:
     return {
         rank: frozenset(
             name
-            for name, members in each.about.groups.items()
+            for name, members in each.metadata.groups.items()
             if len({clocks.get(member) for member in members}) == 1
         )
         for rank, each in run.ranks.items()
@@ -71,10 +71,10 @@ def _clock_of(run: Run, rank: int) -> tuple[int, int] | str:
     """The same for ranks of one machine, where one compares the clocks for all."""
     of_rank = run.ranks[rank]
     if not of_rank.clocks:
-        return of_rank.about.host
+        return of_rank.metadata.host
     first = of_rank.clocks[0]
     if first.uncertainty == 0 and 0 in run.ranks:  # rank 0's own
-        return run.ranks[0].about.host
+        return run.ranks[0].metadata.host
     return first.offset, first.uncertainty
 
 

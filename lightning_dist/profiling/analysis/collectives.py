@@ -83,7 +83,7 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
             continue
         groups = {
             name: numbers.setdefault((name, tuple(members)), len(numbers))
-            for name, members in each.about.groups.items()
+            for name, members in each.metadata.groups.items()
         }
         own[rank] = []
         for span in each.steps[step].spans:

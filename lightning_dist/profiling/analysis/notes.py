@@ -90,7 +90,7 @@ def _ms(value: float | None) -> str:
 
 def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> list[str]:
     """Notes, the most important first: what ended the training."""
-    hosts = {each.about.host for each in run.ranks.values()}
+    hosts = {each.metadata.host for each in run.ranks.values()}
     is_one_host = len(hosts) == 1 and len(run.ranks) == run.world_size
     return [
         *_ended_by(run),
@@ -228,7 +228,7 @@ def _divergence(run: Run) -> list[str]:
 
 
 def _over_budget(run: Run, overhead: float | None) -> list[str]:
-    budget = min((each.about.budget for each in run.ranks.values()), default=0.0)
+    budget = min((each.metadata.budget for each in run.ranks.values()), default=0.0)
     took, may = format_value(overhead, "%"), format_value(budget, "%")
     if overhead is None or not 0 < budget < overhead or took == may:
         return []

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Intervals
-from lightning_dist.profiling.whatif.answer import Predictions
+from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
 

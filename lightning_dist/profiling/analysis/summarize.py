@@ -105,8 +105,8 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
 def _about(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
-    about = run.ranks[min(run.ranks)].about
-    hosts = {rank: each.about.host for rank, each in run.ranks.items()}
+    about = run.ranks[min(run.ranks)].metadata
+    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     return {
         "codec": about.codec,
         "backend": about.backend,
@@ -176,7 +176,7 @@ def _ranks(
         summaries.append(
             RankSummary(
                 rank,
-                of_rank.about.host,
+                of_rank.metadata.host,
                 step_ms=mean([of_rank.head(step).duration / MS for step in steps]),
                 exposed_ms=None if "exposed_ms" in unavailable else own["exposed"] / per_step,
                 wait_ms=_known(own["waited"] / per_step, "exposed_wait", unavailable),
@@ -221,7 +221,7 @@ def _gbps(nbytes: float, nanoseconds: float) -> float | None:
 def _link_gbps(run: Run) -> float | None:
     """The best of the links between hosts; inside a host only where there is no other."""
     rates = [
-        (_crosses(run, each.about, link), rate)
+        (_crosses(run, each.metadata, link), rate)
         for each in run.ranks.values()
         for link in each.links
         if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None
@@ -232,4 +232,5 @@ def _link_gbps(run: Run) -> float | None:
 def _crosses(run: Run, about: RankRecord, link: LinkRecord) -> bool:
     """The link leads to another host."""
     ends = about.groups.get(link.group, ()) if link.peer is None else [link.peer]
-    return bool({run.ranks[rank].about.host for rank in ends if rank in run.ranks} - {about.host})
+    hosts = {run.ranks[rank].metadata.host for rank in ends if rank in run.ranks}
+    return bool(hosts - {about.host})

@@ -135,8 +135,8 @@ def step_table(
     """
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     rows = {rank: row for row, rank in enumerate(ranks)}
-    hosts = [each.about.host for each in ranks.values()]
-    reach = {rank: _reach(run, each.about) for rank, each in ranks.items()}
+    hosts = [each.metadata.host for each in ranks.values()]
+    reach = {rank: _reach(run, each.metadata) for rank, each in ranks.items()}
     one_clock = groups_of_one_clock(run)
     values = np.full((len(steps), len(ranks), len(COLUMNS)), np.nan)
     waited_for = np.zeros((len(ranks), len(ranks)))
@@ -212,7 +212,7 @@ def _reach(run: Run, about: RankRecord) -> tuple[frozenset[str], frozenset[str]]
     """
     hosts = {
         name: [
-            run.ranks[rank].about.host if rank in run.ranks else None
+            run.ranks[rank].metadata.host if rank in run.ranks else None
             for rank in members
             if rank != about.rank
         ]

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import Session
+from lightning_dist.profiling.capture.steps import StepTimer
 
 _HELD_BYTES = 4 << 20
 """DDP copies a mean into its gradients while the next ones travel; those that are held until the
@@ -37,7 +37,7 @@ _Reduced: TypeAlias = "Future[list[Tensor]]"
 
 
 class Watching:
-    """Tells a session of the passes of ``model`` and of the steps of its optimizers.
+    """Tells a timer of the passes of ``model`` and of the steps of its optimizers.
 
     As long as it is kept.
 
@@ -45,10 +45,10 @@ class Watching:
         model: whose forward passes in training begin a step.
     """
 
-    def __init__(self, model: DistributedDataParallel, session: Session) -> None:
-        self._model, self._session = model, session
+    def __init__(self, model: DistributedDataParallel, timer: StepTimer) -> None:
+        self._model, self._timer = model, timer
         self._synchronises = True
-        self._in_forward = self._in_backward = False
+        self._in_backward = False
         self._mine = {id(parameter) for parameter in model.parameters()}
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_untraced(self._before_forward)),
@@ -70,15 +70,14 @@ class Watching:
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if self._trains:
-            self._in_forward, self._in_backward = True, False
-            self._session.forward()
+            self._in_backward = False
+            self._timer.forward()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if not self._trains:
-            self._session.exclude_interval()
+            self._timer.exclude_interval()
             return
-        self._in_forward = False
-        self._session.forward_ended()
+        self._timer.forward_ended()
         self._synchronises = self._model.require_backward_grad_sync
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
@@ -88,22 +87,21 @@ class Watching:
         if self._in_backward:  # a second output
             return
         self._in_backward = True
-        self._session.backward()
+        self._timer.backward()
         # After DDP's own, which waits for the means: it is queued while the pass runs.
         _at_the_end(lambda: _at_the_end(self._backward_ends))
 
     def _backward_ends(self) -> None:
         self._in_backward = False
-        self._session.backward_ended(synchronised=self._synchronises)
+        self._timer.backward_ended(synchronised=self._synchronises)
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if self._is_mine(optimizer):
-            self._session.stepping()
+            self._timer.stepping()
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if self._is_mine(optimizer):
-            # Lightning's manual optimization; its backward pass is in there too.
-            self._session.stepped(within_forward=self._in_forward)
+            self._timer.stepped()
 
     def _is_mine(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -266,12 +264,15 @@ def is_watched(model: DistributedDataParallel) -> bool:
     return any(not state.recorder.is_closed for state in states)
 
 
-def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -> None:
-    """Let ``model`` reduce its gradients where they can be seen.
+def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, crosses: bool) -> None:
+    """Let ``model`` reduce its gradients where ``recorder`` sees them.
 
     The means are DDP's own, to the bit; where gradients are views of buckets and kept from step to
     step, only with a power of two of ranks, since DDP divides there. The hook stays, and with a
     recorder that is off it costs what a hook costs: a call and a pass over every bucket.
+
+    Args:
+        crosses: whether the next rank of the ring is on another host.
     """
 
     def watched_allreduce_hook(state: WatchedAllReduce, bucket: GradBucket) -> Future[Tensor]:
@@ -279,8 +280,9 @@ def watch_allreduce(model: DistributedDataParallel, watched: WatchedAllReduce) -
 
     for _, state in model._comm_hooks:
         if isinstance(state, WatchedAllReduce):
-            state.recorder = watched.recorder
+            state.recorder = recorder
             return
+    watched = WatchedAllReduce(recorder, model.process_group, crosses)
     model.register_comm_hook(watched, watched_allreduce_hook)
 
 

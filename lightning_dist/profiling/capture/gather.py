@@ -50,9 +50,26 @@ def gather_records(path: Path, *, ranks: Sequence[int], group: dist.ProcessGroup
     Returns:
         What did not arrive, and why; for the user to see.
     """
-    if group.rank() == 0:
-        return _receive_files(path.parent, ranks, group)
-    return _send_file(path, group) if group.rank() in ranks else []
+    if group.rank() in ranks:
+        return _send_file(path, group)
+    problems: dict[int, str] = {}
+    sending = [*ranks] if group.rank() == 0 else []
+    # A chunk of each in turn: while a long file travels, no rank waits for longer than its timeout.
+    while sending:
+        for rank in [*sending]:
+            chunk = b""
+            try:
+                chunk = _receive(rank, group)
+                if rank not in problems and chunk:
+                    with (path.parent / f"rank{rank}.jsonl").open("ab") as file:
+                        file.write(chunk)
+            except RuntimeError as error:  # of gloo; it concerns this one only
+                problems[rank] = f"records of rank {rank} are not whole: {first_sentence(error)}"
+            except OSError as error:
+                problems[rank] = f"records of rank {rank} are not written: {error.strerror}"
+            if not chunk:
+                sending.remove(rank)
+    return [*problems.values()]
 
 
 def _send_file(path: Path, group: dist.ProcessGroup) -> list[str]:
@@ -74,29 +91,6 @@ def _send(content: bytes, group: dist.ProcessGroup) -> None:
     send(torch.tensor([len(content)], device="cpu"), to=0, group=group)
     if content:
         send(torch.frombuffer(bytearray(content), dtype=torch.uint8), to=0, group=group)
-
-
-def _receive_files(folder: Path, ranks: Sequence[int], group: dist.ProcessGroup) -> list[str]:
-    # A chunk of each in turn: while a long file travels, no rank waits for longer than its timeout.
-    problems: list[str] = []
-    sending, unwritable = list(ranks), set[int]()
-    while sending:
-        for rank in list(sending):
-            try:
-                chunk = _receive(rank, group)
-            except RuntimeError as error:  # of gloo; it concerns this one only
-                chunk = b""
-                problems.append(f"records of rank {rank} are not whole: {first_sentence(error)}")
-            if not chunk:
-                sending.remove(rank)
-            elif rank not in unwritable:
-                try:
-                    with (folder / f"rank{rank}.jsonl").open("ab") as file:
-                        file.write(chunk)
-                except OSError as error:
-                    unwritable.add(rank)
-                    problems.append(f"records of rank {rank} are not written: {error.strerror}")
-    return problems
 
 
 def _receive(rank: int, group: dist.ProcessGroup) -> bytes:

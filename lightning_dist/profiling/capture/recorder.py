@@ -1,36 +1,49 @@
-"""Takes the times of one rank's gradients while they travel."""
+"""Recorder of one rank: when gradients are ready, encoded, exchanged and decoded."""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
-from lightning_dist.profiling.capture.completion import completion_watcher
 from lightning_dist.profiling.capture.events import BucketTimes
-from lightning_dist.profiling.capture.steps import BucketRow, SpanRow, StepEvents
+from lightning_dist.profiling.whatif.simulator import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.device_clock import DeviceClock, HostClock, Timestamp
+from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
 
-_CALIBRATION = 500
 _UNSEEN = 3.0
 """What recording adds to a step, over what can be counted of it: threads change places, caches are
 cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiler)."""
-_LONGEST_PERIOD = 1024
-_WEIGHT = 0.1
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
 _TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
 
 
+BucketRow: TypeAlias = tuple[Timestamp, Timestamp, BucketTimes]
+"""When gradients and mean of a bucket were there; the times within the last do not count."""
+OnCompletion: TypeAlias = Callable[[Timestamp], None]
+SpanRow: TypeAlias = tuple[str, int, Timestamp, Timestamp, str, str, int, int]
+"""Values of a span, in the order of its fields."""
+
+
+class Events(NamedTuple):
+    """What was recorded of a step, at timestamps that may be to come."""
+
+    buckets: Sequence[BucketRow] = ()
+    spans: Sequence[SpanRow] = ()
+
+
 class Recorder(Observer):
-    """Buckets and spans of the step that is under way.
+    """Records buckets and spans of the current step.
 
     Appends to lists, from the thread of the backward pass, that of the reducer, and one of its own;
     nothing is computed before :meth:`take`.
@@ -51,7 +64,11 @@ class Recorder(Observer):
         self.is_on = True
         """Whether anything is recorded, besides compression errors that were asked for."""
         self.errors = CompressionErrorSampler(clock)
-        self._completions = completion_watcher(self.device_clock)
+        self._completions: CompletionWatcher = (
+            StreamCompletionWatcher(self.device_clock)
+            if isinstance(self.device_clock, StreamClock)
+            else ThreadCompletionWatcher(self.device_clock.now)
+        )
         self._ready: dict[int, Timestamp] = {}  # of buckets whose mean nobody has begun
         self._buckets: list[BucketRow] = []
         self._spans: list[SpanRow] = []
@@ -151,10 +168,10 @@ class Recorder(Observer):
         """Whether any gradients have travelled in this step, on or off."""
         return bool(self._orders or self._buckets)
 
-    def take(self) -> StepEvents:
+    def take(self) -> Events:
         """Events since the last call."""
         self._completions.drain(_TIMEOUT)
-        events = StepEvents(self._buckets, self._spans)
+        events = Events(self._buckets, self._spans)
         self.drop()
         return events
 
@@ -170,48 +187,126 @@ class Recorder(Observer):
         self._completions.close()
 
 
-class Governor:
-    """Steps that are recorded in detail: fewer, where that costs more than the budget.
+class CompletionWatcher:
+    """Watches collectives for completion."""
 
-    Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
-    others. The distance between two steps varies, so that what happens every n-th step is seen as
-    often as it happens.
+    def __init__(self) -> None:
+        self.spent = 0
+        """Nanoseconds of a core that it has taken so far."""
 
-    Args:
-        budget: most that the profiler may take of a step.
+    def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        """Call ``on_completion`` with the time when ``work`` has completed; not if it fails."""
+        raise NotImplementedError
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for all collectives watched so far, for ``timeout`` seconds; False: some are left.
+
+        Nothing is waited for where times are marks in a stream.
+        """
+        return True
+
+    def close(self) -> None:
+        """Watch nothing more."""
+
+
+class StreamCompletionWatcher(CompletionWatcher):
+    """Sets a mark behind a collective when that is launched, in a stream that waits for it.
+
+    In one stream for each group, whose collectives complete in their order. A device has few
+    queues: with more streams than these, some share one, and hold up each other.
     """
 
-    def __init__(self, budget: float) -> None:
-        self._budget = budget
-        self.period = 1
-        """One of so many steps is recorded in detail, a power of two."""
-        self._share = 0.0
+    def __init__(self, clock: StreamClock) -> None:
+        super().__init__()
+        self._device_clock = clock
+        self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def wants(self, step: int) -> bool:
-        """Whether ``step`` is to be recorded in detail."""
-        return step * _GOLDEN % 2**64 < 2**64 // self.period
-
-    def spent(self, nanoseconds: float, *, of: int) -> None:
-        """A step that took ``of`` nanoseconds was recorded in detail, which took so many of them.
-
-        What one detailed step costs is spread over its period.
-        """
-        share = nanoseconds / max(of, 1)
-        self._share += (share - self._share) * (_WEIGHT if self._share else 1.0)
-        mean = self._share / self.period
-        if mean > self._budget and self.period < _LONGEST_PERIOD:
-            self.period *= 2
-        elif self.period > 1 and 2 * mean < self._budget / 2:
-            self.period //= 2
+    @override
+    def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        begin = time.monotonic_ns()
+        if group not in self._streams:
+            self._streams[group] = self._device_clock.new_stream()
+        with torch.cuda.stream(self._streams[group]):
+            # NCCL's future is done at the launch: the stream waits, not the host. Not of the work,
+            # after whose `wait` torch may give away memory that its owner has not waited for.
+            work.get_future().wait()
+            on_completion(self._device_clock.now())
+        self.spent += time.monotonic_ns() - begin
 
 
-def cost_of_an_event(device_clock: DeviceClock | None = None) -> float:
-    """Nanoseconds that one call of a recorder takes on this machine."""
-    recorder = Recorder(device_clock=device_clock)
-    begin = time.perf_counter_ns()
-    for _ in range(_CALIBRATION):
-        recorder.works(0, "encode")()
-    return (time.perf_counter_ns() - begin) / (2 * _CALIBRATION)
+@dataclass
+class _Group:
+    """Collectives of a group that are under way, and threads that wait for them."""
+
+    given: queue.SimpleQueue[tuple[dist.Work, OnCompletion] | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    pending: int = 0
+    threads: int = 0
+
+
+class ThreadCompletionWatcher(CompletionWatcher):
+    """Waits for collectives in threads, of each group in as many as it has under way at once.
+
+    gloo begins those of a group in their order, and so do its threads here wait for them: always
+    for just those that are under way, of which any may be the first to complete.
+
+    A callback would run in the thread of gloo that has done the work: waiting there for the
+    interpreter holds up every collective behind it.
+    """
+
+    def __init__(self, now: Callable[[], Timestamp]) -> None:
+        super().__init__()
+        self._now = now
+        self._groups: defaultdict[str, _Group] = defaultdict(_Group)
+        self._changed = threading.Condition()
+        self._pending = 0
+
+    @override
+    def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        with self._changed:
+            of = self._groups[group]
+            self._pending += 1
+            of.pending += 1
+            is_short = of.threads < min(of.pending, GLOO_AT_ONCE)
+            of.threads += is_short
+        of.given.put((work, on_completion))
+        if is_short:
+            name = f"comm-completion {group}"
+            threading.Thread(target=self._loop, args=(of,), name=name, daemon=True).start()
+
+    @override
+    def drain(self, timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
+
+    @override
+    def close(self) -> None:
+        # Of a collective that never completes a thread waits on, and holds up nobody.
+        for of in self._groups.values():
+            for _ in range(of.threads):
+                of.given.put(None)
+        self._groups.clear()
+
+    def _loop(self, of: _Group) -> None:
+        before = 0
+        while (given := of.given.get()) is not None:
+            work, on_completion = given
+            try:
+                work.wait()
+            except Exception:  # whoever needs it is told, and it is no time of a transfer
+                pass
+            else:
+                on_completion(self._now())
+            del work, on_completion, given  # or what was sent lives on until the next one
+            after = time.thread_time_ns()
+            with self._changed:  # last: whoever has drained it reads the rest
+                self.spent += after - before
+                of.pending -= 1
+                self._pending -= 1
+                if not self._pending:
+                    self._changed.notify_all()
+            before = after
 
 
 def _nothing() -> None:

@@ -6,19 +6,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
+    RankFile,
     RankRecord,
     Record,
     StepRecord,
     to_line,
 )
-from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.capture.recorder import Governor, Recorder, cost_of_an_event
+from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
@@ -26,6 +26,11 @@ _FOR_ERRORS = 0.25
 """Share of the overhead that is allowed."""
 _AT = 2
 """The first two steps have other buckets: DDP builds them anew."""
+_CALIBRATION = 500
+_LONGEST_PERIOD = 1024
+_WEIGHT = 0.1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
 _TIMEOUT = 2.0
 """Seconds for an accelerator to come to the end of the last steps."""
 
@@ -60,17 +65,18 @@ class SessionSettings:
 
 
 class Session:
-    """Is told what happens, in the thread of the training, and writes steps down.
+    """One rank's profile: writes steps down, in the thread of the training.
 
     What happens on an accelerator is known later: a step is written down when the next ones are
     over on the host. Nothing waits for it before the end.
 
     Args:
         folder: of the run; None: nothing is kept.
-        about: of this rank.
+        metadata: of this rank.
         first: number of the step that comes next.
         device_clock: of the work; None: of the host, by ``clock``.
-        on_over: called with the number of every step when it is over on the host.
+        begin_step: called with the number of a step before it begins; whether something makes it
+            longer than it is, such as a trace.
         on_step: called with every step that nothing disturbed, when its times are known.
         on_error: called with every compression error that was.
         on_problem: called with what goes wrong on this rank, and what that costs.
@@ -80,12 +86,12 @@ class Session:
     def __init__(
         self,
         folder: str | Path | None,
-        about: RankRecord,
+        metadata: RankRecord,
         *,
         settings: SessionSettings,
         first: int = 0,
         device_clock: DeviceClock | None = None,
-        on_over: Callable[[int], None] = lambda step: None,
+        begin_step: Callable[[int], bool] = lambda step: False,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
         on_problem: Callable[[str], None] = lambda problem: None,
@@ -93,13 +99,13 @@ class Session:
     ) -> None:
         self._settings, self._clock = settings, clock
         self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
-        self._on_over, self._on_step = on_over, on_step
+        self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
         self._file: RankFile | None = None
         if folder is not None:
             try:
-                self._file = RankFile(folder, rank=about.rank)
+                self._file = RankFile(folder, rank=metadata.rank)
             except OSError as error:  # the other ranks have begun
                 on_problem(
                     f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
@@ -111,48 +117,15 @@ class Session:
         self._cost = cost_of_an_event(self._device_clock)
         self._writing = 0
         self.is_disturbed = False
-        """Whether something else makes steps longer than they are; they are not written down."""
+        """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
         self._has_stopped = False
         self.recorder = Recorder(clock, device_clock=self._device_clock)
         self._begin_step()
-        self._timer = StepTimer(self._device_clock.now())
-        self.note(about)
+        self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
+        """Is told of passes and of steps of optimizers."""
+        self.note(metadata)
         self._flush()  # a rank that is killed at once has said at least who it was
-
-    def forward(self) -> None:
-        """A forward pass of training begins."""
-        if (cut := self._timer.forward(self._device_clock.now())) is not None:
-            self._close(cut)
-        elif self.recorder.has_exchanged and not self._timer.has_means:
-            self.recorder.drop()  # of a backward pass that has failed
-
-    def forward_ended(self) -> None:
-        """It has ended."""
-        self._timer.forward_ended()
-
-    def backward(self) -> None:
-        """A backward pass begins."""
-        self._timer.backward(self._device_clock.now())
-
-    def backward_ended(self, *, synchronised: bool) -> None:
-        """It has ended; ``synchronised``: with the mean over all ranks."""
-        self._timer.backward_ended(self._device_clock.now(), synchronised=synchronised)
-
-    def stepping(self) -> None:
-        """An optimizer begins its step."""
-        self._timer.stepping(self._device_clock.now(), exchanged=self.recorder.has_exchanged)
-
-    def stepped(self, *, within_forward: bool = False) -> None:
-        """It has made it; ``within_forward``: a forward pass of training is still under way."""
-        self._timer.stepped(self._device_clock.now())
-        if within_forward and (cut := self._timer.stepped_within()) is not None:
-            self._close(cut)
-
-    def exclude_interval(self) -> None:
-        """Time since the last step belongs to no step: a validation, a checkpoint."""
-        if (cut := self._timer.restart(self._device_clock.now())) is not None:
-            self._close(cut)
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
@@ -172,15 +145,14 @@ class Session:
         until = self._clock() + timeout * 1e9
         because = ""
         try:
-            if (cut := self._timer.end()) is not None:
-                self._close(cut)
+            self.timer.end()
             while self._over and self._clock() < until:
                 time.sleep(0.001)
                 self._write_what_is_past()
         except RuntimeError as error:  # of whatever is asked of one that has failed
             because = str(error).split("\n")[0]
         if self._over or because:
-            first = self._over[0].step if self._over else self._step
+            first = self._over[0].number if self._over else self._step
             because = because or f"the device did not come to their end within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
 
@@ -203,25 +175,20 @@ class Session:
 
     def _close(self, cut: Cut) -> None:
         now, recorder = self._clock(), self.recorder
-        was_disturbed = self.is_disturbed
-        # Writing down the step before was in the time of this one.
         error, sampling = recorder.errors.take()
-        of_hooks, recording = recorder.spent, recorder.cost(self._cost)
-        self._over.append(
-            PendingStep(
-                self._step,
-                cut,
-                recorder.take() if recorder.is_on else None,
-                error,
-                recording,
-                sampling,
-                recording + self._writing + sampling + of_hooks,
-                was_disturbed,
-            )
-        )
+        recording = recorder.cost(self._cost)
+        # Writing down the step before was in the time of this one.
+        overhead = recording + sampling + recorder.spent + self._writing
+        events = recorder.take() if recorder.is_on else None
         recorder.drop()
-        self._on_over(self._step)
+        if not self._settings.in_detail:
+            cut = replace(cut, phases=())
+        over = PendingStep(
+            self._step, cut, events, error, recording, sampling, overhead, self.is_disturbed
+        )
+        self._over.append(over)
         self._step += 1
+        self.is_disturbed = self._next_step(self._step)
         written = self._write_what_is_past()
         self._begin_step()
         self._device_clock.compare()
@@ -247,7 +214,7 @@ class Session:
         return written
 
     def _write(self, over: PendingStep) -> StepRecord:
-        record = over.read(self._device_clock, in_detail=self._settings.in_detail)
+        record = over.read(self._device_clock)
         if not over.was_disturbed:
             self.note(record)
             self._on_step(record)
@@ -284,3 +251,47 @@ class Session:
             self._on_problem(
                 f"{file.path}: {error.strerror}; the steps of this rank are not kept any more"
             )
+
+
+class Governor:
+    """Steps that are recorded in detail: fewer, where that costs more than is allowed.
+
+    Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
+    others. The distance between two steps varies, so that what happens every n-th step is seen as
+    often as it happens.
+
+    Args:
+        max_overhead: share of a step that the profiler may take.
+    """
+
+    def __init__(self, max_overhead: float) -> None:
+        self._max_overhead = max_overhead
+        self.period = 1
+        """One of so many steps is recorded in detail, a power of two."""
+        self._share = 0.0
+
+    def wants(self, step: int) -> bool:
+        """Whether ``step`` is to be recorded in detail."""
+        return step * _GOLDEN % 2**64 < 2**64 // self.period
+
+    def spent(self, nanoseconds: float, *, of: int) -> None:
+        """A step that took ``of`` nanoseconds was recorded in detail, which took so many of them.
+
+        What one detailed step costs is spread over its period.
+        """
+        share = nanoseconds / max(of, 1)
+        self._share += (share - self._share) * (_WEIGHT if self._share else 1.0)
+        mean = self._share / self.period
+        if mean > self._max_overhead and self.period < _LONGEST_PERIOD:
+            self.period *= 2
+        elif self.period > 1 and 2 * mean < self._max_overhead / 2:
+            self.period //= 2
+
+
+def cost_of_an_event(device_clock: DeviceClock | None = None) -> float:
+    """Nanoseconds that one call of a recorder takes on this machine."""
+    recorder = Recorder(device_clock=device_clock)
+    begin = time.perf_counter_ns()
+    for _ in range(_CALIBRATION):
+        recorder.works(0, "encode")()
+    return (time.perf_counter_ns() - begin) / (2 * _CALIBRATION)

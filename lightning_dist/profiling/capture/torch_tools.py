@@ -24,8 +24,6 @@ class TorchTracer:
         folder: of the run.
         wanted: which steps; or a signal, after which come :data:`STEPS` steps of the process that
             received it.
-        on_change: called with whether it disturbs the step that begins: it is on, or the trace of
-            the steps before is written in it.
         on_problem: called with what went wrong.
     """
 
@@ -35,12 +33,11 @@ class TorchTracer:
         *,
         rank: int,
         wanted: range | signal.Signals,
-        on_change: Callable[[bool], None] = lambda is_on: None,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._on_change, self._on_problem = on_change, on_problem
-        self._is_asked = self._has_written = False
+        self._on_problem = on_problem
+        self._is_asked = False
         self._profiler: torch.profiler.profile | None = None
         self._first = 0
         self._steps = range(0)
@@ -59,22 +56,22 @@ class TorchTracer:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
 
-    def begin_step(self, step: int) -> None:
-        """Between two steps: trace ``step``, or not."""
-        if self._has_written:
-            self._has_written = False
-            self._on_change(False)
+    def begin_step(self, step: int) -> bool:
+        """Trace ``step``, which comes next, or not.
+
+        Returns whether that makes it longer: it is traced, or the trace before it was just written.
+        """
         if self._is_asked and self._profiler is None:
             self._is_asked = False
             self._steps = range(step, step + STEPS)
         if step in self._steps and self._profiler is None:
             self._first = step
-            self._on_change(True)
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         elif step not in self._steps and self._profiler is not None:
             self._write(self._profiler)
-            self._has_written = True
+            return True
+        return self._profiler is not None
 
     def close(self) -> None:
         """Trace nothing more."""

@@ -26,7 +26,7 @@ from lightning_dist.profiling.report.bins import (
     most_frequent,
 )
 from lightning_dist.profiling.report.tables import PREDICTED
-from lightning_dist.profiling.whatif.told import name_of
+from lightning_dist.profiling.whatif.predictions import name_of
 
 INK, LINE, GRID, RAISED = "#1b1f24", "#c9ced6", "#e6e8ec", "#f5f6f8"
 COLORS = {  # Okabe and Ito's, which colour-blind people can tell apart

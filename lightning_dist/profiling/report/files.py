@@ -77,7 +77,7 @@ def _writers(
     def write_perfetto(folder: Path) -> None:
         from lightning_dist.profiling.report.trace import write_trace
 
-        hosts = {rank: each.about.host for rank, each in run.ranks.items()}
+        hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
         write_trace(folder / "trace.json.gz", timelines(), hosts)
 
     def write_tables(folder: Path) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 from lightning_dist.profiling.analysis.collectives import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.analysis.tables import MS, step_table
-from lightning_dist.profiling.capture.files import replace_file
-from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.run import Run, replace_file
 
 _TIMES = (*PARTS, "exposed", "hidden", "exchange")
 STEP_COLUMNS = (
@@ -88,5 +87,5 @@ def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
             if step in each.steps:
                 begin, duration = begins[step, rank] - first, each.head(step).duration
                 own = (None if math.isnan(value) else value for value in times[i, row].tolist())
-                head = step, rank, each.about.host, int(step in counted), begin / MS, duration / MS
-                yield (*head, *own)
+                head = step, rank, each.metadata.host, int(step in counted)
+                yield (*head, begin / MS, duration / MS, *own)

@@ -20,10 +20,17 @@ from lightning_dist.profiling.analysis.metrics import (
 )
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.answer import Prediction
-from lightning_dist.profiling.whatif.told import error_of, name_of, remarks, sources, untold
+from lightning_dist.profiling.whatif.predictions import (
+    LABEL,
+    Prediction,
+    Predictions,
+    name_of,
+    notes,
+    remark,
+    where,
+)
 
-PREDICTED = "Predicted step time (simulated)"
+PREDICTED = LABEL
 
 RANK_COLUMNS = (
     *("rank", "host", "step_ms", "exposed_ms", "wait_ms", "waited_for_ms"),
@@ -235,36 +242,35 @@ def groups_table(summary: Summary) -> Table | None:
 
 def whatif_table(summary: Summary, *, most: int | None = None) -> Table:
     """Predictions for the run and for other settings, the fastest first."""
-    columns, found = [METRICS[key] for key in _WHATIF_COLUMNS], summary.predictions
-    if found is None:
+    if summary.predictions is None:
         missing = f"n/a: {why(summary.unavailable, 'predictions', 'steps')}."
-        return Table("whatif", PREDICTED, columns, missing=missing)
+        return Table(
+            "whatif", PREDICTED, [METRICS[key] for key in _WHATIF_COLUMNS], missing=missing
+        )
+    return predictions_table(summary.predictions, most=most)
+
+
+def predictions_table(found: Predictions, *, most: int | None = None) -> Table:
+    """The same of predictions that are there."""
     baseline = found.baseline
 
-    def row(position: str, name: str, each: Prediction, change: str, remark: str) -> Sequence[str]:
+    def row(each: Prediction, position: str, name: str, change: str, words: str) -> Sequence[str]:
         figures = (each.step_ms, each.exposed_ms, each.sent_mb)
-        return position, name, *map(format_value, figures), change, remark
+        return position, name, *map(format_value, figures), change, words
 
     error = format_value(found.error, "%", signed=True)
     own = f"measured {_ms(found.measured_ms)}; error of the simulation {error}"
-    rows = [row("", f"{name_of(baseline, baseline)} (this run)", baseline, "", own)]
+    rows = [row(baseline, "", f"{name_of(baseline, baseline)} (this run)", "", own)]
     for each in [each for each in found.scenarios if each.step_ms is not None][:most]:
-        change = format_value(each.change, "%", signed=True)
-        position = "" if each.position is None else str(each.position)
-        rows.append(row(position, name_of(each, baseline), each, change, remarks(each)))
-    hosts = f"{count(baseline.world_size, 'rank')} on {count(baseline.hosts, 'host')}"
-    rate = format_value(baseline.gbps, "Gbit/s")
+        position, change = str(each.position or ""), format_value(each.change, "%", signed=True)
+        rows.append(row(each, position, name_of(each, baseline), change, remark(each, found)))
     sentences = [
-        f"This step simulated with other settings: {hosts}, {rate} "
-        + ("between them" if baseline.hosts > 1 else "per rank, no network"),
-        error_of(found).rstrip("."),
+        f"This step simulated with other settings: {where(baseline)}",
         "Accuracy is not predicted",
-        *sources([baseline, *found.scenarios]),
-        *(f"{name}: n/a, {reason}" for name, reason in found.reasons.items()),
-        *untold(found.scenarios),
+        *notes(found),
     ]
     caption = " ".join(f"{each[:1].upper()}{each[1:]}." for each in sentences)
-    return Table("whatif", PREDICTED, columns, rows, caption)
+    return Table("whatif", PREDICTED, [METRICS[key] for key in _WHATIF_COLUMNS], rows, caption)
 
 
 def run_table(summary: Summary) -> Table:

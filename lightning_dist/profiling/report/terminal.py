@@ -38,7 +38,7 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
         if summary.predictions is not None:
             found = whatif_table(summary, most=_BEST_SETTINGS)
             console.print(Text(f"{found.title}, ms:", style="bold"))
-            _print_table(console, found, [each.key for each in found.columns])
+            print_table(console, found)
     for note in summary.notes:
         console.print(Text(f"note: {note}"))
 
@@ -74,12 +74,13 @@ def _print_ranks(summary: Summary, console: Console) -> None:
         )
     else:
         console.print("ranks, ms:")
-    _print_table(console, ranks_table(summary, ranks=shown), _RANK_KEYS)
+    print_table(console, ranks_table(summary, ranks=shown), _RANK_KEYS)
 
 
-def _print_table(console: Console, table: Table, keys: Sequence[str]) -> None:
+def print_table(console: Console, table: Table, keys: Sequence[str] = ()) -> None:
+    """Print a table, or its columns with these keys."""
     drawn = rich.Table(box=None, pad_edge=False, header_style="bold")
-    at = [index for index, each in enumerate(table.columns) if each.key in keys]
+    at = [index for index, each in enumerate(table.columns) if not keys or each.key in keys]
     for column in (table.columns[index] for index in at):
         is_text = column.unit == TEXT
         label = column.label.replace(" ", "\n")

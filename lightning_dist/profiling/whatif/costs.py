@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from lightning_dist.profiling.capture.files import replace_file
-from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.run import Run, replace_file
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
@@ -20,7 +18,6 @@ if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
     from lightning_dist.profiling.whatif.observe import Observed
 
 NAME = "costs.json"
-SCHEMA = 2
 MEASURES = "`lightning-dist profile whatif DIR` measures"
 """Remedy where costs are missing."""
 
@@ -32,18 +29,12 @@ LARGEST_SHARE, LONGEST = 0.1, 30.0
 is compiled takes up to 20 seconds the first time."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Codec costs by name, and the reason why some or all are missing."""
+class Costs(msgspec.Struct, frozen=True):
+    """Codec costs by name, and the reason why some or all are missing: ``costs.json``."""
 
-    by_name: Mapping[str, CodecCost] = field(default_factory=dict)
+    by_name: dict[str, CodecCost] = msgspec.field(default_factory=dict, name="costs")
     reason: str = ""
-
-
-class _File(msgspec.Struct):
-    schema: int
-    costs: msgspec.Raw
-    reason: str = ""
+    schema: Literal[2] = 2
 
 
 def write_costs(folder: str | Path, costs: Costs) -> None:
@@ -52,37 +43,25 @@ def write_costs(folder: str | Path, costs: Costs) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    content = {"schema": SCHEMA, "reason": costs.reason, "costs": list(costs.by_name.values())}
-    text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(costs), indent=2)
     replace_file(Path(folder) / NAME, text + b"\n")
 
 
 def read_costs(folder: str | Path) -> Costs:
     """Costs from ``costs.json``; none, and the reason, where it cannot be used."""
     try:
-        file = msgspec.json.decode((Path(folder) / NAME).read_bytes(), type=_File)
-        if file.schema != SCHEMA:
-            what = f"{NAME} has schema {file.schema}, this version reads {SCHEMA}"
-            return Costs(reason=f"{what}; {MEASURES}")
-        costs = msgspec.json.decode(file.costs, type=list[CodecCost])
-        if not all(map(_is_possible, costs)):
-            raise ValueError("a cost of no codec")
+        return msgspec.json.decode((Path(folder) / NAME).read_bytes(), type=Costs)
     except FileNotFoundError:
-        return Costs(reason=f"what codecs cost was not measured; {MEASURES}")
+        reason = "what codecs cost was not measured"
     except OSError as error:
-        return Costs(reason=f"{NAME} cannot be read: {error.strerror}; {MEASURES}")
-    except (msgspec.MsgspecError, ValueError):
-        return Costs(reason=f"{NAME} is damaged; {MEASURES}")
-    return Costs({cost.name: cost for cost in costs}, file.reason)
-
-
-def _is_possible(cost: CodecCost) -> bool:
-    is_known = cost.exchange in ("allreduce", "gather", "two_shot")
-    return is_known and cost.wire > 0 and min(cost.encode, cost.decode, cost.settle) >= 0
+        reason = f"{NAME} cannot be read: {error.strerror}"
+    except msgspec.MsgspecError:
+        reason = f"{NAME} is damaged or of another version"
+    return Costs(reason=f"{reason}; {MEASURES}")
 
 
 def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> bool:
-    """Whether gradients as large as those of a run get compiled kernels on a device like its own.
+    """True if gradients as large as those of a run get compiled kernels on a device like its own.
 
     Also those that nobody has compressed yet: a codec may be several times faster with them.
 
@@ -116,7 +95,7 @@ def measure_costs(
     trained = seconds_of(run)
     if trained < LEAST_TRAINING:
         return Costs(reason=f"the training was shorter than {LEAST_TRAINING:g} s; {MEASURES}")
-    where = f"on {run.ranks[min(run.ranks)].about.host} after this run"
+    where = f"on {run.ranks[min(run.ranks)].metadata.host} after this run"
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
     found: dict[str, CodecCost] = {}
     problems = []
@@ -134,9 +113,9 @@ def measure_costs(
 
 def seconds_of(run: Run) -> float:
     """Duration from the first recorded step to the end of the last, on the longest rank."""
-    spans = []
-    for each in run.ranks.values():
-        if each.steps:  # of their heads: no line is read again for it
-            first, last = each.head(min(each.steps)), each.head(max(each.steps))
-            spans.append(last.begin + last.duration - first.begin)
-    return max(spans, default=0) / 1e9
+    steps = (
+        (each.head(min(each.steps)), each.head(max(each.steps)))
+        for each in run.ranks.values()
+        if each.steps
+    )
+    return max((last.begin + last.duration - first.begin for first, last in steps), default=0) / 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -31,9 +31,6 @@ NS = 1e9
 _SMALL = 1 << 16
 """Bytes of an exchange below which it is its rounds that take the time."""
 
-Steps = Sequence[Sequence[Analysed]]
-"""Steps, and of each all ranks."""
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -46,7 +43,7 @@ class Observed:
         step: duration.
         sent: bytes over the link of the busiest host.
         encode, decode: of the codec on a rank in a step; None: there is none.
-        reasons: figures that are not known, and why.
+        unavailable: figures that are not known, and why.
         begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
         device: kind of device that trains, and compresses.
@@ -59,7 +56,7 @@ class Observed:
     sent: float
     encode: float | None
     decode: float | None
-    reasons: Mapping[str, str]
+    unavailable: Mapping[str, str]
     begin: float = 0.0
     one_core: bool = False
     device: str = "cpu"
@@ -82,69 +79,65 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     chosen = sample(run, warmup_steps=skip)
     steps = [analyse(run, step) for step in chosen.detailed]
     every = [each for ranks in steps for each in ranks]
-    buckets = _buckets(steps, run.world_size)
-    abouts = [each.about for each in run.ranks.values()]
-    across = ["inter" in about.groups for about in abouts]
-    missing = sorted(set(range(run.world_size)) - set(chosen.ranks))
-    for problem, because in (
-        (chosen.whole_reason, chosen.reason),
-        ("one rank exchanges nothing", run.world_size < 2),
-        (f"it has no step of rank {', '.join(map(str, missing))}", missing),
-        ("no bucket of gradients was seen", not buckets),
-        (
-            "its steps exchange gradients several times",
-            any(len(passes_of(each.record)) > 1 for each in every),
-        ),
-        (
-            "its exchange has more than two levels",
-            any("inter2" in about.groups for about in abouts),
-        ),
-    ):
-        if because:
-            raise ValueError(f"nothing can be predicted from this profile: {problem}")
+    abouts = [each.metadata for each in run.ranks.values()]
+    missing = ", ".join(map(str, sorted(set(range(run.world_size)) - set(chosen.ranks))))
     sent, moving = step_table(run, chosen.detailed, steps).link_uses()
     used = (sent > 0) & (moving > 0)
-    if not used.any():
-        raise ValueError("nothing can be predicted from this profile: no exchange was recorded")
-    rates = sent[used] / moving[used] * NS
-    codec, device = _codec(every), run.ranks[min(run.ranks)].about.device or "cpu"
-    hosts = Counter(about.host for about in abouts)
-    link = Link(_rate(run, rates, is_alone=len(hosts) in (1, len(abouts))), _latency(run, every))
-    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
-    single = [burst.seconds for burst in bursts if burst.count == 1]
-    if single and (several := [burst for burst in bursts if burst.count > 1]):
-        link = Link(
-            link.rate,
-            latency=median(single) / (run.world_size - 1),
-            overhead=median(burst.seconds / burst.count for burst in several),
-            cpu=median(burst.cpu / burst.count for burst in several),
-        )
+    problems = {
+        chosen.whole_reason: bool(chosen.reason),
+        "one rank exchanges nothing": run.world_size < 2,
+        f"it has no step of rank {missing}": bool(missing),
+        "no bucket of gradients was seen": not any(each.record.buckets for each in every),
+        "its steps exchange gradients several times": any(
+            len(passes_of(each.record)) > 1 for each in every
+        ),
+        "its exchange has more than two levels": any("inter2" in about.groups for about in abouts),
+        "no exchange was recorded": not used.any(),
+    }
+    if problem := next((problem for problem, holds in problems.items() if holds), None):
+        raise ValueError(f"nothing can be predicted from this profile: {problem}")
+    codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
+    across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
+    link, inside = _link(run, every, sent[used] / moving[used] * NS), _inside(every)
     scenario = Scenario(
         codec,
         FLAT if not any(across) else SHARDED if all(across) else LEADER,
         tuple(hosts.values()),
         link,
-        _inside(every),
+        inside,
         at_once=GLOO_AT_ONCE if device == "cpu" else 1,
     )
-    unknown = {
-        "overhead": not link.overhead
-        and "small collectives were not measured; each counts its bytes only",
-        "latency": link.latency is None
-        and "no small exchange was seen; rounds between hosts count nothing",
-        "inside": scenario.inside is None and "no exchange inside a host was measured",
-    }
+    unknown = (
+        ("overhead", link.overhead, "small collectives were not measured; each counts bytes only"),
+        ("latency", link.latency is not None, "no small exchange was seen; rounds count nothing"),
+        ("inside", inside, "no exchange inside a host was measured"),
+    )
     ranks = chosen.ranks.values()
+
+    def seconds(of: Callable[[Analysed], int]) -> float:
+        """Median over steps of the mean over ranks."""
+        return median(mean([of(each) for each in ranks]) for ranks in steps) / NS
+
+    def tail(each: Analysed) -> int:
+        times = (each.record.duration - bucket.done for bucket in each.record.buckets)
+        return max(min(times, default=0), 0)
+
+    def spent(phase: str) -> float | None:
+        def of(each: Analysed) -> int:
+            return sum(span.end - span.begin for span in each.record.spans if span.phase == phase)
+
+        return None if codec == DDP else seconds(of)
+
     return Observed(
         scenario,
-        buckets,
-        tail=_of_a_step(steps, _tail),
+        _buckets(steps, run.world_size),
+        tail=seconds(tail),
         step=median(mean([each.head(step).duration for each in ranks]) for step in chosen.steps)
         / NS,
         sent=median(sent.max(axis=1).tolist()),
-        encode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "encode")),
-        decode=None if codec == DDP else _of_a_step(steps, lambda each: _spent(each, "decode")),
-        reasons={name: reason for name, reason in unknown.items() if reason},
+        encode=spent("encode"),
+        decode=spent("decode"),
+        unavailable={name: reason for name, is_known, reason in unknown if not is_known},
         begin=median(max(begin_of_gradients(x.record) for x in of_step) for of_step in steps) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
@@ -161,21 +154,7 @@ def begin_of_gradients(record: StepRecord) -> int:
     return max((begin for begin in begins if begin <= first), default=first)
 
 
-def _of_a_step(steps: Steps, nanoseconds: Callable[[Analysed], int]) -> float:
-    """Seconds: the median over steps of the mean over ranks."""
-    return median(mean([nanoseconds(each) for each in ranks]) for ranks in steps) / NS
-
-
-def _tail(each: Analysed) -> int:
-    done = max((bucket.done for bucket in each.record.buckets), default=each.record.duration)
-    return max(each.record.duration - done, 0)
-
-
-def _spent(each: Analysed, phase: str) -> int:
-    return sum(span.end - span.begin for span in each.record.spans if span.phase == phase)
-
-
-def _buckets(steps: Steps, world_size: int) -> list[Bucket]:
+def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
     ready: dict[int, list[int]] = defaultdict(list)
     raw: dict[int, list[int]] = defaultdict(list)
     for ranks in steps:
@@ -185,12 +164,12 @@ def _buckets(steps: Steps, world_size: int) -> list[Bucket]:
             raw[bucket.index].append(bucket.raw)
         for index, time in of_step.items():
             ready[index].append(time)
-    whole = world_size / (2 * (world_size - 1) * ELEMENT_BYTES) if world_size > 1 else 0.0
-    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * whole) for i in ready]
+    elements = world_size / (2 * (world_size - 1) * ELEMENT_BYTES)  # of a byte in a ring
+    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * elements) for i in ready]
     return sorted(found, key=lambda bucket: bucket.ready)
 
 
-def _codec(every: Iterable[Analysed]) -> str:
+def _codec(every: Sequence[Analysed]) -> str:
     """Codec of the most bytes: small tensors travel as they are, beside it."""
     weights: Counter[str] = Counter()
     for bucket in (bucket for each in every for bucket in each.record.buckets):
@@ -199,34 +178,37 @@ def _codec(every: Iterable[Analysed]) -> str:
     return max(weights, key=lambda name: weights[name])
 
 
-def _rate(run: Run, rates: Array, *, is_alone: bool) -> float:
-    """Bytes per second of a link: in the steps, or of a collective with nothing else on it.
-
-    Args:
-        rates: of every step and link on which something was sent.
-        is_alone: a rank has its link for itself; else a collective of all says less than their sum.
-    """
-    links = [link for each in run.ranks.values() for link in each.links if link.peer is None]
-    alone = [link.sent / link.seconds for link in links if is_alone and link.seconds > 0]
+def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
+    """Link between hosts, of bytes per second on every link and step that sent something."""
+    hosts = {each.metadata.host for each in run.ranks.values()}
+    alone = [0.0]
+    if len(hosts) in (1, len(run.ranks)):  # else a collective of all says less than their sum
+        links = (link for each in run.ranks.values() for link in each.links if link.peer is None)
+        alone = [link.sent / link.seconds for link in links if link.seconds > 0] or alone
     # Small exchanges leave a link idle between them, and reach less than it can do.
-    return float(max(median(rates.tolist()), median(alone or [0.0])))
-
-
-def _latency(run: Run, every: Iterable[Analysed]) -> float | None:
-    """Seconds of a round in the quickest small exchange: others queued behind large ones."""
-    found = []
+    rate = float(max(median(rates.tolist()), median(alone)))
+    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
+    single = [burst.seconds for burst in bursts if burst.count == 1]
+    if single and (several := [burst for burst in bursts if burst.count > 1]):
+        return Link(
+            rate,
+            latency=median(single) / (run.world_size - 1),
+            overhead=median(burst.seconds / burst.count for burst in several),
+            cpu=median(burst.cpu / burst.count for burst in several),
+        )
+    rounds = []  # seconds of one in small exchanges, of which some queued behind large ones
     for each in every:
-        groups = run.ranks[each.rank].about.groups
+        groups = run.ranks[each.rank].metadata.groups
         for exchange in each.exchanges:
             span, (begin, end) = exchange.span, exchange.transfer
             peers = len(groups.get(span.group, ()))
             if span.group != "intra" and span.sent <= _SMALL and peers > 1:
-                rounds = (2 if span.op == "all_reduce" else 1) * (peers - 1)
-                found.append((end - begin) / rounds / NS)
-    return min(found, default=None)
+                count = (2 if span.op == "all_reduce" else 1) * (peers - 1)
+                rounds.append((end - begin) / count / NS)
+    return Link(rate, min(rounds, default=None))
 
 
-def _inside(every: Iterable[Analysed]) -> Link | None:
+def _inside(every: Sequence[Analysed]) -> Link | None:
     rates = []
     for each in every:
         exchanges = [exchange for exchange in each.exchanges if exchange.span.group == "intra"]

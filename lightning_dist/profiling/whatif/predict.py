@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.answer import (
-    NO_DIFFERENCE,
-    NO_ERROR,
-    THIS_RUN,
-    Prediction,
-    Predictions,
-    is_faster,
-)
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions, headline
 from lightning_dist.profiling.whatif.simulator import (
     DDP,
     FLAT,
     FORMS,
     Link,
     Scenario,
+    decoding,
     rate_of,
     rebucket,
     simulate_step,
 )
-from lightning_dist.profiling.whatif.told import predicted
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 LEAST_TOLERANCE = 0.02
@@ -56,10 +49,14 @@ def elsewhere(
         latency_us: microseconds of a round between hosts.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: one of them is out of range, or the run does not know it.
     """
     if hosts is not None and hosts < 2:
         raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
+    if hosts is not None and run.hosts == 1 and link_gbps is None:
+        raise ValueError(
+            "the run was on one host; give the rate of a link between hosts with --link-gbps"
+        )
     for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
         if gbps is not None and not 0 < gbps < inf:
             raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
@@ -75,77 +72,74 @@ def elsewhere(
     return replace(run, counts=counts, link=link, inside=inside)
 
 
-def candidates(
-    base: Scenario, codecs: Iterable[str], *, forms: Sequence[str] = ()
+def scenarios_of(
+    observed: Observed,
+    there: Scenario,
+    *,
+    codecs: Sequence[str] = (),
+    forms: Sequence[str] = (),
+    bucket_mb: Sequence[float] = (),
 ) -> list[Scenario]:
-    """Every codec of ``base``, flat and, where hosts have several ranks, by hosts.
+    """Every codec and form on the links and hosts of ``there``, and that itself.
 
     Args:
-        codecs: with :data:`DDP` stock DDP too, which is flat.
-        forms: only these.
+        codecs: only these, and :data:`DDP` only flat.
+        forms: only these; otherwise flat and, where hosts have several ranks, by hosts.
+        bucket_mb: only these sizes. If nothing at all is chosen, the run's own setting is also in
+            buckets of :data:`BUCKET_SIZES`, but for those that change nothing.
+
+    Raises:
+        ValueError: none of them can be predicted.
     """
-    forms = forms or (FORMS if max(base.counts) > 1 else (FLAT,))
-    return [
-        replace(base, codec=codec, form=form, bucket_mb=None)
-        for form in forms
-        for codec in codecs
+    found = [
+        replace(there, codec=codec, form=form, bucket_mb=size)
+        for size in bucket_mb or (None,)
+        for form in forms or (FORMS if max(there.counts) > 1 else (FLAT,))
+        for codec in codecs or (DDP, *CANDIDATES)
         if codec != DDP or form == FLAT
     ]
-
-
-def other_buckets(
-    observed: Observed, base: Scenario, sizes: Sequence[float] = BUCKET_SIZES
-) -> list[Scenario]:
-    """``base`` in other buckets; sizes that change nothing are left out."""
-    seen, found = [list(observed.buckets)], []
-    for size in sizes:
-        buckets = rebucket(observed.buckets, size, begin=observed.begin)
-        if buckets not in seen:
-            seen.append(buckets)
-            found.append(replace(base, bucket_mb=size))
-    return found
+    if not (codecs or forms or bucket_mb):
+        seen = [list(observed.buckets)]
+        for size in BUCKET_SIZES:
+            buckets = rebucket(observed.buckets, size, begin=observed.begin)
+            if buckets not in seen:
+                seen.append(buckets)
+                found.append(replace(there, bucket_mb=size))
+    reasons = dict.fromkeys(each.unsupported for each in found)
+    if "" not in reasons:  # none, too: ddp in another form
+        because = "; ".join(reasons) or "DDP itself knows no hosts"
+        raise ValueError(f"nothing of this can be predicted: {because}")
+    # Elsewhere it is what the others are compared with.
+    return found if there in (observed.scenario, *found) else [there, *found]
 
 
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
-    """Simulate the run itself, and then ``scenarios``."""
-    run = observed.scenario
+    """Simulate the run itself, and then ``scenarios``, which share links and hosts."""
+    run, unavailable = observed.scenario, dict(observed.unavailable)
+    own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
+    assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {**costs, **_cost_in_run(observed, costs)}
     baseline = _prediction(observed, run, known)
     error = None if baseline.step_ms is None else baseline.step_ms / (observed.step * 1e3) - 1
     tolerance = None if error is None else max(abs(error), LEAST_TOLERANCE)
-    of_link: dict[Scenario, list[Prediction]] = {}  # by the run's own codec, form and buckets
-    for scenario in scenarios:
-        own = replace(scenario, codec=run.codec, form=run.form, bucket_mb=None)
-        of_link.setdefault(own, []).append(_prediction(observed, scenario, known))
-    ranked: list[Prediction] = []
-    for own, alike in of_link.items():
-        ranked += _ranked(alike, _prediction(observed, own, known).step_ms, tolerance)
-    for alike in of_link.values():
-        ranked += [each for each in alike if each.step_ms is None]
-    reasons, change_baseline = dict(observed.reasons), THIS_RUN
-    if run.hosts == 1 and any(own.hosts > 1 and own.link.latency is None for own in of_link):
-        reasons["latency"] = (
+    found = [_prediction(observed, scenario, known) for scenario in scenarios]
+    own_ms = _prediction(observed, own, known).step_ms
+    if own_ms is None or tolerance is None:
+        found.sort(key=lambda each: each.step_ms or inf)
+    else:
+        found = _ranked(found, own_ms, tolerance)
+    if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
+        unavailable["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
         )
-    if set(of_link) - {run}:
-        change_baseline = f"{run.codec} {run.form}, as in this run, with the same link and hosts"
     link = {
         "gbps": run.link.gbps,
         "inside_gbps": None if run.inside is None else run.inside.gbps,
         "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
     }
-    return Predictions(
-        observed.step * 1e3,
-        baseline,
-        error,
-        tolerance,
-        ranked,
-        link,
-        reasons,
-        change_baseline=change_baseline,
-    )
+    return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, unavailable)
 
 
 def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
@@ -156,29 +150,20 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
     """
     try:
         observed = observe(run)
-        known, own = costs(observed), observed.scenario
+        known = costs(observed)
         if not known.by_name:
             raise ValueError(known.reason)
-        scenarios = [each for each in candidates(own, (DDP, *CANDIDATES)) if each != own]
-        scenarios += other_buckets(observed, own)
+        own = observed.scenario
+        scenarios = [each for each in scenarios_of(observed, own) if each != own]
         found = predict(observed, scenarios, costs=known.by_name)
-    except ValueError as error:
-        return replace(summary, unavailable={**summary.unavailable, "predictions": str(error)})
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ValueError) else reason
         return replace(summary, unavailable={**summary.unavailable, "predictions": reason})
     if known.reason:
-        found = replace(found, reasons={**found.reasons, "costs": known.reason})
-    headline = " ".join(filter(None, (summary.headline, predicted(found))))
-    return replace(summary, predictions=found, headline=headline)
-
-
-def why_not(observed: Observed, scenario: Scenario) -> str:
-    """Reason why a scenario cannot be predicted, whatever codecs cost; empty if it can."""
-    run = observed.scenario
-    if run.hosts == 1 and scenario.hosts > 1 and scenario.link.rate == run.link.rate:
-        return "the run was on one host; give the rate of a link between hosts with --link-gbps"
-    return scenario.unsupported
+        found = replace(found, unavailable={**found.unavailable, "costs": known.reason})
+    words = " ".join(filter(None, (summary.headline, headline(found))))
+    return replace(summary, predictions=found, headline=words)
 
 
 def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
@@ -191,44 +176,24 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
     if run.form != FLAT or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
-    payloads, reduced = 1, 0.0
-    if cost.exchange == "two_shot" and run.world_size > 2:
-        reduced = cost.decode + cost.encode / run.world_size
-    elif cost.exchange != "allreduce":
-        payloads = run.world_size
-    expected = cost.decoding(payloads) + reduced
+    expected = sum(decoding(cost, run.world_size))
     slower = observed.decode / observed.elements / expected if expected else 1.0
-    return {
-        cost.name: replace(
-            cost,
-            encode=observed.encode / observed.elements,
-            decode=cost.decode * slower,
-            settle=cost.settle * slower,
-            source=THIS_RUN,
-        )
-    }
+    encode, decode, settle = observed.encode / observed.elements, cost.decode, cost.settle
+    cost = replace(cost, encode=encode, decode=decode * slower, settle=settle * slower)
+    return {cost.name: replace(cost, source="this run")}
 
 
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
     codec, cost = scenario.codec, costs.get(scenario.codec)
-    reason = why_not(observed, scenario)
-    if codec != DDP and cost is None:
-        reason = f"what {codec} costs was not measured"
-    elif scenario.form != FLAT and "none" not in costs:
-        reason = "what a copy costs was not measured"
-    about = Prediction(
-        codec,
-        scenario.form,
-        scenario.hosts,
-        scenario.world_size,
-        scenario.link.gbps,
-        reason=reason,
-        bucket_mb=scenario.bucket_mb,
-    )
+    needed = [codec] * (codec != DDP) + ["none"] * (scenario.form != FLAT)
+    missing = [name for name in needed if name not in costs]
+    reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
+    shape = scenario.hosts, scenario.world_size, scenario.link.gbps
+    found = Prediction(codec, scenario.form, *shape, reason=reason, bucket_mb=scenario.bucket_mb)
     if reason:
-        return about
+        return found
     buckets = observed.buckets
     if scenario.bucket_mb is not None:
         buckets = rebucket(buckets, scenario.bucket_mb, begin=observed.begin)
@@ -243,7 +208,7 @@ def _prediction(
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
     return replace(
-        about,
+        found,
         step_ms=(done + observed.tail) * 1e3,
         exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
@@ -252,37 +217,31 @@ def _prediction(
     )
 
 
-def _ranked(
-    found: Sequence[Prediction], own_ms: float | None, tolerance: float | None
-) -> list[Prediction]:
-    """The best first. One that is within the tolerance of the one before it shares its position.
+def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> list[Prediction]:
+    """Predictions with positions: one within the tolerance of the one before it shares its own.
 
     Those of a position that cannot be told from its fastest are listed by what they send, because
     more bytes lose less, and first those that are faster than the run's own by more than the
     tolerance. A prediction with an assumption has no position, and comes after all that have.
     """
-    step = attrgetter("step_ms")
-    told = sorted((each for each in found if each.step_ms is not None), key=step)
-    if tolerance is None or own_ms is None:
-        return [replace(each, verdict=NO_ERROR) for each in told]
-    told = [replace(each, change=step(each) / own_ms - 1) for each in told]
-    told = [
-        replace(each, verdict=NO_DIFFERENCE) if abs(each.change or 0.0) <= tolerance else each
-        for each in told
-    ]
-    position, fastest, before = 0, 0.0, -inf
-    ranked: list[tuple[tuple[int, float, float], Prediction]] = []
-    for number, each in enumerate((each for each in told if not each.assumption), start=1):
-        if step(each) > before * (1 + tolerance):
-            position, fastest = number, step(each)
-        before = step(each)
-        order = position, 2.0, before
-        if before <= fastest * (1 + tolerance):
-            order = (
-                position,
-                float(not is_faster(each)),
-                -round(each.sent_mb or 0.0, 6),
-            )  # to a byte
-        ranked.append((order, replace(each, position=position)))
-    ranked.sort(key=itemgetter(0))
-    return [each for _, each in ranked] + [each for each in told if each.assumption]
+    position, fastest, before, number = 0, 0.0, -inf, 0
+    ordered: list[tuple[tuple[float, ...], Prediction]] = []
+    for each in sorted(found, key=lambda each: each.step_ms or inf):
+        step, sent = each.step_ms, each.sent_mb
+        if step is None or sent is None:
+            ordered.append(((inf, 1.0), each))
+            continue
+        each = replace(each, change=step / own_ms - 1)
+        if each.assumption:
+            ordered.append(((inf, 0.0), each))
+            continue
+        number += 1
+        if step > before * (1 + tolerance):
+            position, fastest = number, step
+        before = step
+        order: tuple[float, ...] = position, 2.0, step
+        if step <= fastest * (1 + tolerance):
+            is_faster = step / own_ms - 1 < -tolerance
+            order = position, float(not is_faster), -round(sent, 6)  # to a byte
+        ordered.append((order, replace(each, position=position)))
+    return [each for _, each in sorted(ordered, key=itemgetter(0))]

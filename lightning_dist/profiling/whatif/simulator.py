@@ -1,15 +1,8 @@
 """Step time of one exchange of gradients, simulated from bytes, rounds, rates and codec costs.
 
-:func:`simulate_step` follows the busiest rank. Everything it needs is an argument, nothing is read
-from a profile, so that it can be compared with any measurement:
-
-- :class:`Bucket`: elements of each bucket, and when its gradients are ready;
-- :class:`Scenario`: codec, ranks of every host, and the :class:`Link` between and inside hosts
-  (rate, latency of a round, overhead of a collective);
-- :class:`~lightning_dist.reducer.costs.CodecCost`: bytes and seconds per element of a codec.
-
-Bytes and rounds follow by formula. With ``W`` ranks, ``L`` of them on each of ``H`` hosts, and a
-payload of ``b`` bytes per rank, the link of the busiest host carries in one direction:
+:func:`simulate_step` follows the busiest rank. Nothing is read from a profile, so that it can be
+compared with any measurement. With ``W`` ranks, ``L`` of them on each of ``H`` hosts, and a payload
+of ``b`` bytes per rank, the link of the busiest host carries in one direction:
 
 ==========  ===========================  ==========  =====================
 exchange    bytes                        rounds      second collective
@@ -48,9 +41,6 @@ GLOO_AT_ONCE = 2
 
 ELEMENT_BYTES = 4
 """Bytes of a gradient element."""
-
-_ROUNDING = 1e-9
-"""Sums of elements are not exact where a bucket of the run is a median, or a piece of one."""
 
 
 @dataclass(frozen=True)
@@ -131,19 +121,20 @@ class Scenario:
     @property
     def unsupported(self) -> str:
         """Reason why the scenario cannot run or be simulated; empty if it can."""
-        uneven = self.form == SHARDED and len(set(self.counts)) > 1
+        if self.form == FLAT:
+            return ""
         reasons = {
             "DDP itself knows no hosts": self.codec == DDP,
             "one rank per host: there is nothing to add up inside a host": max(self.counts) == 1,
             "one host: nothing is left to do between hosts": self.hosts == 1,
-            "the hosts hold different numbers of ranks, which takes the leader form": uneven,
+            "the hosts hold different numbers of ranks, which takes the leader form": (
+                self.form == SHARDED and len(set(self.counts)) > 1
+            ),
             "no exchange inside a host was measured; give its rate with --inside-gbps": (
                 self.inside is None
             ),
         }
-        return next(
-            (reason for reason, holds in reasons.items() if holds and self.form != FLAT), ""
-        )
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @dataclass(frozen=True)
@@ -187,10 +178,11 @@ def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Coll
     return Collective(leaving, world - 1), Collective(ring, world - 1)
 
 
-def inside(size: float, local: int, *, leader: bool) -> Collective:
-    """One way inside a host, to its owners or back: into or out of the busiest rank."""
-    share = size if leader else size / local
-    return Collective((local - 1) * share, local - 1)
+def decoding(cost: CodecCost, world: int) -> tuple[float, float]:
+    """Seconds per element after the first of two collectives, and after the last."""
+    if cost.exchange == "two_shot" and world > 2:  # each rank reduces its shard, encodes the mean
+        return cost.decode + cost.encode / world, cost.decoding(1)
+    return 0.0, cost.decoding(1 if cost.exchange == "allreduce" else world)
 
 
 class _Queue:
@@ -247,28 +239,24 @@ def simulate_step(
         done = max(link.send(bucket.ready, ring, bucket.elements) for bucket in buckets)
         return SimulatedStep(done, link.sent)
     assert cost is not None
-    world, local = sum(scenario.peers), max(scenario.counts)
+    world, local, at_once = sum(scenario.peers), max(scenario.counts), scenario.at_once
     first, *second = collectives(cost.exchange, cost.wire, scenario.peers)
+    reduce, decode = decoding(cost, world)
     cpu = scenario.link.cpu if one_core else 0.0
     shares, copy, now, delay = 1, 0.0, 0.0, 0.0
-    inner: _Queue | None = None
+    inner, way = _Queue(Link(inf), at_once), Collective(0.0, 0)
     if scenario.form != FLAT:
         assert inside_cost is not None
         assert scenario.inside is not None
-        leader = scenario.form == LEADER
-        shares, copy = 1 if leader else local, inside_cost.encode
-        inner = _Queue(scenario.inside, scenario.at_once)
-        way = inside(inside_cost.wire, local, leader=leader)
-
-    def send_inside(elements: float) -> float:
-        return now if inner is None else inner.send(now, way, elements)
-
+        shares, copy = 1 if scenario.form == LEADER else local, inside_cost.encode
+        inner = _Queue(scenario.inside, at_once)
+        way = Collective((local - 1) * inside_cost.wire / shares, local - 1)
     chunks: list[tuple[float, float]] = []  # elements of all, and the end of their last collective
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
         total = bucket.elements
         largest = shares * chunk_elements(world if second else 1)
-        if cost.exchange == "allreduce" and inner is None:
+        if cost.exchange == "allreduce" and scenario.form == FLAT:
             largest = ceil(total)  # as DDP, one collective a bucket
         sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]
         pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
@@ -278,27 +266,25 @@ def simulate_step(
         for index, elements in enumerate(sizes):
             for ahead in sizes[len(arrivals) : index + 2]:
                 now += ahead * copy
-                arrivals.append(send_inside(ahead))
+                arrivals.append(inner.send(now, way, ahead))
             now = max(now, arrivals[index]) + elements * copy  # adds up what has arrived
             now += elements / shares * cost.encode * pace
             ends.append(link.send(now, first, elements))
             now += cpu * pace
-        for again in second:  # each rank reduces its shard and encodes the mean
+        for again in second:
             for index, elements in enumerate(sizes):
                 now = max(now, ends[index])
-                now += elements / shares * (cost.decode + cost.encode / world)
+                now += elements / shares * reduce
                 ends[index] = link.send(now, again, elements)
                 now += cpu
         chunks += zip(sizes, ends, strict=True)
     # Vote on whether all ranks were finite: a few bytes, in as many rounds as a ring has.
     now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
-    gathers = not second and cost.exchange != "allreduce"
-    decode = cost.decoding(world if gathers else 1) + copy
     waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
     for elements, end in chunks:
-        now = max(now, end) + elements / shares * decode
+        now = max(now, end) + elements / shares * (decode + copy)
         before, came = waiting, arrival
-        waiting, arrival = elements, send_inside(elements)
+        waiting, arrival = elements, inner.send(now, way, elements)
         now = max(now, came) + before * copy
     return SimulatedStep(max(now, arrival) + waiting * copy, link.sent)
 
@@ -307,12 +293,11 @@ def rebucket(buckets: Sequence[Bucket], cap_mb: float, *, begin: float) -> list[
     """Buckets of ``cap_mb`` with the gradients of a run, in the order in which they came.
 
     Gradients become ready evenly, by elements, between the times at which the run's own buckets
-    were. As in DDP a bucket is closed by the parameter that fills it. A profile does not know the
-    sizes of parameters: where a bucket of the run ended within half a cap, the new one ends too,
-    so that the cap of the run gives the buckets of the run.
+    were. A profile does not know the sizes of parameters, one of which closes a bucket in DDP:
+    where a bucket of the run ended within half a cap, the new one ends too, so that the cap of the
+    run gives the buckets of the run.
 
     Args:
-        buckets: of the run, in order of ``ready``.
         cap_mb: 2**20 bytes each, as ``bucket_cap_mb`` of DDP; the first bucket has it too.
         begin: of the backward pass, seconds since the begin of the step.
     """
@@ -320,7 +305,7 @@ def rebucket(buckets: Sequence[Bucket], cap_mb: float, *, begin: float) -> list[
     known = [0.0, *accumulate(bucket.elements for bucket in buckets)]
     ends = [0.0]
     for total in known[1:]:
-        while total - ends[-1] >= cap * (1 - _ROUNDING):
+        while total - ends[-1] >= cap * (1 - 1e-9):  # sums of elements are not exact
             ends.append(total if total - ends[-1] < 1.5 * cap else ends[-1] + cap)
     if ends[-1] < known[-1]:
         ends.append(known[-1])

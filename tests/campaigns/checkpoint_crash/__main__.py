@@ -14,31 +14,26 @@ inexact, hang, torn, leak, touched, report.
 from __future__ import annotations
 
 import argparse
-import io
 import logging
-import multiprocessing
 import os
 import random
 import shutil
 import tempfile
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
-from tests.campaigns.checkpoint_crash import stock, trials, writer
-from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict
+from tests.campaigns.checkpoint_crash import damage, trials, writer
+from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict, pretrained
 from tests.campaigns.checkpoint_crash.trainer import reference
 from tests.campaigns.checkpoint_crash.writer import ERRORS, KILLS, SCENARIOS
+from tests.campaigns.verdicts import by_kind, in_forks, show
 
 _SHARES = {
     "kill the trainer": 26,
@@ -55,6 +50,10 @@ _SHARES = {
 }
 """Of the random trials, by weight."""
 
+_RUN = {
+    "damaged on disk": damage.run_trial,
+    "full disk, writer alone": writer.run_full_disk,
+}
 _BOUNDARY = {name: f"{name} every system call" for name in KILLS} | {
     name: f"{name} at every system call" for name in ERRORS
 }
@@ -79,8 +78,6 @@ class Campaign:
     root: str
     memory: str
     """A folder in memory, for enumerated trials: they kill processes, and simulate power cuts."""
-    reference: str
-    foreign: bytes = field(repr=False)
 
     def run(self, task: Task) -> Verdict:
         """Run one trial; its chance is that of the seed and its number."""
@@ -88,29 +85,15 @@ class Campaign:
         verdict = Verdict(task.kind, task.number)
         chance = random.Random(f"{self.seed}/{task.number}")
         place = Path(self.memory if task.arguments else self.root) / str(task.number)
-        began = time.monotonic()
-        try:
-            self._run(verdict, task, chance, place)
-        except Exception:
-            verdict.require(False, "report", traceback.format_exc()[-2000:])
-        verdict.seconds = time.monotonic() - began
+        with verdict.judging():
+            if task.arguments:
+                run_every_bit = task.kind == _EVERY_BIT
+                run = damage.run_every_bit if run_every_bit else writer.run_trial
+                run(verdict, *task.arguments, place)
+            else:
+                _RUN.get(task.kind, trials.run_trial)(verdict, chance, place)
         shutil.rmtree(place, ignore_errors=True)
         return verdict
-
-    def _run(self, verdict: Verdict, task: Task, chance: random.Random, place: Path) -> None:
-        shared: dict[str, Any] = {"foreign": self.foreign}
-        if task.kind in trials.KINDS:
-            trials.run_trial(verdict, chance, place, reference=self.reference, **shared)
-        elif task.kind in stock.KINDS:
-            stock.run_trial(verdict, chance, place, reference=self.reference, **shared)
-        elif task.kind == "damaged on disk":
-            writer.run_damage(verdict, chance, place, **shared)
-        elif task.kind == "full disk, writer alone":
-            writer.run_full_disk(verdict, chance, place, **shared)
-        elif task.kind == _EVERY_BIT:
-            writer.run_every_bit(verdict, *task.arguments, place)
-        else:
-            writer.run_trial(verdict, *task.arguments, place, **shared)
 
 
 def random_tasks(trials: int, *, seed: int, kinds: Iterable[str]) -> Iterator[Task]:
@@ -143,44 +126,21 @@ def enumerated_tasks(
         number += 1
 
 
-def run_all(campaign: Campaign, tasks: list[Task], *, workers: int) -> list[Verdict]:
-    """Run trials side by side, in forks of this process, which has torch loaded."""
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return list(pool.map(campaign.run, tasks))
-
-
 def summarize(verdicts: list[Verdict]) -> list[dict[str, Any]]:
     """One row per kind; a trial counts once under each problem that it has."""
     rows = []
-    for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
-        found = [verdict for verdict in verdicts if verdict.kind == kind]
-        counts = Counter(
-            problem for verdict in found for problem in {name for name, _ in verdict.problems}
-        )
-        row: dict[str, Any] = {"kind": kind, "trials": sum(verdict.trials for verdict in found)}
-        row |= {problem: counts[problem] for problem in PROBLEMS}
-        row["mean_s"] = sum(verdict.seconds for verdict in found) / len(found)
+    for kind, found, counts in by_kind(verdicts, PROBLEMS):
         failed = [verdict for verdict in found if verdict.problems]
         for verdict in failed:  # of a traceback its last line
             verdict.problems = [
                 (name, what.strip().split("\n")[-1]) for name, what in verdict.problems
             ]
-        row["failures"] = [asdict(verdict) for verdict in sorted(failed, key=_rarity(counts))]
-        del row["failures"][_SHOWN:]
+        failed.sort(key=lambda verdict: min(counts[name] for name, _ in verdict.problems))
+        row = {"kind": kind, "trials": sum(verdict.trials for verdict in found), **counts}
+        row["mean_s"] = sum(verdict.seconds for verdict in found) / len(found)
+        row["failures"] = [asdict(verdict) for verdict in failed[:_SHOWN]]
         rows.append(row)
     return rows
-
-
-def _rarity(counts: Counter[str]) -> Callable[[Verdict], int]:
-    return lambda verdict: min(counts[name] for name, _ in verdict.problems)
-
-
-def foreign_checkpoint() -> bytes:
-    """A file of torch.save that somebody has put into the folder."""
-    file = io.BytesIO()
-    torch.save({"weight": torch.ones(3)}, file)
-    return file.getvalue()
 
 
 def main() -> None:
@@ -210,26 +170,21 @@ def main() -> None:
             stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="crash"))
             for folder in (arguments.folder, memory)
         )
-        campaign = Campaign(arguments.seed, root, memory, reference(), foreign_checkpoint())
+        campaign = Campaign(arguments.seed, root, memory)
+        reference(), pretrained()  # once: workers are forks
         tasks = list(random_tasks(arguments.trials, seed=arguments.seed, kinds=chosen))
         tasks += enumerated_tasks(len(tasks), Path(memory), every=arguments.every, kinds=chosen)
         if arguments.number is not None:
             tasks = [task for task in tasks if task.number == arguments.number]
-        verdicts = run_all(campaign, tasks, workers=arguments.workers)
+        verdicts = in_forks(campaign.run, tasks, workers=arguments.workers)
     rows = summarize(verdicts)
     meta["seconds"] = round(time.monotonic() - began, 1)
-    columns = ["kind", "trials", *PROBLEMS, "mean_s"]
-    cells = [[_cell(row[column]) for column in columns] for row in rows]
-    print_table(f"crashes; {meta['seconds']} s", columns=columns, rows=cells)
+    show(f"crashes; {meta['seconds']} s", ["kind", "trials", *PROBLEMS, "mean_s"], rows)
     for row in rows:
         for failure in row["failures"][:1]:
             print(f"{row['kind']}: trial {failure['number']}: {failure['problems'][:3]}")
     if arguments.json:
         write_json(arguments.json, meta=meta, rows=rows)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -68,49 +67,43 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclass
-class Kill:
+def kill(at: int, *, after: bool) -> Fault:
     """SIGKILL before or after an operation."""
 
-    at: int
-    after: bool
-
-    def __call__(self, number: int, name: str, perform: Perform, arguments: tuple[Any, ...]) -> Any:
-        if number == self.at and not self.after:
+    def fault(number: int, name: str, perform: Perform, arguments: tuple[Any, ...]) -> Any:
+        if number == at and not after:
             _die()
         result = perform()
-        if number == self.at:
+        if number == at:
             _die()
         return result
 
+    return fault
 
-@dataclass
-class Fail:
+
+def fail(at: int, error: int, *, for_good: bool) -> Fault:
     """An operation fails; with ``for_good`` all that follow fail too."""
 
-    at: int
-    error: int
-    for_good: bool = False
-
-    def __call__(self, number: int, name: str, perform: Perform, arguments: tuple[Any, ...]) -> Any:
-        if number == self.at or (self.for_good and number > self.at):
-            if name == "write" and self.error == errno.ENOSPC:
+    def fault(number: int, name: str, perform: Perform, arguments: tuple[Any, ...]) -> Any:
+        if number == at or (for_good and number > at):
+            if name == "write" and error == errno.ENOSPC:
                 _real["write"](arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
-            raise OSError(self.error, os.strerror(self.error))
+            raise OSError(error, os.strerror(error))
         return perform()
 
+    return fault
 
-@dataclass
-class Short:
+
+def write_short(at: int) -> Fault:
     """From an operation on, writes take a part of what they are given."""
 
-    at: int
-
-    def __call__(self, number: int, name: str, perform: Perform, arguments: tuple[Any, ...]) -> Any:
-        if name == "write" and number >= self.at:
+    def fault(number: int, name: str, perform: Perform, arguments: tuple[Any, ...]) -> Any:
+        if name == "write" and number >= at:
             data = memoryview(arguments[1]).cast("B")
             return _real["write"](arguments[0], data[: max(1, data.nbytes // 3)])
         return perform()
+
+    return fault
 
 
 @dataclass
@@ -202,41 +195,26 @@ class PowerCut:
         return f"{self.attic}/{self._saved}"
 
 
-class SlowStorage(LocalStorage):
-    """Every file but manifests and the like becomes durable when the next save is asked for."""
-
-    def __init__(self) -> None:
-        self.gate = SlowGate()
-
-    def create(self, path: str) -> Sink:
-        sink = super().create(path)
-        return sink if path.endswith(".json") else _SlowSink(sink, self.gate)
+class FaultyStorage(LocalStorage):
+    """A storage for all paths."""
 
     def find(self, path: str) -> tuple[Storage, str]:
         return self, os.path.abspath(path)
 
 
-class SlowGate(Gate):
-    """Lets one write through at a time."""
+class SlowStorage(FaultyStorage):
+    """Every file but manifests and the like becomes durable when the next save is asked for."""
 
     def __init__(self) -> None:
-        self._tickets = threading.Semaphore(0)
-        self._open = False
+        self.gate = Gate(slow=True)
 
-    def open(self) -> None:
-        self._tickets.release()
-
-    def open_for_good(self) -> None:
-        self._open = True
-        self._tickets.release()
-
-    def pass_through(self) -> None:
-        if not self._open:
-            self._tickets.acquire()
+    def create(self, path: str) -> Sink:
+        sink = super().create(path)
+        return sink if path.endswith(".json") else _SlowSink(sink, self.gate)
 
 
 class _SlowSink:
-    def __init__(self, sink: Sink, gate: SlowGate) -> None:
+    def __init__(self, sink: Sink, gate: Gate) -> None:
         self._sink, self._gate = sink, gate
         self.write, self.abort = sink.write, sink.abort
 
@@ -245,14 +223,11 @@ class _SlowSink:
         self._sink.close()
 
 
-class UncountedStorage(LocalStorage):
+class UncountedStorage(FaultyStorage):
     """Nobody knows how full the disk is until a write fails."""
 
     def free_bytes(self, path: str) -> int | None:
         return None
-
-    def find(self, path: str) -> tuple[Storage, str]:
-        return self, os.path.abspath(path)
 
 
 @contextmanager

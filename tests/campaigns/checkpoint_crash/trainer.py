@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
 import os
-import select
-import signal
+import pickle
+import threading
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -23,6 +22,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from tests.campaigns.checkpoint_crash.child import BOUND_S, Report
 
 STEPS = 24
 """of the run that is killed."""
@@ -42,7 +42,8 @@ class Run:
     ``same_name``: every save replaces the one before; otherwise they have names of their own, and
     each is removed when the next was saved, as ``save_top_k=1`` does. ``last``: a link of that name
     shows the newest. ``touched``: the step at which parameters are written to, with the values that
-    they have, just after the save; where that is noticed the snapshot is dropped.
+    they have, just after the save; where that is noticed the snapshot is dropped. ``stock``: with
+    Lightning's own AsyncCheckpointIO, as ModelCheckpoint does.
     """
 
     folder: str
@@ -53,6 +54,7 @@ class Run:
     last: bool = False
     max_in_flight: int = 1
     touched: int = 0
+    stock: bool = False
 
     def target(self, step: int) -> str:
         return f"{self.folder}/{'model' if self.same_name else f'step={step}'}.ckpt"
@@ -108,6 +110,7 @@ class Training:
         return found.hexdigest()
 
 
+@functools.cache
 def reference() -> str:
     """The digest of an uninterrupted run."""
     training = Training()
@@ -117,28 +120,75 @@ def reference() -> str:
 
 
 class Gate:
-    """Lets a slow disk go on; nothing holds it up here."""
+    """A slow disk: it lets one write through whenever the next save is about to be asked for."""
+
+    def __init__(self, *, slow: bool) -> None:
+        self._tickets = threading.Semaphore(0)
+        self._open = not slow
 
     def open(self) -> None:
-        """The next save is about to be asked for."""
+        self._tickets.release()
 
     def open_for_good(self) -> None:
         """There will be no next save."""
+        self._open = True
+        self._tickets.release()
+
+    def pass_through(self) -> None:
+        if not self._open:
+            self._tickets.acquire()
+
+
+class StockSaver:
+    """AsyncCheckpointIO with the methods of a Checkpointer; reports when a file is complete."""
+
+    def __init__(self, report: Report, gate: Gate) -> None:
+        class Reporting(TorchCheckpointIO):
+            def save_checkpoint(self, checkpoint: Any, path: Any, *_: Any, **__: Any) -> None:
+                gate.pass_through()
+                super().save_checkpoint(checkpoint, path)
+                report("committed", step=checkpoint["step"], target=str(path))
+
+        self._io = AsyncCheckpointIO(Reporting())
+        # At once, as ModelCheckpoint of lightning 2.6.6 does.
+        self.remove = self._io.remove_checkpoint
+
+    def open(self, folder: str) -> None:
+        Path(folder).mkdir(exist_ok=True)
+
+    def watch(self, optimizers: Any) -> None:
+        """It copies before it returns."""
+
+    def save(self, state: Any, target: str, *, step: int, sharded: bool) -> None:
+        self._io.save_checkpoint(state, target)
+
+    def poll(self) -> list[Any]:
+        return []
+
+    def wait(self, timeout: float) -> None:
+        self._io.teardown()
+
+    def close(self, timeout: float) -> None:
+        """Nothing is left."""
 
 
 class Trainer:
     """Trains, saves every few steps, and reports everything."""
 
     def __init__(self, run: Run, report: Report, *, gate: Gate | None = None) -> None:
-        self._run, self._report, self._gate = run, report, gate or Gate()
+        self._run, self._report, self._gate = run, report, gate or Gate(slow=False)
         self._training = Training()
         self._superseded: list[str] = []
-        self._checkpointer = Checkpointer(
-            CheckpointSettings(
-                snapshot=run.snapshot,
-                writer=run.writer,
-                max_in_flight=run.max_in_flight,
-                on_error="warn",
+        self._saver: Any = (
+            StockSaver(report, self._gate)
+            if run.stock
+            else Checkpointer(
+                CheckpointSettings(
+                    snapshot=run.snapshot,
+                    writer=run.writer,
+                    max_in_flight=run.max_in_flight,
+                    on_error="warn",
+                )
             )
         )
 
@@ -154,28 +204,21 @@ class Trainer:
         self._report("waiting")
         self._gate.open_for_good()
         try:
-            self._checkpointer.wait(BOUND_S / 2)
+            self._saver.wait(BOUND_S / 2)
             self._poll()
-            self._checkpointer.close(BOUND_S / 2)
+            self._saver.close(BOUND_S / 2)
         except (CheckpointError, TimeoutError) as error:
             self._report("hang", reason=str(error))
         self._report("end", digest=self._training.digest(), superseded=self._superseded)
 
     def _resume(self) -> None:
         began = time.monotonic()
-        self._checkpointer.open(self._run.folder)
+        self._saver.open(self._run.folder)
         opened = time.monotonic() - began
-        found = newest_valid(self._run.folder)
-        if found is not None:
-            self._training.restore(load(found.path))
-        self._superseded = [
-            there.path
-            for there in checkpoints(self._run.folder)
-            if there.description is not None
-            and there.description.origin is not None
-            and os.path.basename(there.path) != LAST
-        ]
-        self._checkpointer.watch([self._training.optimizer])
+        state, self._superseded = (newest_stock if self._run.stock else newest)(self._run.folder)
+        if state is not None:
+            self._training.restore(state)
+        self._saver.watch([self._training.optimizer])
         self._report(
             "opened", step=self._training.step, seconds=opened, torn=torn(self._run.folder)
         )
@@ -185,21 +228,19 @@ class Trainer:
         target = self._run.target(step)
         self._report("requested", step=step)
         self._gate.open()
-        self._checkpointer.save(
-            self._training.state(), target, step=step, sharded=self._run.sharded
-        )
+        self._saver.save(self._training.state(), target, step=step, sharded=self._run.sharded)
         if step == self._run.touched:
             self._training.touch()
         if self._run.last:
-            self._checkpointer.link(target, f"{self._run.folder}/{LAST}", symbolic=True)
+            self._saver.link(target, f"{self._run.folder}/{LAST}", symbolic=True)
         for path in self._superseded:
             if path != target:
-                self._checkpointer.remove(path)
+                self._saver.remove(path)
         self._superseded = [target]
         self._report("saved", step=step)
 
     def _poll(self) -> None:
-        for event in self._checkpointer.poll():
+        for event in self._saver.poll():
             if isinstance(event, Committed):
                 self._report("committed", step=event.origin.step, target=event.target)
             elif isinstance(event, Failed):
@@ -207,6 +248,36 @@ class Trainer:
                 self._report("failed", step=step, target=event.target, reason=event.reason)
                 if step is None and os.path.basename(event.target) != LAST:
                     self._superseded.append(event.target)  # could not be removed
+
+
+State = dict[str, Any]
+
+
+def newest(folder: str) -> tuple[State | None, list[str]]:
+    """The newest state, and all that the next save supersedes."""
+    found = newest_valid(folder)
+    ours = [
+        there.path
+        for there in checkpoints(folder)
+        if there.description is not None
+        and there.description.origin is not None
+        and os.path.basename(there.path) != LAST
+    ]
+    return None if found is None else load(found.path), ours
+
+
+def newest_stock(folder: str) -> tuple[State | None, list[str]]:
+    """The same of files of torch.save: the newest state that ``torch.load`` takes."""
+    files = sorted(
+        (path for path in Path(folder).glob("step=*.ckpt") if path.is_file()),
+        key=lambda path: int(path.stem.removeprefix("step=")),
+    )
+    for path in reversed(files):
+        try:
+            return torch.load(path), [str(file) for file in files]
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+            continue
+    return None, [str(file) for file in files]
 
 
 def torn(folder: str) -> list[str]:
@@ -220,95 +291,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         return [tensor for inner in value.values() for tensor in _tensors(inner)]
     return []
-
-
-BOUND_S = 30.0
-"""Nothing in a trial takes longer; what does counts as a hang."""
-
-Message = dict[str, Any]
-Report = Callable[..., None]
-
-_write = os.write  # trials replace os.write by one that fails
-
-
-class Hang(RuntimeError):
-    """Something waited longer than it may."""
-
-
-class Child:
-    """A fork of this process that runs ``run(report)`` in a session of its own, and ends.
-
-    The caller has no threads but this one, so that the fork is whole.
-    """
-
-    def __init__(self, run: Callable[[Report], None]) -> None:
-        self._pipe, theirs = os.pipe()
-        self._buffer = b""
-        self.ended = False
-        self.pid = os.fork()
-        if self.pid == 0:
-            _serve(run, theirs)
-        os.close(theirs)
-        self._reaped = False
-
-    def receive(self, timeout: float) -> Message | None:
-        """The next message; None after ``timeout`` seconds, and when ``ended``."""
-        deadline = time.monotonic() + timeout
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            data = os.read(self._pipe, 1 << 16)
-            if not data:
-                self.ended = True
-                return None
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: Message = json.loads(line)
-        return message
-
-    def send(self, number: signal.Signals) -> None:
-        if not self._reaped:
-            os.kill(self.pid, number)
-
-    def children(self) -> list[int]:
-        """Processes that it has started and that are still its own."""
-        lists = Path(f"/proc/{self.pid}/task").glob("*/children")
-        return [int(pid) for found in lists for pid in _text(found).split()]
-
-    def close(self) -> None:
-        """Kill it, if it still runs, and reap it."""
-        if not self._reaped:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            os.close(self._pipe)
-            self._reaped = True
-
-
-def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to processes that may have ended."""
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # the thread has ended in between
-        return ""
-
-
-def _serve(run: Callable[[Report], None], pipe: int) -> None:
-    def report(event: str, **fields: Any) -> None:
-        _write(pipe, json.dumps({"event": event, **fields}).encode() + b"\n")
-
-    try:
-        os.setsid()
-        run(report)
-    except BaseException:
-        report("error", reason=traceback.format_exc()[-3000:])
-    finally:
-        os._exit(0)

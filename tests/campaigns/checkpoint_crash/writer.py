@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import random
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
@@ -30,22 +28,24 @@ from lightning_dist.checkpoint.disk.jobs import (
 from lightning_dist.checkpoint.disk.manifest import NAME, Manifest, Origin
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
-from lightning_dist.checkpoint.disk.verify import Description, verify
+from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.checkpoint.disk.writer import Writer
+from tests.campaigns.checkpoint_crash.child import BOUND_S, Child, Report
 from tests.campaigns.checkpoint_crash.disk import (
     Boundaries,
-    Fail,
     Fault,
-    Kill,
     PowerCut,
-    Short,
     UncountedStorage,
+    fail,
     fill,
+    kill,
     no_fault,
     small_disk,
+    write_short,
 )
-from tests.campaigns.checkpoint_crash.oracle import Foreign, Ledger, Oracle, Verdict
-from tests.campaigns.checkpoint_crash.trainer import BOUND_S, LAST, Child, Hang, Report, torn
+from tests.campaigns.checkpoint_crash.oracle import Ledger, Oracle, Verdict
+from tests.campaigns.checkpoint_crash.trainer import LAST, torn
+from tests.campaigns.verdicts import Hang
 
 RECORDS = ("data.pkl", "byteorder", "data/0", "data/1")
 _PEER_TIMEOUT_S = 0.5
@@ -209,32 +209,27 @@ ERRORS = ("EIO", "ENOSPC", "EIO for good", "ENOSPC for good", "short writes")
 def fault_of(name: str, at: int, attic: str) -> Fault:
     """The fault of this name, at the operation ``at``."""
     if name.startswith("kill"):
-        return Kill(at, after=name.endswith("after"))
+        return kill(at, after=name.endswith("after"))
     if name.startswith("power"):
         return PowerCut(at, forget=name.endswith("lost"), attic=attic)
     if name == "short writes":
-        return Short(at)
-    return Fail(at, getattr(errno, name.split()[0]), for_good=name.endswith("for good"))
-
-
-def count_operations(scenario: Scenario, place: Path) -> list[int]:
-    """System calls of every rank in the step that is struck."""
-    place.mkdir()
-    script = Script(scenario, str(place), (_OLD, _STRUCK), armed=_STRUCK)
-    found = _run([replace(script, rank=rank) for rank in range(scenario.ranks)], Ledger())
-    return [of_rank.of("done")[-1]["operations"] for of_rank in found]
+        return write_short(at)
+    return fail(at, getattr(errno, name.split()[0]), for_good=name.endswith("for good"))
 
 
 def boundaries(scenario: Scenario, place: Path) -> Iterator[tuple[int, int]]:
-    """Every rank and operation of a scenario that a fault can strike."""
-    for rank, count in enumerate(count_operations(scenario, place)):
+    """Every rank of a scenario and each of its system calls in the step that is struck."""
+    place.mkdir()
+    script = Script(scenario, str(place), (_OLD, _STRUCK), armed=_STRUCK)
+    found = _run([replace(script, rank=rank) for rank in range(scenario.ranks)], Ledger())
+    for rank, ledger in enumerate(found):
+        count = ledger.of("done")[-1]["operations"]
         yield from ((rank, at) for at in range(1, count + 1))
 
 
 def run_trial(
-    verdict: Verdict, scenario: Scenario, fault: str, rank: int, at: int, place: Path,
-    *, foreign: bytes,
-) -> None:  # fmt: skip
+    verdict: Verdict, scenario: Scenario, fault: str, rank: int, at: int, place: Path
+) -> None:
     """Save, save with a fault at one operation of one rank, look, recover, save."""
     verdict.details |= {"scenario": asdict(scenario), "fault": fault, "rank": rank, "at": at}
     folder, attic = place / "checkpoints", place / "attic"
@@ -254,26 +249,23 @@ def run_trial(
         replace(script, rank=r, fault=acting if r == rank else no_fault)
         for r in range(scenario.ranks)
     ]
-    check(verdict, scripts, folder, foreign=foreign, goes_on=goes_on,
-          for_good=fault.endswith("for good"), power="power" in fault)  # fmt: skip
+    check(verdict, scripts, folder, goes_on=goes_on, for_good=fault.endswith("for good"))
 
 
 def check(
-    verdict: Verdict, scripts: Sequence[Script], folder: Path,
-    *, foreign: bytes, goes_on: bool, for_good: bool = False, power: bool = False,
-) -> None:  # fmt: skip
+    verdict: Verdict,
+    scripts: Sequence[Script],
+    folder: Path,
+    *,
+    goes_on: bool,
+    for_good: bool = False,
+) -> None:
     """Run the scripts and see whether all holds that must."""
     scenario, ledger = scripts[0].scenario, Ledger()
-    others = Foreign(folder, checkpoint=foreign)
-    oracle = Oracle(folder, verdict, others)
+    oracle = Oracle(folder, verdict)
     same = partial(is_content, nbytes=scenario.nbytes)
-    try:
-        found = _run(scripts, ledger)
-    except Hang as hang:
-        verdict.require(False, "hang", str(hang))
-        return
-    for error in ledger.of("error"):
-        verdict.require(False, "report", error["reason"])
+    found = _run(scripts, ledger)
+    ledger.require_no_error(verdict)
     oracle.check_newest(ledger, moment="after the fault", is_content=same)
     oracle.check_all_whole(moment="after the fault")
     if goes_on:
@@ -293,21 +285,10 @@ def check(
         replace(script, steps=(_NEXT,), armed=0, fault=no_fault, resume=True, superseded=superseded)
         for script in scripts
     ]
-    try:
-        _run(again, resumed)
-    except Hang as hang:
-        verdict.require(False, "hang", str(hang))
-        return
-    for error in resumed.of("error"):
-        verdict.require(False, "report", error["reason"])
-    for opened in resumed.of("opened"):
-        step = opened["step"]
-        verdict.require(not opened["torn"], "torn", f"recovered: {opened['torn']}")
-        verdict.require(step >= ledger.newest, "lost", f"resumed from {step} of {ledger.newest}")
-    verdict.require(_NEXT in resumed.committed, "lost", "the save after the resume failed")
-    oracle.check_newest(resumed, moment="at the end", is_content=same)
-    oracle.check_all_whole(moment="at the end")
-    oracle.check_end(scenario.names(_NEXT), moment="at the end")
+    _run(again, resumed)
+    resumed.require_no_error(verdict)
+    names = scenario.names(_NEXT)
+    oracle.check_resumed(ledger, resumed, last=_NEXT, names=names, is_content=same)
 
 
 def _check_reports(verdict: Verdict, ledger: Ledger) -> None:
@@ -323,7 +304,7 @@ def _check_reports(verdict: Verdict, ledger: Ledger) -> None:
     verdict.require(not late, "report", f"told late: {late}")
 
 
-def run_full_disk(verdict: Verdict, chance: random.Random, place: Path, *, foreign: bytes) -> None:
+def run_full_disk(verdict: Verdict, chance: random.Random, place: Path) -> None:
     """Space for a part of the checkpoint only; then somebody makes room."""
     layout = chance.choice(("single", "folder"))
     scenario = Scenario(layout, chance.random() < 0.5, "", nbytes=60_000)
@@ -347,7 +328,7 @@ def run_full_disk(verdict: Verdict, chance: random.Random, place: Path, *, forei
         )
         if uncounted:
             script = replace(script, find_storage=UncountedStorage().find)
-        check(verdict, [script], folder, foreign=foreign, goes_on=True)
+        check(verdict, [script], folder, goes_on=True)
 
 
 def _run(scripts: Sequence[Script], ledger: Ledger) -> list[Ledger]:
@@ -369,111 +350,3 @@ def _run(scripts: Sequence[Script], ledger: Ledger) -> list[Ledger]:
         for child in children:
             child.close()
     return found
-
-
-_STEPS = (3, 6, 9, 12)
-
-
-def write_all(scenario: Scenario, folder: Path, steps: tuple[int, ...] = _STEPS) -> list[Path]:
-    """Checkpoints of these steps, all kept."""
-    events: list[Event] = []
-    writer = Writer(report=events.append)
-    for step in steps:
-        writer.do(*saves_of(scenario, str(folder), step, 0))
-    return [Path(scenario.target(str(folder), step)) for step in steps]
-
-
-def flip(path: Path, bit: int) -> None:
-    """Change one bit of a file."""
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-
-
-def damage(path: Path, chance: random.Random) -> str:
-    """Damage a checkpoint in one way; says how."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    file = chance.choice(files)
-    nbytes = file.stat().st_size
-    choices = ["a bit", "a bit", "truncated", "zeros", "longer"]
-    if path.is_dir():
-        choices += ["missing file", "empty folder"]
-    how = chance.choice(choices)
-    if how == "a bit":
-        flip(file, chance.randrange(8 * nbytes))
-    elif how == "truncated":
-        os.truncate(file, chance.randrange(nbytes))
-    elif how == "zeros":
-        start = chance.randrange(nbytes - 1)
-        with file.open("r+b") as opened:
-            opened.seek(start)
-            count = min(512, nbytes - start)
-            before = opened.read(count)
-            opened.seek(start)
-            opened.write(bytes(count) if any(before) else b"\1" * count)
-    elif how == "longer":
-        with file.open("ab") as opened:
-            opened.write(b"x" + chance.randbytes(chance.randrange(100)))
-    elif how == "missing file":
-        file.unlink()
-    else:
-        shutil.rmtree(path)
-        path.mkdir()
-    return f"{how}: {file.name}"
-
-
-def run_damage(verdict: Verdict, chance: random.Random, place: Path, *, foreign: bytes) -> None:
-    """Damage the newest, the two newest, or others; exactly the newest whole one is found."""
-    folder = place / "checkpoints"
-    folder.mkdir(parents=True)
-    scenario = Scenario(chance.choice(("single", "folder")))
-    paths = write_all(scenario, folder)
-    others = Foreign(folder, checkpoint=foreign)
-    count = chance.choice((1, 1, 2, 2, 3, 4))
-    damaged = paths[-count:] if chance.random() < 0.8 else chance.sample(paths, count)
-    verdict.details["damage"] = {path.name: damage(path, chance) for path in damaged}
-    verdict.details["layout"] = scenario.layout
-    for path in damaged:
-        _require_detected(verdict, path, str(verdict.details["damage"]))
-    whole = [step for step, path in zip(_STEPS, paths, strict=True) if path not in damaged]
-    try:
-        found = newest_valid(str(folder))
-    except CheckpointError as error:  # rather than to start afresh
-        verdict.require(not whole, "lost", f"newest_valid: {error!r}")
-        found = None
-    except Exception as error:  # whatever comes out of it, a resume would have ended here
-        verdict.require(False, "lost", f"newest_valid: {error!r}")
-        return
-    step = 0 if found is None or found.origin is None else found.origin.step
-    newest = max(whole, default=0)
-    verdict.require(step == newest, "lost", f"found {step}, the newest whole one is {newest}")
-    if found is not None:
-        verdict.require(is_content(found.path, step, scenario.nbytes), "undetected", "wrong bytes")
-    others.check(verdict)
-
-
-def run_every_bit(verdict: Verdict, layout: str, place: Path) -> None:
-    """Every single bit of a small checkpoint, one after the other."""
-    folder = place / "checkpoints"
-    folder.mkdir(parents=True)
-    (path,) = write_all(Scenario(layout, nbytes=100), folder, (3,))
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    verdict.trials = 0
-    for file in files:
-        for bit in range(8 * file.stat().st_size):
-            flip(file, bit)
-            _require_detected(verdict, path, f"bit {bit} of {file.name}")
-            flip(file, bit)
-            verdict.trials += 1
-    verify(str(path))
-
-
-def _require_detected(verdict: Verdict, path: Path, what: str) -> None:
-    try:
-        verify(str(path))
-    except CorruptCheckpointError:
-        return
-    except Exception as error:
-        verdict.require(False, "report", f"{what}: {error!r} instead of CorruptCheckpointError")
-    else:
-        verdict.require(False, "undetected", what)

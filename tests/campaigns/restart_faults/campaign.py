@@ -21,35 +21,41 @@ import argparse
 import ctypes
 import fcntl
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import statistics
 import tempfile
 import time
-import traceback
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import elastic_jobs
+import elastic_runs  # noqa: F401  (forks have imported all)
+import loop_runs  # noqa: F401
+import psutil
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
-from tests.campaigns.restart_faults.drawing import KINDS, Setup, Trial, draw
+from lightning_dist import CompressedDDPStrategy
+from tests.campaigns.restart_faults.drawing import (
+    EPOCHS,
+    HANG_TIMEOUT_S,
+    KINDS,
+    Setup,
+    Trial,
+    draw,
+)
 from tests.campaigns.restart_faults.figures import run_figures
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
-from tests.campaigns.restart_faults.rank import run_job
+from tests.campaigns.verdicts import by_kind, in_forks, show
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--campaign", choices=["restart"], default="restart")
     parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
     parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
     parser.add_argument("--seed", type=int, default=1)
@@ -95,7 +101,11 @@ def _run_trials(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults") as temporary:
         root = arguments.folder or temporary
-        verdicts = run_all(trials, root=root, seconds=arguments.seconds, workers=arguments.workers)
+        Path(root).mkdir(parents=True, exist_ok=True)
+        run = Campaign(root, began + arguments.seconds).run
+        workers = arguments.workers
+        found = in_forks(run, trials, workers=workers, initializer=adopt_orphans)
+    verdicts: list[Verdict] = [verdict for verdict in found if verdict is not None]
     meta["seconds"] = round(time.monotonic() - began, 1)
     meta["trials"] = len(verdicts)
     meta["trials_per_minute"] = round(len(verdicts) * 60 / meta["seconds"], 1)
@@ -103,10 +113,10 @@ def _run_trials(
     columns = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
     columns += ["new_step_s", "new_step_max_s"]
     title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
-    print_table(title, columns=columns, rows=[[row[name] for name in columns] for row in rows])
+    show(title, columns, rows)
     failed = [verdict for verdict in verdicts if verdict.problems]
     for verdict in failed:
-        print(f"trial {verdict.trial.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
+        print(f"trial {verdict.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
     return rows, len(failed)
 
 
@@ -114,18 +124,65 @@ def _measure(rounds: int) -> list[dict[str, Any]]:
     rows = run_figures(rounds, stops=max(1, rounds // 3))
     columns = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone",
                "samples_missed", "samples_twice", "ids_exact", "step_s"]  # fmt: skip
-    cells = [[_two_digits(row[name]) for name in columns] for row in rows]
-    print_table("from the fault to the first new step", columns=columns, rows=cells)
+    show("from the fault to the first new step", columns, rows)
     return rows
-
-
-def _two_digits(value: Any) -> Any:
-    return f"{value:.2f}" if isinstance(value, float) else value
 
 
 _LINGER_S = 10.0
 """For a writer that its trainer has left: to end what it has begun."""
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def job_of(trial: Trial, folder: Path) -> elastic_jobs.Job:
+    """The trainings of tests/integrations/, for the faults of a trial."""
+    setup = trial.setup
+    elastic = {
+        "keep": trial.keep,
+        "batch_policy": trial.policy,
+        **({"hang_timeout": HANG_TIMEOUT_S} if trial.has_stop else {}),
+    }
+    common = {
+        "name": f"trial-{trial.number}",
+        "folder": str(folder),
+        "worlds": list(trial.worlds),
+        "faults": trial.faults,
+        "max_restarts": trial.max_restarts,
+        "loader": {"batch_size": setup.batch, "drop_last": setup.drop_last},
+        "limit": trial.bound,
+    }
+    data = {"size": setup.size, "noisy": setup.noisy}
+    codec = None if setup.codec == "ddp" else setup.codec
+    if trial.is_loop:
+        elastic |= {"every_n_steps": trial.every, "accumulate": setup.accumulate}
+        fit = {**data, "epochs": EPOCHS, "elastic": elastic}
+        return elastic_jobs.Job(**common, codec=codec, framework="plain", fit=fit)
+    elastic |= {"every_n_train_steps": trial.every, "format": trial.format}
+    fit = {
+        "elastic": elastic,
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": setup.accumulate,
+        **_strategy_of(setup),
+    }
+    return elastic_jobs.Job(**common, module={"noisy": setup.noisy}, dataset=data, fit=fit)
+
+
+def _strategy_of(setup: Setup) -> dict[str, Any]:
+    """DDP puts its buckets in another order after the first step of a process.
+
+    Sums of three ranks or more are then taken in another order, and a restart would show in their
+    last bits; looking for unused parameters keeps the first order.
+    """
+    unused = {"find_unused_parameters": setup.world > 2}
+    if setup.codec == "ddp":
+        return {"strategy": DDPStrategy(**unused), "devices": setup.world}
+    strategy = CompressedDDPStrategy(codec=setup.codec, min_compress_numel=0, **unused)
+    return {"strategy": strategy, "devices": "auto"}
+
+
+def run_trial(trial: Trial, folder: Path) -> dict[str, Any]:
+    """All starts of a trial; forks, so this process must have no other thread."""
+    folder.mkdir(parents=True)
+    return elastic_jobs.run_job(job_of(trial, folder), folder / "results.json")
 
 
 @dataclass(frozen=True)
@@ -144,7 +201,7 @@ class Campaign:
             if not folder.exists():
                 worlds = [setup.world]
                 trial = Trial(-1, kind="reference", setup=setup, worlds=worlds, is_loop=is_loop)
-                result = run_job(trial, folder)
+                result = run_trial(trial, folder)
                 if result["codes"] != ["ok"]:
                     raise RuntimeError(f"{setup} does not run without a fault: {result}")
         return folder
@@ -153,16 +210,15 @@ class Campaign:
         """One trial, judged."""
         if time.monotonic() > self.deadline:
             return None
-        verdict, folder = Verdict(trial), Path(self.root) / str(trial.number)
-        try:
+        verdict = Verdict(trial.kind, trial.number, trial=trial)
+        folder, result = Path(self.root) / str(trial.number), {"seconds": 0.0}
+        with verdict.judging():
             reference = self.reference(trial.setup, is_loop=trial.is_loop)
-            result = run_job(trial, folder)
-            verdict.seconds = result["seconds"]
+            result = run_trial(trial, folder)
             left = end_children()
             verdict.require(not left, "hang", f"left behind: {left}")
             judge(verdict, result, folder, reference)
-        except Exception:
-            verdict.require(False, "report", traceback.format_exc()[-2000:])
+        verdict.seconds = result["seconds"]  # of the job
         if not verdict.problems:
             shutil.rmtree(folder, ignore_errors=True)
         return verdict
@@ -177,46 +233,26 @@ def adopt_orphans() -> None:
 def end_children() -> list[str]:
     """Kill children that do not end by themselves soon; their command lines."""
     limit, found = time.monotonic() + _LINGER_S, []
-    while children := _children():
-        with suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-        if time.monotonic() > limit:
-            for pid in children:
-                with suppress(OSError):
-                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                    found.append(line.decode(errors="replace").strip())
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    while children := psutil.Process().children():
+        left = max(0.0, limit - time.monotonic())
+        _, alive = psutil.wait_procs(children, timeout=left)
+        for child in alive:
+            with suppress(psutil.NoSuchProcess):
+                found.append(" ".join(child.cmdline()))
+                child.kill()
+        psutil.wait_procs(alive)
     return found
-
-
-def _children() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
-
-
-def run_all(trials: Sequence[Trial], *, root: str, seconds: float, workers: int) -> list[Verdict]:
-    """In forks of this process, which has all imported."""
-    Path(root).mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(root, time.monotonic() + seconds)
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=adopt_orphans) as pool:
-        verdicts = list(pool.map(campaign.run, trials))
-    return [verdict for verdict in verdicts if verdict is not None]
 
 
 def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     """One row per kind; a trial counts once under each problem that it has."""
     rows = []
-    for kind in dict.fromkeys(verdict.trial.kind for verdict in verdicts):
-        found = [verdict for verdict in verdicts if verdict.trial.kind == kind]
-        counts = Counter(name for each in found for name in {name for name, _ in each.problems})
+    for kind, found, counts in by_kind(verdicts, PROBLEMS):
         recoveries = [each.recovery_s for each in found if each.recovery_s is not None]
         row: dict[str, Any] = {"kind": kind, "trials": len(found)}
         row |= {"struck": sum(each.fired > 0 for each in found)}
         row |= {"within": sum(bool(each.resumed_at) for each in found)}
-        row |= {"failed": sum(bool(each.problems) for each in found)}
-        row |= {problem: counts[problem] for problem in PROBLEMS}
+        row |= {"failed": sum(bool(each.problems) for each in found), **counts}
         row["median_s"] = round(statistics.median(each.seconds for each in found), 2)
         row["max_s"] = round(max(each.seconds for each in found), 2)
         row["new_step_s"] = round(statistics.median(recoveries), 2) if recoveries else None

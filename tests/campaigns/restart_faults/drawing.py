@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic_jobs import Fault
+
 _DATA = (
     (48, False, 1),
     (50, False, 1),
@@ -82,13 +84,13 @@ class _Drawing:
         return Setup(world, codec, size, drop_last, accumulate, noisy)
 
     def trial(self) -> Trial:
-        worlds, strikes, restarts = self._faults()
+        worlds, faults, restarts = self._faults()
         return Trial(
             number=self.number,
             kind=self.kind,
             setup=self.setup,
             worlds=worlds,
-            strikes=strikes,
+            faults=faults,
             max_restarts=restarts,
             policy=self.kind if self.kind in ("scale_lr", "fixed_micro") else "constant_global",
             format=self.format,
@@ -96,35 +98,34 @@ class _Drawing:
             is_loop=self.is_loop,
         )
 
-    def _faults(self) -> tuple[list[int], list[Strike], int]:
+    def _faults(self) -> tuple[list[int], list[Fault], int]:
         chance, world = self.chance, self.setup.world
         if self.kind in ONE_WORLD:
             action, whom = ONE_WORLD[self.kind]
             action = action or chance.choice(("kill", "terminate", "raise", "exit"))
-            strike = self._strike(action, self._whom(whom, world))
+            fault = self._fault(action, self._whom(whom, world))
             # ranks that were told to end all end with 0, and the agent is content
-            worlds = [world] * (1 + len(strike.ranks) * (action == "terminate"))
-            return worlds, [strike], 1 + len(strike.ranks)
+            worlds = [world] * (1 + len(fault.ranks) * (action == "terminate"))
+            return worlds, [fault], 1 + len(fault.ranks)
         if self.kind == "two faults":
-            first = self._strike(self._deadly(), self._whom("any", world))
-            again = self._strike(self._deadly(), self._whom("any", world), after=0)
-            worlds = [world] * (1 + world * 2 * ("terminate" in (first.action, again.action)))
+            first = self._fault(self._deadly(), self._whom("any", world))
+            again = self._fault(self._deadly(), self._whom("any", world), after=0)
+            worlds = [world] * (1 + world * 2 * ("terminate" in (first.kind, again.kind)))
             return worlds, [first, again], 2 + len(first.ranks) + len(again.ranks)
         if self.kind.endswith("damaged"):
             last = EPOCHS * self.setup.steps_per_epoch - 1
             step = chance.randint(min(7, last), last)
             count = 2 if self.kind.startswith("two") else 1
-            first = self._strike("kill", self._whom("any", world), step=step, phase="batch start")
-            damage = Strike(
-                chance.choice(("flip", "truncate")), "before the trainer", start=1, count=count
-            )
+            first = self._fault("kill", self._whom("any", world), step=step, phase="batch start")
+            how = chance.choice(("flip", "truncate"))
+            damage = Fault(how, "at_start", 0, (0,), start=1, count=count, seed=self.number)
             return [world, world], [first, damage], 0
         worlds = [world, *self._others(world)]
-        strikes = [
-            self._strike(self._deadly(), self._whom("any", of_start), start=start)
+        faults = [
+            self._fault(self._deadly(), self._whom("any", of_start), start=start)
             for start, of_start in enumerate(worlds[:-1])
         ]
-        return worlds, strikes, 0
+        return worlds, faults, 0
 
     def _others(self, world: int) -> list[int]:
         if not self.changes_world:
@@ -147,10 +148,10 @@ class _Drawing:
         return [{"first": 0, "other": self.chance.choice(ranks[1:] or ranks)}.get(
             whom, self.chance.choice(ranks))]  # fmt: skip
 
-    def _strike(
+    def _fault(
         self, action: str, ranks: list[int], *, start: int = 0, after: int | None = None,
         step: int | None = None, phase: str = "",
-    ) -> Strike:  # fmt: skip
+    ) -> Fault:  # fmt: skip
         chance = self.chance
         if step is None:
             step = chance.randrange(1, EPOCHS * self.setup.steps_per_epoch)
@@ -169,7 +170,8 @@ class _Drawing:
             skip = chance.randrange(4)
         if phase in _BEFORE_STEPS:
             step = 0
-        return Strike(action, phase, step, skip, ranks, start, after)
+        hook = (PLACES if self.is_loop else HOOKS)[phase]
+        return Fault(action, hook, step, ranks, start, skip, after)
 
     def _can_meet(self, phase: str, action: str, ranks: list[int]) -> bool:
         if self.is_loop and phase not in PLACES:
@@ -244,31 +246,6 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Strike:
-    """What happens to some ranks, once to each.
-
-    Args:
-        action: of :data:`rank.ACTIONS`, or ``"flip"`` and ``"truncate"``.
-        phase: of :data:`HOOKS`.
-        step: optimizer steps that are done, at least.
-        skip: so many more times that the phase is met.
-        ranks: to which it happens.
-        start: in which start of the job, counted from 0.
-        after: only in a process that begins when this other strike has happened.
-        count: newest checkpoints to damage.
-    """
-
-    action: str
-    phase: str
-    step: int = 0
-    skip: int = 0
-    ranks: Sequence[int] = (0,)
-    start: int = 0
-    after: int | None = None
-    count: int = 1
-
-
-@dataclass(frozen=True)
 class Trial:
     """A job of one or more starts, each by an agent of its own, and what befalls it."""
 
@@ -276,7 +253,7 @@ class Trial:
     kind: str
     setup: Setup
     worlds: Sequence[int]
-    strikes: Sequence[Strike] = ()
+    faults: Sequence[Fault] = ()
     max_restarts: int = 0
     policy: str = "constant_global"
     format: str = "single"
@@ -287,8 +264,8 @@ class Trial:
 
     @property
     def has_stop(self) -> bool:
-        return any(strike.action == "stop" for strike in self.strikes)
+        return any(fault.kind == "stop" for fault in self.faults)
 
     @property
     def bound(self) -> float:
-        return BOUND_S * max(1, len(self.strikes)) + (STOP_EXTRA_S if self.has_stop else 0.0)
+        return BOUND_S * max(1, len(self.faults)) + (STOP_EXTRA_S if self.has_stop else 0.0)

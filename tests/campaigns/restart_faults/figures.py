@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,14 @@ _LIMIT_S = 150.0
 _REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def measure(way: str, action: str = "kill") -> dict[str, Any]:
+def measure(way: str, action: str) -> dict[str, Any]:
     """One round: train, be struck, resume, finish."""
     from processes import run
 
     restarts = 3 if way == "ours" else 0
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
-        launches, codes = [], []
+        launched, codes = time.time(), []
         for start in range(2):
-            launches.append(time.time())
             ended = run(
                 [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
                  "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
@@ -62,7 +60,7 @@ def measure(way: str, action: str = "kill") -> dict[str, Any]:
                 break
         if codes[-1] != 0:
             raise RuntimeError(f"{way} did not end: {codes}\n{ended.output[-3000:]}")
-        return {"way": way, "action": action, **_account(Path(folder), launches[0])}
+        return _account(Path(folder), launched)
 
 
 def _account(folder: Path, launched: float) -> dict[str, Any]:
@@ -73,18 +71,19 @@ def _account(folder: Path, launched: float) -> dict[str, Any]:
     ]
     struck = float((folder / "struck").read_text())
     after = [line for line in lines if line["time"] > struck and line["attempt"] != "0/0"]
-    first = [line for line in lines if line["attempt"] == "0/0"]
     committed = {(line["step"], line["rank"]): line["ids"]
                  for line in sorted(lines, key=lambda line: line["time"])}  # fmt: skip
     ids = sorted(each for of_step in committed.values() for each in of_step)
-    times = sorted(line["time"] for line in first if line["rank"] == "rank-0")
+    missed = set(range(SAMPLES)) - set(ids)
+    first = [line for line in lines if (line["attempt"], line["rank"]) == ("0/0", "rank-0")]
+    times = sorted(line["time"] for line in first)
     gaps = [late - early for early, late in itertools.pairwise(times)]
     return {
         "recovery_s": round(min(x["time"] for x in after if x["step"] > STRUCK) - struck, 2),
         "first_step_again_s": round(min(x["time"] for x in after) - struck, 2),
         "samples_redone": sum(len(x["ids"]) for x in after if x["step"] <= STRUCK),
         "ids_exact": ids == list(range(SAMPLES)),
-        "samples_missed": len(set(range(SAMPLES)) - set(ids)),
+        "samples_missed": len(missed),
         "samples_twice": len(ids) - len(set(ids)),
         "first_start_s": round(times[0] - launched, 2),
         "step_s": round(statistics.median(gaps), 3),
@@ -92,24 +91,20 @@ def _account(folder: Path, launched: float) -> dict[str, Any]:
 
 
 def run_figures(rounds: int, *, stops: int) -> list[dict[str, Any]]:
-    """Rounds of every way in turn, then rounds with a stopped rank; medians."""
-    found = [measure(way) for _ in range(rounds) for way in WAYS]
-    found += [measure("ours", "stop") for _ in range(stops)]
-    return [_row(found, way, "kill") for way in WAYS] + (
-        [_row(found, "ours", "stop")] if stops else []
-    )
-
-
-def _row(found: Sequence[dict[str, Any]], way: str, action: str) -> dict[str, Any]:
-    rounds = [each for each in found if (each["way"], each["action"]) == (way, action)]
-    row: dict[str, Any] = {"way": WAYS[way], "fault": action, "rounds": len(rounds)}
-    if action == "stop":
-        row["hang_timeout"] = HANG_TIMEOUT_S
-    for name in ("recovery_s", "first_step_again_s", "samples_redone", "samples_missed",
-                 "samples_twice", "first_start_s", "step_s"):  # fmt: skip
-        row[name] = round(statistics.median(each[name] for each in rounds), 3)
-    row["ids_exact"] = all(each["ids_exact"] for each in rounds)
-    return row
+    """Medians of rounds of every way in turn, and then of rounds with a stopped rank."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for way, action in [(way, "kill") for way in WAYS] * rounds + [("ours", "stop")] * stops:
+        found.setdefault((way, action), []).append(measure(way, action))
+    rows = []
+    for (way, action), measured in found.items():
+        row: dict[str, Any] = {"way": WAYS[way], "fault": action, "rounds": len(measured)}
+        if action == "stop":
+            row["hang_timeout"] = HANG_TIMEOUT_S
+        for name in (key for key in measured[0] if key != "ids_exact"):
+            row[name] = round(statistics.median(each[name] for each in measured), 3)
+        row["ids_exact"] = all(each["ids_exact"] for each in measured)
+        rows.append(row)
+    return rows
 
 
 class Numbered(Dataset):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +11,9 @@ from typing import Any
 import elastic_runs
 import torch
 
+from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.checkpoint.reading import load
+from tests.campaigns import verdicts
 from tests.campaigns.restart_faults.drawing import EPOCHS, Setup, Trial
 
 PROBLEMS = ("hang", "end", "ids", "order", "hash", "weights", "report")
@@ -24,16 +25,13 @@ weights: not those of the run without a fault; report: the oracle itself failed.
 TOLERANCE = 1e-4
 """Of weights, relative to the largest, where the number of ranks has changed (codec none)."""
 _OUTPUT_LINES = 60
-_REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclass
-class Verdict:
+class Verdict(verdicts.Verdict):
     """One trial: how to repeat it, what happened, and what should not have."""
 
-    trial: Trial
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    seconds: float = 0.0
+    trial: Trial | None = None
     recovery_s: float | None = None
     """From the last strike to a step, in another process, that had not been done before."""
     fired: int = 0
@@ -43,17 +41,6 @@ class Verdict:
     """Of weights, relative, where worlds differ."""
     output: list[str] = field(default_factory=list)
 
-    def require(self, holds: bool, problem: str, what: str) -> None:
-        if not holds:
-            self.problems.append((problem, without_paths(what)))
-
-
-def without_paths(text: str) -> str:
-    """``text`` without the folders of this machine."""
-    for path in (str(_REPOSITORY), sys.prefix, tempfile.gettempdir(), str(Path.home())):
-        text = text.replace(path, "...")
-    return text
-
 
 def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Path) -> None:
     """Look at all that a job has left in ``folder``."""
@@ -61,79 +48,85 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     verdict.require(not result["hung"], "hang", f"had not ended after {trial.bound:.0f} s")
     codes = result["codes"]
     verdict.require(codes[-1] == "ok", "end", f"last start: {codes[-1][:300]}")
-    _check_ends(verdict, folder)
-    times = _fired(folder)
-    verdict.fired = len(times)
-    verdict.recovery_s = _recovery(folder, times)
+    ends = _ends(folder)
+    _check_ends(verdict, ends)
+    fired = sorted(float(path.read_text()) for path in folder.glob("fired-*"))
+    lines = _lines(folder)
+    verdict.fired = len(fired)
+    verdict.recovery_s = _recovery(lines, fired)
     try:
         steps = elastic_runs.committed(folder / "account")
     except AssertionError as error:
         verdict.require(False, "ids", str(error))
         return
-    last = _last_step(folder)
-    # What a dead start did beyond the last step that counts has been undone with it.
-    steps = {number: step for number, step in steps.items() if last is None or number <= last}
+    # What a dead start did beyond the last step that counts has been undone with it. That is when
+    # the training had ended; a larger global batch takes fewer steps.
+    last = max((end["step"] for end in ends), default=max(steps, default=0))
+    steps = {number: step for number, step in steps.items() if number <= last}
     if not steps:
         verdict.require(False, "ids", "no step is committed")
         return
-    verdict.resumed_at = _resumed_within_epochs(folder)
-    begun = min(_lines(folder), key=lambda line: line["time"])["world"]
+    verdict.resumed_at = _resumed_within_epochs(lines)
+    begun = min(lines, key=lambda line: line["time"])["world"]
     _check_ids(verdict, steps, replace(trial.setup, world=begun))
     if begun != trial.setup.world:
         return  # struck before the first step, and begun with other ranks
-    _check_against(verdict, steps, elastic_runs.committed(reference / "account"), folder, reference)
+    _check_against(verdict, steps, folder, reference)
     if verdict.problems:
         text = (folder / "output.txt").read_text(errors="replace")
-        verdict.output = without_paths(text).splitlines()[:_OUTPUT_LINES]
+        verdict.output = verdicts.without_paths(text).splitlines()[:_OUTPUT_LINES]
 
 
-def _last_step(folder: Path) -> int | None:
-    """Optimizer steps when the training had ended; a larger global batch takes fewer."""
-    ends = [json.loads(path.read_text()) for path in folder.glob("end-*.json")]
-    return max((end["step"] for end in ends), default=None)
+def _ends(folder: Path) -> list[dict[str, Any]]:
+    """What ranks have said at the end of the training, by start and rank."""
+    return [
+        {"start": path.stem.split("-")[1], **json.loads(path.read_text())}
+        for path in sorted(folder.glob("end-*.json"))
+    ]
 
 
-def _check_ends(verdict: Verdict, folder: Path) -> None:
-    last = len(verdict.trial.worlds) - 1
-    ends = [json.loads(path.read_text()) for path in sorted(folder.glob(f"end-{last}-*.json"))]
-    wanted = verdict.trial.worlds[-1]
-    verdict.require(len(ends) == wanted, "end", f"{len(ends)} of {wanted} ranks finished")
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """The account of rank 0, a line for every step."""
+    path = folder / "account" / "rank-0.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def _check_ends(verdict: Verdict, ends: list[dict[str, Any]]) -> None:
+    worlds = verdict.trial.worlds
+    ends = [end for end in ends if end["start"] == str(len(worlds) - 1)]
+    verdict.require(len(ends) == worlds[-1], "end", f"{len(ends)} of {worlds[-1]} ranks finished")
     same = len({(end["hash"], end["step"]) for end in ends}) <= 1
     verdict.require(same, "hash", f"ranks ended differently: {ends}")
-    done = all(end["epoch"] == EPOCHS for end in ends)
+    done = all(end.get("epoch", EPOCHS) == EPOCHS for end in ends)  # a loop of the user's has none
     verdict.require(done, "end", f"not after epoch {EPOCHS}: {ends}")
 
 
 def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step], setup: Setup) -> None:
     trial = verdict.trial
-    numbers = list(steps)
-    verdict.require(numbers == list(range(1, len(steps) + 1)), "ids", f"steps {numbers}")
+    verdict.require(list(steps) == list(range(1, len(steps) + 1)), "ids", f"steps {list(steps)}")
     for number, step in steps.items():
         verdict.require(len(step.hashes) == 1, "hash", f"step {number}: {sorted(step.hashes)}")
-    largest = setup.batch * setup.accumulate * max(trial.worlds)
     for epoch in range(EPOCHS):
-        ids = [each for step in steps.values() if step.epoch == epoch for each in step.ids]
-        counts = Counter(ids)
+        counts = Counter(
+            each for step in steps.values() if step.epoch == epoch for each in step.ids
+        )
         missing = sorted(set(range(setup.size)) - set(counts))
         twice = sorted(each for each, count in counts.items() if count > 1)
+        fits = not missing
         if setup.drop_last:
-            left = setup.size % setup.global_batch
-            exact = trial.policy == "constant_global" or len(set(trial.worlds)) == 1
-            fits = len(missing) == left if exact else len(missing) < largest
-        else:
-            fits = not missing
+            if trial.policy == "constant_global" or len(set(trial.worlds)) == 1:
+                fits = len(missing) == setup.size % setup.global_batch
+            else:
+                fits = len(missing) < setup.batch * setup.accumulate * max(trial.worlds)
         what = f"epoch {epoch}: missing {missing}, twice {twice}"
         verdict.require(fits and not twice, "ids", what)
 
 
 def _check_against(
-    verdict: Verdict,
-    steps: dict[int, elastic_runs.Step],
-    wanted: dict[int, elastic_runs.Step],
-    folder: Path,
-    reference: Path,
+    verdict: Verdict, steps: dict[int, elastic_runs.Step], folder: Path, reference: Path
 ) -> None:
-    trial = verdict.trial
+    """Beside the run without a fault: global batches; weights, where they can be the same."""
+    trial, wanted = verdict.trial, elastic_runs.committed(reference / "account")
     same_world = set(trial.worlds) == {trial.setup.world}
     if same_world or trial.policy == "constant_global":
         verdict.require(len(steps) == len(wanted), "order", f"{len(steps)} of {len(wanted)} steps")
@@ -142,46 +135,30 @@ def _check_against(
     if same_world:
         off = [n for n in steps if n in wanted and steps[n].hashes != wanted[n].hashes]
         verdict.require(not off, "weights", f"other weights from step {min(off, default=0)} on")
-        mine, theirs = _end_hash(folder), _end_hash(reference)
+        mine, theirs = ([end["hash"] for end in _ends(each)][-1:] for each in (folder, reference))
         verdict.require(mine == theirs, "weights", f"ended with {mine}, not {theirs}")
     elif trial.policy == "constant_global" and trial.setup.codec != "int8":
-        verdict.error = _difference(folder, reference)
-        close = verdict.error is not None and verdict.error <= TOLERANCE
+        mine, theirs = (_weights(each) for each in (folder, reference))
+        largest = max(float(value.abs().max()) for value in theirs.values())
+        away = max(float((mine[name] - theirs[name]).abs().max()) for name in theirs)
+        verdict.error = away / largest
+        close = verdict.error <= TOLERANCE
         verdict.require(close, "weights", f"relative difference {verdict.error}")
 
 
-def _last(folder: Path, pattern: str) -> Path | None:
-    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime, default=None)
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, which is taken when the training has ended."""
+    newest = newest_valid(str(folder / "ckpt"))
+    assert newest is not None
+    state = load(newest.path, weights_only=False)
+    return state["objects"]["model"] if "objects" in state else state["state_dict"]
 
 
-def _end_hash(folder: Path) -> str | None:
-    path = _last(folder, "end-*-0.json")
-    return None if path is None else json.loads(path.read_text())["hash"]
-
-
-def _difference(folder: Path, reference: Path) -> float | None:
-    paths = [_last(each, "weights-*.pt") for each in (folder, reference)]
-    if None in paths:
-        return None
-    mine, theirs = (torch.load(path) for path in paths)
-    largest = max(float(value.abs().max()) for value in theirs.values())
-    return max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) / largest
-
-
-def _fired(folder: Path) -> list[float]:
-    return sorted(float(path.read_text()) for path in folder.glob("fired-*"))
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    paths = (folder / "account").glob("rank-0.jsonl")
-    return [json.loads(text) for path in paths for text in path.read_text().splitlines()]
-
-
-def _resumed_within_epochs(folder: Path) -> list[int]:
+def _resumed_within_epochs(lines: list[dict[str, Any]]) -> list[int]:
     first: dict[tuple[str, ...], dict[str, Any]] = {}
-    for line in _lines(folder):
+    for line in lines:
         first.setdefault(tuple(line["attempt"]), line)
-    ends = {line["step"]: line["epoch"] for line in _lines(folder)}
+    ends = {line["step"]: line["epoch"] for line in lines}
     return [
         line["step"]
         for line in first.values()
@@ -189,12 +166,12 @@ def _resumed_within_epochs(folder: Path) -> list[int]:
     ]
 
 
-def _recovery(folder: Path, times: list[float]) -> float | None:
-    lines = _lines(folder)
-    if not times or not lines:
+def _recovery(lines: list[dict[str, Any]], fired: list[float]) -> float | None:
+    """Seconds from the last fault to a step not done before, by another process."""
+    if not fired:
         return None
-    early = [line for line in lines if line["time"] <= times[-1]]
+    early = [line for line in lines if line["time"] <= fired[-1]]
     struck = early[-1]["attempt"] if early else None
     before = max((x["step"] for x in lines if x in early or x["attempt"] == struck), default=0)
-    after = [line["time"] for line in lines if line["step"] > before and line["time"] > times[-1]]
-    return min(after) - times[-1] if after else None
+    after = [line["time"] for line in lines if line["step"] > before and line["time"] > fired[-1]]
+    return min(after) - fired[-1] if after else None

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
+from lightning_dist import CommProfiler, CompressionError, ExchangedVolume
 from scenarios.catalogue import Facts, folder, rank, scenario
 from scenarios.fitting import compressed, make_trainer
 
@@ -65,6 +66,65 @@ def csv_logger_two_fits() -> Facts:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model)
     return {"rows": _rows(logger)}
+
+
+class Measured(OneMatrix):
+    """Logs its compression with metrics; ranks have batches of their own, and two make a step."""
+
+    def __init__(self, profiler: CommProfiler) -> None:
+        super().__init__()
+        self.profiler = profiler
+        self.volume, self.ratio = ExchangedVolume(), ExchangedVolume(ratio=True)
+        self.error = CompressionError()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(97 * rank() + batch_idx)
+        return super().training_step(batch * torch.randn(64, generator=generator), batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for metric in (self.volume, self.ratio):
+            metric.update(self.trainer.strategy.comm_stats())
+        self.error.update(self.profiler.errors)
+        logged = {"volume": self.volume, "ratio": self.ratio, "error": self.error}
+        for name, metric in logged.items():
+            self.log(name, metric, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs = [*getattr(self, "epochs", []), len(self.profiler.errors)]
+
+
+@scenario
+def metrics_in_log() -> Facts:
+    profiler = CommProfiler(
+        dirpath=folder() / "metrics_in_log",
+        max_overhead=1,
+        error_every_n_steps=1,
+        measure_links=False,
+        predict=False,
+        html=False,
+        trace=False,
+        print_summary=False,
+    )
+    logger = CSVLogger(folder(), name="metrics in log")
+    trainer = make_trainer(
+        compressed(),
+        max_epochs=2,
+        logger=logger,
+        callbacks=[profiler],
+        accumulate_grad_batches=2,
+        log_every_n_steps=100,
+    )
+    trainer.fit(module := Measured(profiler))
+    rows: list[Facts] = []
+    if rank() == 0:
+        with open(logger.experiment.metrics_file_path, newline="") as file:
+            rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    return {
+        "rows": [row for row in rows if "volume" in row],
+        "stats": dict(trainer.strategy.comm_stats()),
+        "errors": [each.relative_l2 for each in profiler.errors],
+        "of epochs": module.epochs,
+    }
 
 
 @scenario

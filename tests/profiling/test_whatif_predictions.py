@@ -19,10 +19,15 @@ from lightning_dist.profiling.report.summary_file import write_summary
 from lightning_dist.profiling.report.tables import PREDICTED, whatif_table
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run
-from lightning_dist.profiling.whatif.answer import LABEL, NO_DIFFERENCE, Predictions
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.profiling.whatif.told import predicted, times_faster, untold
+from lightning_dist.profiling.whatif.predictions import (
+    LABEL,
+    Predictions,
+    headline,
+    notes,
+    times_faster,
+)
 from lightning_dist.reducer.costs import CodecCost
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
@@ -71,7 +76,7 @@ def test_where_nothing_is_faster_it_says_so() -> None:
         ({"form": "sharded"}, "Predicted with int4 between hosts: 1.2x."),
         ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
         ({"bucket_mb": 100.0}, "Predicted with int4 in buckets of 100 MB: 1.2x."),
-        ({"verdict": NO_DIFFERENCE}, NOTHING),
+        ({"change": -0.019}, NOTHING),
         (
             {"assumption": "matrices", "position": None},
             f"{NOTHING[:-1]}; int4 may be, under its assumption.",
@@ -80,13 +85,13 @@ def test_where_nothing_is_faster_it_says_so() -> None:
     ],
 )
 def test_what_is_told_of_the_best(changes: dict[str, Any], sentence: str) -> None:
-    assert predicted(with_best(**changes)) == sentence
+    assert headline(with_best(**changes)) == sentence
 
 
 def test_a_flat_exchange_is_named_where_the_run_had_another() -> None:
     found = a_whatif()
     found = replace(found, baseline=replace(found.baseline, form="sharded"))
-    assert predicted(found) == "Predicted with int4, flat: 1.2x."
+    assert headline(found) == "Predicted with int4, flat: 1.2x."
 
 
 def test_the_headline_has_the_first_of_the_table() -> None:
@@ -112,22 +117,25 @@ def test_the_headline_has_the_first_of_the_table() -> None:
     assert ["1", "int4"] in [row[:2] for row in rows]
 
 
-def test_what_cannot_be_told_of_many_hosts_is_said_once() -> None:
+def test_what_cannot_be_told_of_many_buckets_is_said_once() -> None:
     missing = replace(a_whatif().scenarios[-1], step_ms=None, reason="not measured")
-    assert untold([replace(missing, hosts=2**power) for power in range(1, 11)]) == [
+    found = replace(
+        a_whatif(), scenarios=[replace(missing, bucket_mb=size) for size in (5.0, 25.0)]
+    )
+    assert [note for note in notes(found) if "n/a for" in note] == [
         "n/a for topk flat: not measured"
     ]
 
 
 def test_without_an_error_nothing_is_told() -> None:
-    assert predicted(replace(a_whatif(), tolerance=None)) == ""
+    assert headline(replace(a_whatif(), tolerance=None)) == ""
 
 
 @pytest.mark.parametrize(
     ("change", "factor"), [(-0.474, "1.9x"), (-0.5, "2x"), (-0.84, "6.2x"), (-0.95, "20x")]
 )
 def test_factors_have_two_digits(change: float, factor: str) -> None:
-    assert times_faster(replace(a_whatif().scenarios[0], change=change)) == factor
+    assert times_faster(change) == factor
 
 
 def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_what_was_not_measured_is_told() -> None:
     run = DDP.run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
     assert found.predictions is not None
-    assert found.predictions.reasons["costs"] == "no time was left"
+    assert found.predictions.unavailable["costs"] == "no time was left"
     table = whatif_table(found)
     assert "Costs: n/a, no time was left." in table.caption
     assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption
@@ -192,10 +200,10 @@ def test_what_is_not_known_is_told_once_for_each_reason() -> None:
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS))
     table = whatif_table(found)
     assert "4 ranks on 1 host, " in table.caption
-    assert (
-        "N/a for int8 flat or sharded or leader: what int8 costs was not measured." in table.caption
-    )
-    assert "N/a for none, fp16 sharded or leader: one host: nothing is left" in table.caption
+    assert "N/a for int8, int4, sign, topk, powersgd flat: " not in table.caption
+    for form in ("sharded", "leader"):
+        assert f"N/a for int8 {form}: what int8 costs was not measured." in table.caption
+        assert f"N/a for none, fp16 {form}: one host: nothing is left" in table.caption
 
 
 def test_the_terminal_has_the_best_few() -> None:

@@ -1,0 +1,251 @@
+"""One rank of `__main__.py` and of `time_to_accuracy.py`: trains rows over gloo.
+
+Settings are JSON on the command line; rank 0 appends a line of JSON for every training to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.convergence.tasks import WARM_SHARE, GptTask, Job, Task, make_task
+from benchmarks.step_time.rank import tx_bytes_of
+from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
+from lightning_dist import compress_ddp
+from lightning_dist.codecs import resolve_codec
+from lightning_dist.integrations.networks import Groups, new_groups
+
+_SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
+_LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a whole block more
+_TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a launcher tells every rank.
+
+    Args:
+        jobs: the rows, each of which is trained with every one of ``seeds``.
+        output: where rank 0 appends a line for every training.
+        tasks: settings of tasks that are not their own, by name of the task.
+        interleaved: the jobs of a seed take turns in blocks of steps. Else they follow each other.
+        evaluate_every: steps of a block, after which a training is evaluated; None: all of them.
+        patience: interleaved jobs whose loss is not that of ddp at its end give up after so many
+            times as many steps.
+        min_compress_numel: of `compress_ddp`, if a codec has no lower one; None: the codec's own.
+        compile_kernels: of `compress_ddp`.
+    """
+
+    jobs: Sequence[Mapping[str, Any]]
+    seeds: Sequence[int]
+    output: str
+    tasks: Mapping[str, Mapping[str, Any]]
+    interleaved: bool = False
+    evaluate_every: int | None = None
+    patience: float = 1.0
+    min_compress_numel: int | None = None
+    compile_kernels: bool = False
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of every evaluation and the two before it: what is compared with the target."""
+    parts = [losses[max(0, i + 1 - _SMOOTHED_OVER) : i + 1] for i in range(len(losses))]
+    return [sum(part) / len(part) for part in parts]
+
+
+class Training:
+    """A job with a seed, which decides its first weights and its batches.
+
+    Raises ValueError where `compress_ddp` refuses the settings: on every rank alike.
+    """
+
+    def __init__(
+        self, task: Task, job: Job, *, seed: int, settings: Settings, groups: Groups
+    ) -> None:
+        self._began = time.perf_counter()
+        torch.manual_seed(seed)
+        self.task, self.job, self.seed = task, job, seed
+        self.model = task.model()
+        self.curve: list[dict[str, Any]] = []
+        self._ddp = DistributedDataParallel(self.model)
+        self._feedback: bool | None = None
+        self._handle: Any = None
+        own_momentum = False
+        if job.codec == FP16_ROW:
+            self._ddp.register_comm_hook(None, fp16_compress_hook)
+        elif job.codec not in BASELINES:
+            codec, least = resolve_codec(job.codec), settings.min_compress_numel
+            own_momentum = codec.momentum_correction > 0
+            self._feedback = job.error_feedback and codec.keeps_residual and not codec.lossless
+            self._handle = compress_ddp(
+                self._ddp,
+                codec,
+                error_feedback="auto" if job.error_feedback else False,
+                # Not above the codec's own limit: casts compress everything, also here.
+                min_compress_numel=None if least is None else min(least, codec.min_numel),
+                start_step=self._warm_steps if job.warm else 0,
+                compile_kernels=settings.compile_kernels,
+                groups=groups,
+            )
+        self._optimizer, self._schedule = task.optimizer(self.model, own_momentum=own_momentum)
+        if job.onebit:
+            assert isinstance(task, GptTask)
+            self._optimizer, self._schedule = task.onebit_adam(self._warm_steps, self._schedule)
+            self._optimizer.attach(self._handle)
+        self._batches = task.batches(seed)
+
+    @property
+    def _warm_steps(self) -> int:
+        return round(WARM_SHARE * self.task.settings.steps)
+
+    def run(self, steps: int) -> None:
+        """Train on, timed between two barriers, then evaluate, which is not timed."""
+        link = os.environ["GLOO_SOCKET_IFNAME"]
+        dist.barrier()
+        tx_before, began = tx_bytes_of(link), time.perf_counter()
+        for _ in range(steps):
+            self._step()
+        elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.barrier()  # now every rank has received what this one sent
+        tx = tx_bytes_of(link) - tx_before
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        metrics = [{}]
+        if self.job.codec != COMPUTE_ROW:  # its replicas do not learn together
+            if dist.get_rank() == 0:
+                metrics = [self.task.evaluate(self.model)]
+            dist.broadcast_object_list(metrics)
+        last = self.curve[-1] if self.curve else {"step": 0, "seconds": 0.0, "tx_bytes": 0}
+        self.curve.append(
+            {
+                "step": last["step"] + steps,
+                "seconds": last["seconds"] + elapsed.item(),
+                "tx_bytes": last["tx_bytes"] + tx,
+                **metrics[0],
+            }
+        )
+
+    def losses(self) -> list[float]:
+        """Smoothed validation losses, one for each evaluation; none without communication."""
+        return smoothed([point["val_loss"] for point in self.curve if "val_loss" in point])
+
+    def end(self) -> dict[str, Any]:
+        """Close the reducer; what came of the training. Collective."""
+        identical = same_on_all_ranks(self.model)
+        ratio = 1.0
+        if self._handle is not None:
+            ratio = self._handle.comm_stats()["ratio"]
+            self._handle.close()
+        return {
+            "curve": self.curve,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "error_feedback": self._feedback,
+            "bytes_ratio": ratio,
+            "identical": identical,
+            "seconds": time.perf_counter() - self._began,
+        }
+
+    def _step(self) -> None:
+        silent = self._ddp.no_sync() if self.job.codec == COMPUTE_ROW else contextlib.nullcontext()
+        self._optimizer.zero_grad()
+        with silent:
+            self.task.loss(self._ddp, next(self._batches)).backward()
+        if not self.job.onebit:  # it would clip momenta
+            self.task.before_step(self.model)
+        self._optimizer.step()
+        self._schedule.step()
+
+
+def same_on_all_ranks(model: nn.Module) -> bool:
+    """Whether every rank holds the same parameters, bit by bit. Collective."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().data)
+    mine = torch.tensor([int.from_bytes(digest.digest(), "little") >> 1])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(bool(other == mine) for other in everyone)
+
+
+def race(trainings: Sequence[Training], settings: Settings) -> float | None:
+    """Blocks of all trainings in turn, another one first in every round; the target loss.
+
+    It is the loss of ddp at its end, if that runs along: the others go on until they have it.
+    """
+    steps = trainings[0].task.settings.steps
+    every = settings.evaluate_every or steps
+    rounds = steps // every
+    ddp = next((each for each in trainings if each.job.codec == DDP_ROW), None)
+    for index in range(rounds):
+        first = index % len(trainings)
+        for training in [*trainings[first:], *trainings[:first]]:
+            training.run(every)
+        if ddp and settings.interleaved:
+            print(f"  step {ddp.curve[-1]['step']}: ddp at {ddp.losses()[-1]:.3f}", flush=True)
+    if ddp is None or not ddp.losses():
+        return None
+    target = ddp.losses()[-1] * _LEEWAY
+    for _ in range(round(rounds * (settings.patience - 1))):
+        for training in trainings:
+            # The loss is the same number on all ranks. Without communication there is none.
+            if training.losses() and not min(training.losses()) <= target:
+                training.run(every)
+    return target
+
+
+def run(settings: Settings) -> None:
+    """Every job with every seed."""
+    # That compression does not pay on a loopback is no news here.
+    logging.getLogger("lightning_dist").setLevel(logging.ERROR)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    jobs = [Job(**job) for job in settings.jobs]
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    tasks = {
+        name: make_task(name, settings.tasks.get(name, {}), **place)
+        for name in {job.task for job in jobs}
+    }
+    heats = [[(job, seed)] for job in jobs for seed in settings.seeds]
+    if settings.interleaved:
+        heats = [[(job, seed) for job in jobs] for seed in settings.seeds]
+    # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
+    groups = [new_groups(dist.group.WORLD, timeout=_TIMEOUT) for _ in heats[0]]
+
+    def report(job: Job, seed: int, result: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            line = {**job.named, "seed": seed, **result}
+            with open(settings.output, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    for heat in heats:
+        trainings = []
+        for (job, seed), own in zip(heat, groups, strict=True):
+            try:
+                training = Training(tasks[job.task], job, seed=seed, settings=settings, groups=own)
+            except ValueError as error:
+                report(job, seed, {"reason": str(error)})
+            else:
+                trainings.append(training)
+        if trainings:
+            target = race(trainings, settings)
+            for training in trainings:
+                report(training.job, training.seed, {**training.end(), "target": target})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(Settings(**json.loads(sys.argv[1])))

@@ -1,0 +1,302 @@
+"""How long a training step takes on a slow link, by codec and by form of the exchange.
+
+    python -m benchmarks.step_time codecs [--quick] [--layout 2x1] [--link 200] [--row int8] ...
+    python -m benchmarks.step_time forms [--quick] [--layout 3+1] [--row sharded/bf16+int8] ...
+
+Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
+10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD. A layout is `2x2`,
+hosts x ranks of each, or `3+1`, the ranks of every host. For each layout one set of processes holds
+all rows: every row has a DDP instance of its own in it, and the rows take turns step by step, a
+different one first in each round. Between links only the limit changes. Rows:
+
+    no-comm          the same step under `no_sync`: compute only, the floor for every other row
+    ddp              DistributedDataParallel as it is, fp32
+    torch-fp16-hook  with torch's own `fp16_compress_hook`; these three are always measured
+    torch-powersgd, torch-powersgd-one-bucket, torch-quant-pertensor, torch-quant-perchannel
+                     with torch's hooks of these names (PowerSGD: rank 4, from the third step on);
+                     tried in processes of their own before, and where one fails there its figures
+                     are null and `reason` says why
+    CODEC            `lightning_dist.compress_ddp(ddp, CODEC)`, default options: for sparse and
+                     low-rank codecs these choose how much is sent
+    CODEC-noef       the same without error feedback
+    flat/CODEC       `hierarchical=False`: hosts do not matter
+    sharded/CODEC    `hierarchical=True`: reduce-scatter within hosts, the compressed exchange
+                     between the ranks of one local number, all-gather within hosts
+    leader/CODEC     `hierarchical="leader"`: reduce to one rank of each host, which exchanges for
+                     all, and broadcast
+    FORM/INTRA+INTER as codec: `{"intra": INTRA, "inter": INTER}`. Other codecs are between hosts
+                     only, with nothing compressed within
+
+`codecs` measures by default every codec in layouts of one rank per host, `forms` some codecs in
+all forms. What is measured:
+
+    step_ms        from before the forward to after the optimizer step, of the slowest rank, with
+                   barriers before and after that are not in the time; median, p10, p90 of `rounds`
+                   rounds: on a slow link few, as many as fit into --seconds
+    wire_bytes     bytes sent in a step by the host that sends most, by the median of its
+                   interface's own counter, divided by the mean number of ranks per host: with
+                   headers, acknowledgements and the barrier (some 100 bytes)
+    counted_wire_bytes
+                   the same by lightning_dist's own counters, which see no headers; null for
+                   torch's rows
+    inter_bytes, intra_bytes
+                   what all ranks of host 0 together sent to other hosts, and within the host, in
+                   the last step, by the same counters
+    lo_bytes       bytes that host 0's loopback sent in a step (median): what intra_bytes should
+                   be, with headers and the barrier; torch's rows have it too
+    raw_bytes      what an fp32 allreduce would send per rank, within hosts too: our counter of rank
+                   0; for torch's rows 2 (W - 1) / W times the gradients
+    wire_limit_pct (bytes sent by a host / link rate) / (median step - median no-comm step) x 100:
+                   how much of the link is used in the time that communication adds to the step.
+                   Good overlap with the backward pass can bring it above 100; headers that the
+                   counter does not see keep plain TCP at about 96 without overlap
+    bound_ms       median no-comm step + bytes sent by a host / link rate: the step if encoding cost
+                   nothing and nothing overlapped, for orientation
+    replicas_identical
+                   whether after every timed step all ranks held the same parameters, bit by bit
+                   (null for no-comm, which does not try)
+
+Hosts share the machine's cores and its memory bus, so compute, codecs and the kernel's network code
+compete: with more ranks than cores the times are an upper bound. A rank takes about 700 MB of
+memory and 170 MB for every row. What was measured can be put into a model with `model.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.harness.launch import Layout, RankFailed, RanksTimedOut
+from benchmarks.harness.results import collect, positive, rate, say
+from benchmarks.harness.tables import Result
+from benchmarks.harness.testbed import Testbed
+from benchmarks.step_time.rows import (
+    BASELINES,
+    COMPUTE_ROW,
+    DDP_ROW,
+    FEWEST_ROUNDS,
+    FP16_ROW,
+    GRADIENT_BYTES,
+    MOST_ROUNDS,
+    RANK_MODULE,
+    RISKY_BASELINES,
+    Settings,
+    codec_rows,
+    form_rows,
+    impossible,
+    split_row,
+)
+from benchmarks.step_time.tables import forms, step_times
+
+Row = dict[str, Any]
+Samples = Mapping[str, list[dict[str, Any]]]
+
+
+class Subject(NamedTuple):
+    """A table, and the rows and layouts that are measured where the command line has none."""
+
+    table: Callable[[Result], str | None]
+    rows: Callable[[], list[str]]
+    layouts: list[str]
+
+
+SUBJECTS = {
+    "codecs": Subject(step_times, codec_rows, ["2x1", "4x1"]),
+    "forms": Subject(forms, form_rows, ["2x2", "4x1", "3+1"]),
+}
+LINKS: list[float | None] = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
+QUICK_LINKS: list[float | None] = [None, 200.0]
+QUICK_ROUNDS = 3
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with what depends on the subject and --quick filled in."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("subject", choices=SUBJECTS, help="which rows and layouts are measured by default")
+    add("--quick", action="store_true", help="one layout, few rounds, no risky rows")
+    add("--layout", action="append", help="2x2: hosts x ranks, 3+1: ranks of each; repeatable")
+    add("--link", type=rate, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
+    add("--row", action="append", help="beside no-comm, ddp and torch-fp16-hook; repeatable")
+    bounds = f"default: what --seconds buys, {FEWEST_ROUNDS} to {MOST_ROUNDS}"
+    add("--rounds", type=positive, metavar="N", help=f"timed steps of each row; {bounds}")
+    add("--seconds", type=float, default=150.0, metavar="S", help="for each link (%(default)s)")
+    add("--warmup", type=positive, default=3, metavar="N", help="untimed steps of the first link")
+    add("--batch", type=positive, default=16, metavar="N", help="samples per rank and step")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="for a layout (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--json", type=Path, metavar="PATH", help="write the rows here")
+    given = parser.parse_args(argv)
+    subject = SUBJECTS[given.subject]
+    rows, layouts, links = subject.rows(), subject.layouts, LINKS
+    if given.quick:
+        rows = [row for row in rows if row not in RISKY_BASELINES]
+        layouts, links = layouts[:1], QUICK_LINKS
+        given.rounds = given.rounds or QUICK_ROUNDS
+    given.layout, given.link = given.layout or layouts, given.link or links
+    given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
+    try:
+        for text in given.layout:
+            for link in given.link:
+                Testbed(Layout.parse(text).hosts, link_mbit=link)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, show, and write."""
+    given = parse_arguments(argv)
+    groups = (measure(Layout.parse(text), given) for text in given.layout)
+    tables = [SUBJECTS[given.subject].table]
+    rows = collect("step_time", given, groups, tables=tables, seed=given.seed)
+    if differing := [row["codec"] for row in rows if row["replicas_identical"] is False]:
+        sys.exit(f"step_time: replicas differ with {', '.join(differing)}")
+
+
+def measure(layout: Layout, arguments: argparse.Namespace) -> list[Row]:
+    """Rows of the JSON: all links in this layout."""
+    say(layout.title)
+    with Testbed(layout.hosts, link_mbit=None) as testbed:
+        settings = Settings(
+            rows=arguments.row,
+            links=arguments.link,
+            shaped=testbed.shaped,
+            warmup=arguments.warmup,
+            rounds=arguments.rounds,
+            seconds=arguments.seconds,
+            batch=arguments.batch,
+            seed=arguments.seed,
+        )
+        launch = partial(testbed.run, RANK_MODULE, ranks_per_host=layout.counts)
+        reasons = {row: why for row in settings.rows if (why := impossible(row, layout))}
+        risky = [row for row in settings.rows if row in RISKY_BASELINES]
+        for row in risky:
+            # Fast also for slower links: PowerSGD's first two steps are plain fp32. A wrong order
+            # is a matter of luck, so the rounds are not too few.
+            alone = replace(settings, rows=[row], links=[1000.0], warmup=3, rounds=8)
+            try:
+                launch(asdict(alone), timeout_s=45.0, echo=False)
+            except RankFailed as error:
+                reasons[row] = reason_of(error)
+        for row, why in reasons.items():
+            say(f"  {row}: {why}")
+
+        def together() -> list[Samples]:
+            rows = [row for row in settings.rows if row not in reasons]
+            samples: list[Samples] = launch(
+                asdict(replace(settings, rows=rows)), timeout_s=arguments.timeout
+            )[0]
+            return samples
+
+        try:
+            samples = together()
+        except RankFailed as error:
+            # What worked alone may still meet the wrong collective among twenty others: without it
+            # the rest is measured again, and an error of ours then ends the run as it should.
+            ended = f"worked alone, ended the common run: {reason_of(error)}"
+            worked = [row for row in risky if row not in reasons]
+            if not worked:
+                raise
+            say(f"  {', '.join(worked)}: {ended}")
+            reasons |= dict.fromkeys(worked, ended)
+            samples = together()
+    return [
+        row
+        for link, of_link in zip(arguments.link, samples, strict=True)
+        for row in summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
+    ]
+
+
+_TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
+_RESULT = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
+_PREFIX = re.compile(
+    r"^(\[rank\d+\]: |what\(\): +|\w+Error: (?=Got the following)"
+    r"|Got the following error when running the callback: )+"
+)
+
+
+def reason_of(error: RankFailed) -> str:
+    """One line of what the ranks said: the last that looks like the cause, else what ended."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    causes = [each for each in lines[1:] if _TELLING.search(each) and not _RESULT.search(each)]
+    if isinstance(error, RanksTimedOut) or not causes:
+        return lines[0]
+    return _PREFIX.sub("", causes[-1])[:240]
+
+
+def summarize(
+    samples_of: Samples, *, layout: Layout, link_mbit: float | None, reasons: Mapping[str, str]
+) -> list[Row]:
+    """The samples of one link as rows of the JSON, one per row measured.
+
+    reasons: the rows that could not be measured, and why not. Bytes are those of the host that
+    sends most, divided by the mean number of ranks: no share of a host with fewer or more ranks.
+    """
+    steps_ms = {
+        name: [sample["step_s"] * 1e3 for sample in samples] for name, samples in samples_of.items()
+    }
+    medians = {name: median(steps) for name, steps in steps_ms.items()}
+    known = {
+        "hosts": layout.hosts,
+        "ranks_per_host": layout.ranks_per_host,
+        "layout": layout.name,
+        "link_mbit": link_mbit,
+    }
+    world, ranks = layout.world_size, layout.world_size / layout.hosts
+    rows: list[Row] = []
+    for name, samples in samples_of.items():
+        form, codec = split_row(name)
+        step_ms, silent, last = medians[name], name == COMPUTE_ROW, samples[-1]
+        added_ms = step_ms - medians[COMPUTE_ROW]
+        host_bytes = float(np.median([s["tx_bytes"] for s in samples], axis=0).max())
+        raw_bytes, inter_bytes = last["raw_bytes"], last["inter_bytes"]
+        if inter_bytes is None:  # torch's: an allreduce, or nothing
+            raw_bytes = 0 if silent else round(GRADIENT_BYTES * 2 * (world - 1) / world)
+        limit_pct = bound_ms = None
+        if link_mbit is not None and not silent:
+            wire_ms = host_bytes * 8 / (link_mbit * 1e3)
+            bound_ms = step_ms - added_ms + wire_ms
+            limit_pct = wire_ms / added_ms * 100 if added_ms > 0 else None
+        rows.append(
+            {
+                "codec": codec,
+                "form": form,
+                **known,
+                "rounds": len(samples),
+                "step_ms_median": step_ms,
+                "step_ms_p10": float(np.quantile(steps_ms[name], 0.1)),
+                "step_ms_p90": float(np.quantile(steps_ms[name], 0.9)),
+                "wire_bytes": round(host_bytes / ranks),
+                "counted_wire_bytes": inter_bytes and round(max(inter_bytes) / ranks),
+                "raw_bytes": raw_bytes,
+                # Of host 0, in the last step: our counters say the same in every one.
+                "inter_bytes": inter_bytes and inter_bytes[0],
+                "intra_bytes": last["intra_bytes"] and last["intra_bytes"][0],
+                "lo_bytes": round(median(sample["lo_bytes"] for sample in samples)),
+                "wire_limit_pct": limit_pct,
+                "bound_ms": bound_ms,
+                "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
+                "speedup_vs_fp16": medians[FP16_ROW] / step_ms,
+                "replicas_identical": None if silent else all(s["identical"] for s in samples),
+                "reason": None,
+            }
+        )
+    for name, reason in reasons.items():
+        form, codec = split_row(name)
+        unknown = dict.fromkeys(rows[0])
+        rows.append({**unknown, **known, "codec": codec, "form": form, "reason": reason})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
