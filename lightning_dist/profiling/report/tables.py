@@ -190,9 +190,9 @@ def buckets_table(summary: Summary) -> View:
             errors[int(error["bucket"])].append(value)
     records = []
     for each in summary.buckets:
-        error = median(errors[each.index]) if each.index in errors else None
+        loss = median(errors[each.index]) if each.index in errors else None
         own = {"bucket": str(each.index), "bucket_codec": each.codec or "none"}
-        times = {"end_after_last_gradient_ms": each.exposed_ms, "relative_l2": error}
+        times = {"end_after_last_gradient_ms": each.exposed_ms, "relative_l2": loss}
         records.append({**vars(each), **own, **times})
     caption = (
         "Means over ranks and detailed steps; errors are medians. Buckets share the link, so times "
