@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import plotly.graph_objects as go
@@ -116,12 +116,7 @@ class Bins:
         """The mean of each bin; None where it has no number."""
         of_bins = ([finite(value) for value in values[run]] for run in self.runs)
         known = ([value for value in of_bin if value is not None] for of_bin in of_bins)
-        return [digits(sum(of_bin) / len(of_bin)) if of_bin else None for of_bin in known]
-
-    def most_frequent(self, values: Sequence[int | None]) -> list[int | None]:
-        """The first of the most frequent values of each bin, leaving out None."""
-        counts = (Counter(v for v in values[run] if v is not None) for run in self.runs)
-        return [next((value for value, _ in each.most_common(1)), None) for each in counts]
+        return [fmean(of_bin) if of_bin else None for of_bin in known]
 
 
 def bins_of(steps: Sequence[int], *, most: int = _MOST_BARS) -> Bins:
@@ -181,14 +176,14 @@ def waits_over_time(summary: Summary) -> View:
     gaps = {"xgap": int(at.are_few), "ygap": 1}
     cells = {"x": at.middles, "y": list(names.values()), "z": list(waits.values()), **gaps}
     traces = [_heat_map("ms", longest, hovertemplate=hover, **cells)]
-    slowest = zip(at.middles, at.most_frequent(per_step.slowest), strict=True)
-    if marks := [(x, names[rank]) for x, rank in slowest if rank in names]:
+    slowest = zip(per_step.steps, per_step.slowest, strict=True)
+    if marks := [(step, names[rank]) for step, rank in slowest if rank in names]:
         look = {"symbol": "circle-open", "color": INK, "size": 8 if at.are_few else 3}
         scatter = go.Scatter(
             mode="markers",
             name="rank that most waiting was for",
             showlegend=True,
-            x=[x for x, _ in marks],
+            x=[step for step, _ in marks],
             y=[name for _, name in marks],
             marker={**look, "line": {"width": 1.5 if at.are_few else 1}},
             hoverinfo="skip",
@@ -215,7 +210,7 @@ def links_between_hosts(summary: Summary) -> View:
         pair = tuple(plain(hosts.get(rank, f"host of rank {rank}")) for rank in ends)
         sent[pair] += link["sent"]
         seconds[pair] += link["seconds"]
-    rates = {pair: digits(sent[pair] * 8e-9 / of) for pair, of in seconds.items() if of > 0}
+    rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
     if not rates:
         only_groups = "n/a between two hosts: only whole groups of ranks were."
         sentence = only_groups if summary.links else missing(summary, "links")
@@ -283,9 +278,7 @@ def _band(name: str, color: str, points: Sequence[tuple[int, float]]) -> list[go
         if run.start < run.stop
     }
     x = list(groups)
-    low, middle, high = (
-        [digits(of(group), count=8) for group in groups.values()] for of in (min, median, max)
-    )
+    low, middle, high = ([of(group) for group in groups.values()] for of in (min, median, max))
     edge = {"x": x, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
     line = go.Scatter(
         x=x,
@@ -382,11 +375,6 @@ def styled(drawn: go.Figure | Sequence[Any], height: int, **layout: Any) -> go.F
         uirevision="keep",
         **layout,
     )
-
-
-def digits(value: float, *, count: int = 5) -> float:
-    """A value without digits that only make the page longer."""
-    return float(f"{value:.{count}g}")
 
 
 def plain(text: Any) -> str:

@@ -86,6 +86,11 @@ def _code(text: str) -> Markup:
 
 
 def _json(content: object) -> str:
-    """JSON that cannot end the script that it is in."""
-    text = json.dumps(content, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    """JSON that cannot end the script that it is in, with as many digits as a figure needs."""
+
+    def shortened(number: str) -> float:
+        return float(f"{float(number):.8g}")
+
+    content = json.loads(json.dumps(content, allow_nan=False), parse_float=shortened)
+    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
     return text.replace("<", "\\u003c")

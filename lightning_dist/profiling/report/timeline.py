@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from lightning_dist.profiling.analysis.intervals import lanes
-from lightning_dist.profiling.analysis.metrics import format_value
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.report.figures import HOVER, INK, LINE, fill, plain, short, styled
@@ -91,10 +91,10 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
             bottom += len({*chosen})
         middle = (top + bottom) / 2
         for phase, begin, end in step.phases.get(rank, ()):
-            name = plain(phase)
-            hover = f"rank {rank}: {name}, {_ms(end - begin)}"
-            bars[_BACKGROUND, name].append(_Bar(begin, end, middle, bottom - top, "", hover))
-            bars[_PHASE, name].append(_Bar(begin, end, top + 0.5, 0.86, name, hover))
+            label = _label(phase)
+            hover = f"rank {rank}: {label}, {_ms(end - begin)}"
+            bars[_BACKGROUND, phase].append(_Bar(begin, end, middle, bottom - top, "", hover))
+            bars[_PHASE, phase].append(_Bar(begin, end, top + 0.5, 0.86, label, hover))
         for index, time, done in step.buckets.get(rank, ()):
             hover = f"rank {rank}, bucket {index}<br>gradients ready at {_ms(time)}, "
             ready.append((time / 1e6, top + 1, f"{hover}averaged at {_ms(done)}"))
@@ -149,9 +149,9 @@ def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
     outline = {"width": 0.5 if layer == _SPAN else 0, "color": LINE}
     return go.Bar(
         orientation="h",
-        name=_WORK[name] if layer == _SPAN else name,
-        base=[round(bar.begin / 1e6, 3) for bar in bars],
-        x=[round(max(bar.end - bar.begin, 0) / 1e6, 3) for bar in bars],
+        name=_WORK[name] if layer == _SPAN else _label(name),
+        base=[bar.begin / 1e6 for bar in bars],
+        x=[max(bar.end - bar.begin, 0) / 1e6 for bar in bars],
         y=[bar.y for bar in bars],
         width=[bar.height for bar in bars],
         text=[bar.text for bar in bars],
@@ -163,6 +163,10 @@ def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
         marker={**fill("exposed_other" if name == "exchange" else name), "line": outline},
         **_LOOKS[layer],
     )
+
+
+def _label(phase: str) -> str:
+    return METRICS[phase].label if phase in METRICS else plain(phase)
 
 
 def _ms(nanoseconds: int) -> str:
