@@ -83,9 +83,9 @@ def test_bars_of_many_steps_are_no_wider_than_what_they_are_of() -> None:
         assert all(end - begin == 4 for begin, end in edges)
 
 
-def test_means_leave_out_what_is_no_number() -> None:
+def test_bins_leave_out_what_is_no_number() -> None:
     bins = bins_of([0, 1, 2, 3, 4, 40], most=2)
-    assert bins.means([1.0, None, 3.0, float("nan"), None, None]) == [2.0, None]
+    assert bins.groups([1.0, None, 3.0, float("nan"), None, None]) == {10.0: [1.0, 3.0]}
 
 
 def test_every_part_is_a_metric_with_a_meaning() -> None:

@@ -112,11 +112,11 @@ class Bins:
         is_any = any(run.start == run.stop for run in self.runs)
         return " Steps that were not looked at in detail are blank." if is_any else ""
 
-    def means(self, values: Sequence[float | None]) -> list[float | None]:
-        """The mean of each bin; None where it has no number."""
-        of_bins = ([finite(value) for value in values[run]] for run in self.runs)
-        known = ([value for value in of_bin if value is not None] for of_bin in of_bins)
-        return [fmean(of_bin) if of_bin else None for of_bin in known]
+    def groups(self, values: Sequence[float | None]) -> dict[float, list[float]]:
+        """The numbers in each bin, by its middle, of one value for each step; no empty ones."""
+        found = ([finite(value) for value in values[run]] for run in self.runs)
+        known = ([value for value in group if value is not None] for group in found)
+        return {x: group for x, group in zip(self.middles, known, strict=True) if group}
 
 
 def bins_of(steps: Sequence[int], *, most: int = _MOST_BARS) -> Bins:
@@ -134,14 +134,13 @@ def steps_over_time(summary: Summary) -> View:
     """Stacked bars of the parts, one per step or per run of steps."""
     at, parts, bars = bins_of(summary.per_step.steps), summary.per_step.breakdown_ms, []
     for name in (name for name in PARTS if name in parts):
-        means = at.means(parts[name])
-        known = [(x, mean) for x, mean in zip(at.middles, means, strict=True) if mean is not None]
-        if any(means):  # else it is a name in the legend and nothing to see
+        means = {x: fmean(group) for x, group in at.groups(parts[name]).items()}
+        if any(means.values()):  # else it is a name in the legend and nothing to see
             label = METRICS[name].label
             bar = go.Bar(
                 name=label,
-                x=[x for x, _ in known],
-                y=[mean for _, mean in known],
+                x=list(means),
+                y=list(means.values()),
                 width=at.width * (0.85 if at.are_few else 1),
                 marker={**fill(name), "line": {"width": 0.5 if at.are_few else 0, "color": LINE}},
                 hovertemplate=f"step %{{x:.0f}}<br>{label}: %{{y:,.3~r}} ms<extra></extra>",
@@ -162,20 +161,23 @@ def waits_over_time(summary: Summary) -> View:
     """Heat map of waiting by rank and step, with a mark on the rank that was waited for."""
     per_step, title = summary.per_step, "Waiting by rank and step"
     at = bins_of(per_step.steps)
-    waits = {rank: at.means(of) for rank, of in sorted(per_step.wait_ms.items())}
-    longest = max((wait for of in waits.values() for wait in of if wait), default=None)
+    waits = {
+        rank: {x: fmean(group) for x, group in at.groups(values).items()}
+        for rank, values in sorted(per_step.wait_ms.items())
+    }
+    longest = max((wait for means in waits.values() for wait in means.values()), default=0)
     if not per_step.steps or not waits:
         return View("waits", title, missing=missing(summary, "exposed_wait", "step_ms"))
     if len(waits) == 1:
         return View("waits", title, missing="There is one rank, and nobody it could wait for.")
-    if longest is None:
+    if not longest:
         return View("waits", title, missing="No rank has waited for another.")
     hosts = {each.rank: f" · {short(each.host)}" for each in summary.ranks}
     names = {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in waits}
     hover = "%{y}<br>step %{x:.0f}: wait %{z:,.3~r} ms<extra></extra>"
-    gaps = {"xgap": int(at.are_few), "ygap": 1}
-    cells = {"x": at.middles, "y": list(names.values()), "z": list(waits.values()), **gaps}
-    traces = [_heat_map("ms", longest, hovertemplate=hover, **cells)]
+    z = [[means.get(x) for x in at.middles] for means in waits.values()]
+    cells = {"x": at.middles, "y": list(names.values()), "xgap": int(at.are_few), "ygap": 1}
+    traces = [_heat_map("ms", longest, z=z, hovertemplate=hover, **cells)]
     slowest = zip(per_step.steps, per_step.slowest, strict=True)
     if marks := [(step, names[rank]) for step, rank in slowest if rank in names]:
         look = {"symbol": "circle-open", "color": INK, "size": 8 if at.are_few else 3}
@@ -207,7 +209,7 @@ def links_between_hosts(summary: Summary) -> View:
     seconds: Counter[tuple[str, ...]] = Counter()
     for link in (each for each in summary.links if each.get("peer") is not None):
         ends = (link["rank"], link["peer"])
-        pair = tuple(plain(hosts.get(rank, f"host of rank {rank}")) for rank in ends)
+        pair = tuple(hosts.get(rank, f"host of rank {rank}") for rank in ends)
         sent[pair] += link["sent"]
         seconds[pair] += link["seconds"]
     rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
@@ -216,18 +218,19 @@ def links_between_hosts(summary: Summary) -> View:
         sentence = only_groups if summary.links else missing(summary, "links")
         return View("links", title, missing=sentence)
     names = sorted({name for pair in rates for name in pair})
+    labels = [plain(name) for name in names]
     heat = _heat_map(
         "Gbit/s",
         max([rate for (row, column), rate in rates.items() if row != column] or rates.values()),
-        x=names,
-        y=names,
+        x=labels,
+        y=labels,
         z=[[rates.get((row, column)) for column in names] for row in names],
         texttemplate="%{z:.3r}" if len(names) <= _MOST_RATES else "",
         hovertemplate="%{y} to %{x}<br>%{z:.3r} Gbit/s<extra></extra>",
         xgap=2,
         ygap=2,
     )
-    ticks = {"tickvals": names, "ticktext": [short(name) for name in names]}
+    ticks = {"tickvals": labels, "ticktext": [short(name) for name in names]}
     axis = {"type": "category", "showgrid": False, **ticks}
     caption = (
         "Gbit/s from the host of the row to that of the column, on the idle link. The colours end "
@@ -245,15 +248,11 @@ def links_between_hosts(summary: Summary) -> View:
 def errors_over_time(summary: Summary) -> View:
     """Compression error over steps: the median with the range as a band."""
     looks = {"relative_l2": "transfer", "cosine": "backward", "residual_ratio": "exposed_codec"}
-    of_key = {
-        key: [
-            (int(each["step"]), v)
-            for each in summary.errors
-            if (v := finite(each.get(key))) is not None
-        ]
-        for key in looks
-    }
-    found = {key: sorted(points) for key, points in of_key.items() if points}
+    found = {}
+    for key in looks:
+        values = ((int(each["step"]), finite(each.get(key))) for each in summary.errors)
+        if points := sorted((step, value) for step, value in values if value is not None):
+            found[key] = points
     if not found:
         return View("errors", "Compression error", missing=missing(summary, "errors"))
     drawn = make_subplots(rows=len(found), cols=1, shared_xaxes=True, vertical_spacing=0.06)
@@ -271,12 +270,7 @@ def errors_over_time(summary: Summary) -> View:
 
 def _band(name: str, color: str, points: Sequence[tuple[int, float]]) -> list[go.Scatter]:
     """The median of points ``(step, value)`` as a line, and their range as a band behind it."""
-    at = bins_of([step for step, _ in points])
-    groups = {
-        x: [value for _, value in points[run]]
-        for x, run in zip(at.middles, at.runs, strict=True)
-        if run.start < run.stop
-    }
+    groups = bins_of([step for step, _ in points]).groups([value for _, value in points])
     x = list(groups)
     low, middle, high = ([of(group) for group in groups.values()] for of in (min, median, max))
     edge = {"x": x, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
@@ -290,12 +284,8 @@ def _band(name: str, color: str, points: Sequence[tuple[int, float]]) -> list[go
         hovertemplate=f"step %{{x:.0f}}<br>{name}: %{{y:.6~g}} "
         "(%{customdata[0]:.6~g} to %{customdata[1]:.6~g})<extra></extra>",
     )
-    inside = f"rgba{(*hex_to_rgb(color), 0.25)}"
-    return [
-        go.Scatter(y=low, **edge),
-        go.Scatter(y=high, fill="tonexty", fillcolor=inside, **edge),
-        line,
-    ]
+    inside = {"fill": "tonexty", "fillcolor": f"rgba{(*hex_to_rgb(color), 0.25)}"}
+    return [go.Scatter(y=low, **edge), go.Scatter(y=high, **inside, **edge), line]
 
 
 def predicted_steps(summary: Summary) -> View | None:

@@ -57,21 +57,16 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
     if not any(of for each in steps for of in each.spans.values()):
         caption = "Only phases: buckets and collectives of this step were not recorded."
     if len(ranks) < len(everyone):
-        caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: half of them those that"
-        caption += " others waited for most, the others those that waited most."
+        caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: those that waited most, or"
+        caption += " that others waited for."
     drawn = {f"{each.label} ({each.step})": _figure(summary, each, ranks) for each in steps}
     return View("timeline", title, caption, figures=drawn)
 
 
-def most_telling(summary: Summary, ranks: Sequence[int], *, most: int = _MOST_RANKS) -> list[int]:
-    """All ranks; of too many, half that others waited for most, and half that waited most."""
-    if len(ranks) <= most:
-        return list(ranks)
-    caused = {each.rank: each.waited_for_ms or 0.0 for each in summary.ranks}
-    waited = {each.rank: each.wait_ms or 0.0 for each in summary.ranks}
-    chosen = sorted(ranks, key=lambda rank: (-caused.get(rank, 0), rank))[: most // 2]
-    rest = sorted(set(ranks) - set(chosen), key=lambda rank: (-waited.get(rank, 0), rank))
-    return sorted([*chosen, *rest[: most - len(chosen)]])
+def most_telling(summary: Summary, ranks: Sequence[int]) -> list[int]:
+    """All ranks; of too many those with the most waiting, that of others for them included."""
+    waits = {each.rank: (each.waited_for_ms or 0) + (each.wait_ms or 0) for each in summary.ranks}
+    return sorted(sorted(ranks, key=lambda rank: -waits.get(rank, 0))[:_MOST_RANKS])
 
 
 def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
