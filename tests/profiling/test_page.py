@@ -240,6 +240,12 @@ def test_the_matrix_has_all_bits_over_all_seconds() -> None:
     assert heat["z"] == [[None, 1.6], [None, None]]
 
 
+def test_names_of_hosts_are_escaped_once() -> None:
+    drawn = figures_of(a_summary(steps=4, hosts=["a&b", "<c>"]))["links"]
+    names = drawn["layout"]["xaxis"]["ticktext"]
+    assert names == drawn["data"][0]["x"] == ["&lt;c&gt;", "a&amp;b"]
+
+
 def test_numbers_that_are_none_do_not_break_it() -> None:
     nan, error = float("nan"), {"step": 1, "bucket": 0, "rank": 0}
     summary = replace(
