@@ -1,4 +1,6 @@
-"""A process that has imported what takes long, and forks: ``python fork_server.py DESCRIPTOR``.
+"""A process that has imported what takes long, and forks.
+
+    python fork_server.py DESCRIPTOR MODULE...
 
 The descriptor is a socket that listens. A fork does what ``fork_client.py`` was told, as that
 process would: with its words, variables, folder, open files and namespaces, and it ends as a script
@@ -25,10 +27,6 @@ from typing import Any
 
 from processes import kill_tree
 
-import lightning_dist
-
-MODULES = ("lightning", "torch.distributed.run")
-OPTIONAL = ("accelerate",)
 REQUEST_BYTES = 1 << 20  # variables are most of it
 FILES = ("stdin", "stdout", "stderr", "net", "mnt")
 
@@ -114,10 +112,10 @@ def _enter(own: str, other: int) -> None:
 def _forget_what_was_drawn_or_read() -> None:
     """Of an import; the state of ``random`` is another one after every fork already."""
     import numpy as np
-    from lightning.fabric.utilities import rank_zero
 
     np.random.seed()
-    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+    if rank_zero := sys.modules.get("lightning.fabric.utilities.rank_zero"):
+        rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
 
 
 def _run(words: list[str]) -> None:
@@ -139,10 +137,10 @@ def _run(words: list[str]) -> None:
 
 def main() -> None:
     sys.path.pop(0)  # the folder of this script
-    for name in (*MODULES, *filter(find_spec, OPTIONAL)):
-        importlib.import_module(name)
-    for name in lightning_dist.__all__:
-        getattr(lightning_dist, name)
+    for name in filter(find_spec, sys.argv[2:]):  # accelerate may be missing
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", ()):
+            getattr(module, public)  # some are imported when they are asked for
     gc.collect()
     gc.freeze()  # pages that the collector does not write to are shared
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -41,10 +41,7 @@ def test_every_rank_gets_the_plugin(
     assert line.endswith("codec='int4' (LIGHTNING_DIST_CODEC)")
 
 
-def test_a_module_and_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, quick_python: list[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path.cwd()}")
+def test_a_module_and_its_arguments(quick_python: list[str]) -> None:
     words = [*quick_python, "-m", "lightning_dist.run"]
     words += ["-m", "unchanged_training", "--no-model"]
     done = run(words, limit=60).require_success()
