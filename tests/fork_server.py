@@ -4,11 +4,13 @@
 
 The descriptor is a socket that listens. A fork does what ``fork_client.py`` was told, as that
 process would: with its words, variables, folder, open files and namespaces, and it ends as a script
-does. Its modules and its hash seed are those of this process. At the end of its input this ends.
+does, but for modules that are taken apart only if TAKEN_APART is set: that takes longer than most
+scripts. Its modules and its hash seed are those of this process. At the end of its input this ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -19,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import types
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,6 +138,15 @@ def _run(words: list[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def end_now(code: int) -> None:
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # None, or closed
+            file.flush()
+    os._exit(code)
+
+
 def main() -> None:
     sys.path.pop(0)  # the folder of this script
     for name in filter(find_spec, sys.argv[2:]):  # accelerate may be missing
@@ -145,7 +157,16 @@ def main() -> None:
     gc.freeze()  # pages that the collector does not write to are shared
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
-        do(request)
+        code = 0
+        try:
+            do(request)
+        except SystemExit as end:
+            if not isinstance(end.code, int | None):
+                raise
+            code = end.code or 0
+        if "TAKEN_APART" in os.environ:
+            sys.exit(code)
+        end_now(code)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,12 @@ from pathlib import Path
 from processes import environment_of
 
 HERE = Path(__file__).parent
-EVERYTHING = ("lightning", "torch.distributed.run", "accelerate", "lightning_dist")
-TORCH = ("torch.distributed.run", "torchmetrics")  # half of what Lightning imports
+EVERYTHING = (
+    *("lightning", "torch.distributed.run", "torch._dynamo", "accelerate", "lightning_dist"),
+    *("lightning_dist.accelerate", "lightning_dist.fabric", "lightning_dist.cli"),
+    *("omegaconf", "pytest"),  # of Lightning's hyperparameters, and of helpers of tests
+)
+TORCH = ("torch.distributed.run", "torch._dynamo", "torchmetrics")  # most of Lightning's imports
 
 
 @contextmanager

@@ -62,6 +62,9 @@ def test_code_and_module(quick_python: list[str], tmp_path: Path) -> None:
     ("code", "ends"),
     [
         ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit()", 0),
+        ("import sys; sys.exit('why')", 1),
+        ("import os; os.environ['TAKEN_APART'] = '1'; exit(7)", 7),
         ("import os; os._exit(3)", 3),
         ("import os; os.abort()", -signal.SIGABRT),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
@@ -113,3 +116,9 @@ def test_nothing_but_torch_is_imported(torch_python: list[str]) -> None:
     assert "torchmetrics" in loaded
     assert not loaded & {"lightning", "accelerate", "wandb", "triton"}
     assert "lightning_dist" not in loaded
+
+
+def test_threads_and_exit_functions_are_waited_for(quick_python: list[str]) -> None:
+    code = "import atexit, threading, time; atexit.register(print, 'at exit', end='')\n"
+    code += "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()"
+    assert run([*quick_python, "-c", code], limit=60).output == "thread\nat exit"

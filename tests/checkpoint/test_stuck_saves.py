@@ -98,7 +98,7 @@ def test_a_process_ends_although_a_copy_is_stuck(
     tmp_path: Path, writer: str, quick_python: list[str]
 ) -> None:
     command = [*quick_python, "-c", STUCK, str(tmp_path / "here"), writer]
-    ended = run(command, limit=LIMIT)
+    ended = run(command, limit=LIMIT, TAKEN_APART="1")
     assert ended.returncode == 0, ended.output
     assert "1.ckpt is still being copied after 0.2 s, and is lost" in ended.output
 
@@ -129,7 +129,7 @@ def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(
         [*quick_python, "-c", NOT_CLOSED, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment_of({}),
+        env=environment_of({"TAKEN_APART": "1"}),
     ) as process:
         timer = threading.Timer(LIMIT, process.kill)
         timer.start()

@@ -5,6 +5,7 @@ Compiling takes most of this file's time, so there is one compilation in the who
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -120,15 +121,13 @@ def test_without_a_compiler_auto_is_eager_and_true_is_refused(
         fusing.should_fuse(True, numel=1, device=CPU)
 
 
-def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it(
-    torch_python: list[str],
-) -> None:
+def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it() -> None:
     """As in ``lightning-dist profile whatif``, where no model has had torch load its compiler."""
     asks = (
         "import sys, torch; from lightning_dist.reducer.fusing import should_fuse; "
         "print(should_fuse('auto', numel=1 << 30, device=torch.device('cuda')))"
     )
-    told = run_process([*torch_python, "-c", asks], limit=60).require_success()
+    told = run_process([sys.executable, "-c", asks], limit=60).require_success()
     assert told.output.strip() in ("True", "False")
 
 
