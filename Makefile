@@ -11,6 +11,9 @@ BIN := .venv/bin
 WORKERS ?= 2
 SITE ?= site
 
+# Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: install test test-slow test-all demo lint types docs bench tables clean
 
 install: .venv/installed

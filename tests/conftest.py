@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from forks import fork_server
+from forks import EVERYTHING, TORCH, fork_server
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
@@ -82,5 +82,12 @@ def generator() -> torch.Generator:
 @pytest.fixture(scope="session")
 def quick_python() -> Iterator[list[str]]:
     """Words to start a script with in the place of ``sys.executable``: it is a fork then."""
-    with fork_server() as words:
+    with fork_server(*EVERYTHING) as words:
+        yield words
+
+
+@pytest.fixture(scope="session")
+def torch_python() -> Iterator[list[str]]:
+    """The same of a process that has not imported this package, Lightning or Accelerate."""
+    with fork_server(*TORCH) as words:
         yield words

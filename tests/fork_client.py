@@ -1,5 +1,6 @@
-"""Stands for ``python``: ``python -IS fork_client.py SOCKET WORDS...`` does what
-``python WORDS...`` does, in a fork of ``fork_server.py``, and ends as that ended.
+"""Stands for ``python``: ``python -IS fork_client.py SOCKET[:SOCKET...] WORDS...`` does what
+``python WORDS...`` does, in a fork of ``fork_server.py``, and ends as that ended. Ranks take turns
+at the sockets.
 
 Whoever kills this process ends that fork too.
 """
@@ -11,7 +12,8 @@ import socket
 import sys
 
 
-def main(path: str, words: list[str]) -> None:
+def main(paths: list[str], words: list[str]) -> None:
+    path = paths[int(os.environ.get("RANK", "0")) % len(paths)]
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(path)
     names = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in ("net", "mnt")]
@@ -29,4 +31,4 @@ def main(path: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1].split(os.pathsep), sys.argv[2:])

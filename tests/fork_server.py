@@ -1,12 +1,16 @@
-"""A process that has imported what takes long, and forks: ``python fork_server.py DESCRIPTOR``.
+"""A process that has imported what takes long, and forks.
+
+    python fork_server.py DESCRIPTOR MODULE...
 
 The descriptor is a socket that listens. A fork does what ``fork_client.py`` was told, as that
 process would: with its words, variables, folder, open files and namespaces, and it ends as a script
-does. Its modules and its hash seed are those of this process. At the end of its input this ends.
+does, but for modules that are taken apart only if TAKEN_APART is set: that takes longer than most
+scripts. Its modules and its hash seed are those of this process. At the end of its input this ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -17,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import types
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +30,6 @@ from typing import Any
 
 from processes import kill_tree
 
-import lightning_dist
-
-MODULES = ("lightning", "torch.distributed.run")
-OPTIONAL = ("accelerate",)
 REQUEST_BYTES = 1 << 20  # variables are most of it
 FILES = ("stdin", "stdout", "stderr", "net", "mnt")
 
@@ -114,10 +115,10 @@ def _enter(own: str, other: int) -> None:
 def _forget_what_was_drawn_or_read() -> None:
     """Of an import; the state of ``random`` is another one after every fork already."""
     import numpy as np
-    from lightning.fabric.utilities import rank_zero
 
     np.random.seed()
-    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+    if rank_zero := sys.modules.get("lightning.fabric.utilities.rank_zero"):
+        rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
 
 
 def _run(words: list[str]) -> None:
@@ -137,17 +138,35 @@ def _run(words: list[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def end_now(code: int) -> None:
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # None, or closed
+            file.flush()
+    os._exit(code)
+
+
 def main() -> None:
     sys.path.pop(0)  # the folder of this script
-    for name in (*MODULES, *filter(find_spec, OPTIONAL)):
-        importlib.import_module(name)
-    for name in lightning_dist.__all__:
-        getattr(lightning_dist, name)
+    for name in filter(find_spec, sys.argv[2:]):  # accelerate may be missing
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", ()):
+            getattr(module, public)  # some are imported when they are asked for
     gc.collect()
     gc.freeze()  # pages that the collector does not write to are shared
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
-        do(request)
+        code = 0
+        try:
+            do(request)
+        except SystemExit as end:
+            if not isinstance(end.code, int | None):
+                raise
+            code = end.code or 0
+        if "TAKEN_APART" in os.environ:
+            sys.exit(code)
+        end_now(code)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Scripts that start in milliseconds: in forks of a process that has imported Lightning."""
+"""Scripts that start in milliseconds: in forks of a process that has imported what they use."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -13,14 +14,22 @@ from pathlib import Path
 from processes import environment_of
 
 HERE = Path(__file__).parent
+EVERYTHING = (
+    *("lightning", "torch.distributed.run", "torch._dynamo", "accelerate", "lightning_dist"),
+    *("lightning_dist.accelerate", "lightning_dist.fabric", "lightning_dist.cli"),
+    *("omegaconf", "pytest"),  # of Lightning's hyperparameters, and of helpers of tests
+)
+TORCH = ("torch.distributed.run", "torch._dynamo", "torchmetrics")  # most of Lightning's imports
 
 
 @contextmanager
-def fork_server() -> Iterator[list[str]]:
+def fork_server(*modules: str) -> Iterator[list[str]]:
     """Words to use in the place of ``sys.executable``, while the server runs.
 
-    Ranks that are to import for themselves, or to have hash seeds of their own (two that go through
-    a set in different orders), need interpreters of their own: those of ``two`` in integrations/.
+    All forks of a server have its hash seed: see `with_seeds`.
+
+    Args:
+        modules: imported with all of their public names before the first fork.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "socket")
@@ -28,7 +37,7 @@ def fork_server() -> Iterator[list[str]]:
             listener.bind(path)
             listener.listen()  # clients may come while it still imports
             server = subprocess.Popen(
-                [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno())],
+                [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno()), *modules],
                 env=environment_of({}),
                 stdin=subprocess.PIPE,  # its end, however this process ends, is that of the server
                 pass_fds=[listener.fileno()],
@@ -39,3 +48,12 @@ def fork_server() -> Iterator[list[str]]:
         finally:
             server.kill()  # what it started ends with its own client
             server.wait()
+
+
+def with_seeds(*servers: list[str]) -> list[str]:
+    """Words for ranks of which neighbours have different hash seeds, those of these servers.
+
+    So that two of them go through a set in different orders.
+    """
+    *words, _ = servers[0]
+    return [*words, os.pathsep.join(path for *_, path in servers)]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import lightning_dist
-
 Command = Sequence[str | Path]
+TESTS = Path(__file__).parent
+HELPERS = (TESTS, TESTS / "integrations", TESTS / "checkpoint")  # what scripts of tests import
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,14 @@ def _start(
 
 
 def environment_of(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables, one thread, loopback, and the package that is under test here."""
+    """This process's variables, one thread, loopback, and where the package and helpers are."""
+    import lightning_dist  # not by who imports this module and is to be without
+
     package = Path(lightning_dist.__file__).parents[1]
+    paths = [package, *HELPERS, os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         **extra,

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from forks import with_seeds
 from processes import run, torchrun
 
 SCRIPT = """
@@ -61,6 +62,9 @@ def test_code_and_module(quick_python: list[str], tmp_path: Path) -> None:
     ("code", "ends"),
     [
         ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit()", 0),
+        ("import sys; sys.exit('why')", 1),
+        ("import os; os.environ['TAKEN_APART'] = '1'; exit(7)", 7),
         ("import os; os._exit(3)", 3),
         ("import os; os.abort()", -signal.SIGABRT),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
@@ -95,3 +99,26 @@ def test_ranks_of_torchrun(quick_python: list[str], tmp_path: Path) -> None:
     )
     done = torchrun(script, "x", ranks=2, limit=60, python=quick_python).require_success()
     assert sorted(done.output.splitlines()) == ["[0, '2', ['x']]", "[1, '2', ['x']]"]
+
+
+def test_ranks_have_hash_seeds_of_their_own(
+    quick_python: list[str], torch_python: list[str]
+) -> None:
+    command = [*with_seeds(quick_python, torch_python), "-c", "print(hash('seed'))"]
+    found = [run(command, limit=60, RANK=rank).require_success().output for rank in "0123"]
+    assert found[0] == found[2] != found[1] == found[3]
+    assert int(found[0])
+
+
+def test_nothing_but_torch_is_imported(torch_python: list[str]) -> None:
+    code = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = set(run([*torch_python, "-c", code], limit=60).require_success().output.split())
+    assert "torchmetrics" in loaded
+    assert not loaded & {"lightning", "accelerate", "wandb", "triton"}
+    assert "lightning_dist" not in loaded
+
+
+def test_threads_and_exit_functions_are_waited_for(quick_python: list[str]) -> None:
+    code = "import atexit, threading, time; atexit.register(print, 'at exit', end='')\n"
+    code += "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()"
+    assert run([*quick_python, "-c", code], limit=60).output == "thread\nat exit"

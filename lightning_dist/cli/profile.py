@@ -47,7 +47,7 @@ def report_command(
         str | None, typer.Option(metavar="DIR2", help="Write there, and not into DIR.")
     ] = None,
 ) -> None:
-    """Print what a profile says, and make its files anew from the lines of all ranks.
+    """Print what a profile says, and make its files anew from the raw events of all ranks.
 
     Writes summary.json and report.html into DIR. Where that cannot be, the summary is still
     printed; exit code 2 then if --out, --trace or --csv had asked for files. Exit code 2 too if

@@ -12,7 +12,7 @@ from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.profiling.report.tables import predictions_table
-from lightning_dist.profiling.report.terminal import print_table
+from lightning_dist.profiling.report.terminal import draw_table
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
@@ -76,7 +76,8 @@ def whatif_command(
     console, own = stdout_console(), found.baseline
     console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({own.codec}, {where(own)})."))
     console.print(Text(f"{LABEL}, {where(found.scenarios[0])}, ms:", style="bold"))
-    print_table(console, predictions_table(found))
+    table = predictions_table(found)
+    console.print(draw_table(table, table.rows))
     for note in notes(found):
         console.print(Text(f"note: {note}"))
 

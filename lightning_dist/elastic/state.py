@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_dist.elastic.layout import Layout
@@ -48,8 +48,8 @@ class ElasticState:
     stopped: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
-        return {"version": _VERSION, **asdict(self)}
+        """Plain values and tensors. ``rng`` is not copied: it has 1,249 numbers for every rank."""
+        return {"version": _VERSION, **asdict(replace(self, rng=[])), "rng": self.rng}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], *, path: str) -> ElasticState:

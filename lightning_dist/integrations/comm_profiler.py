@@ -84,7 +84,7 @@ class CommProfiler(pl.Callback):
         print_summary: print the summary at the end.
         upload: files that a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table
             of the buckets, ``report.html``, and an artifact of the files that rank 0 has made;
-            ``"all"``: the lines of all ranks in the artifact too, which may be gigabytes;
+            ``"all"``: the raw events of all ranks in the artifact too, which may be gigabytes;
             ``"none"``: only metrics.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from snapshots import origin, small_state, write_file
 
 from lightning_dist.checkpoint.disk import scan
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 KINDS = (
     "kill the trainer",
@@ -33,16 +30,15 @@ KINDS = (
 )
 
 
-def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path) -> None:
+def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path, quick_python: list[str]) -> None:
     """In a process of its own: the campaign forks, which a process with threads must not."""
     result = tmp_path / "campaign.json"
     options = ["--trials", "10", "--seed", "3", "--every", "150", "--folder", tmp_path]
     for kind in KINDS:
         options += ["--kind", kind]
     run(
-        [sys.executable, "-m", "tests.campaigns.checkpoint_crash", *options, "--json", result],
+        [*quick_python, "-m", "tests.campaigns.checkpoint_crash", *options, "--json", result],
         limit=100,
-        PYTHONPATH=str(REPOSITORY),
     ).require_success()
     rows = json.loads(result.read_text())["rows"]
     assert {row["kind"] for row in rows} == set(KINDS)

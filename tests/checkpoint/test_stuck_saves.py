@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run
+from processes import environment_of, run
 from snapshots import open_together, small_state, trained
 from worlds import Rank, run_threads
 
@@ -79,7 +78,6 @@ from lightning_dist.checkpoint.copying import LaterCopy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from processes import run
 from snapshots import trained
 
 model, optimizer = trained()
@@ -100,8 +98,7 @@ def test_a_process_ends_although_a_copy_is_stuck(
     tmp_path: Path, writer: str, quick_python: list[str]
 ) -> None:
     command = [*quick_python, "-c", STUCK, str(tmp_path / "here"), writer]
-    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = run(command, limit=LIMIT, **environment)
+    ended = run(command, limit=LIMIT, TAKEN_APART="1")
     assert ended.returncode == 0, ended.output
     assert "1.ckpt is still being copied after 0.2 s, and is lost" in ended.output
 
@@ -111,7 +108,6 @@ import sys
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.copying import LaterCopy
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from processes import run
 from snapshots import trained
 
 model, optimizer = trained()
@@ -129,12 +125,11 @@ def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
     """Of a script that closes nothing."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [*quick_python, "-c", NOT_CLOSED, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment,
+        env=environment_of({"TAKEN_APART": "1"}),
     ) as process:
         timer = threading.Timer(LIMIT, process.kill)
         timer.start()

@@ -100,9 +100,10 @@ def test_slurm_starts_both_nodes(slurm: Path, tmp_path: Path) -> None:
 def test_the_time_of_a_slurm_job_is_over(slurm: Path, tmp_path: Path) -> None:
     """The script gets SIGUSR1: a checkpoint, back into the queue, and it goes on from there."""
     folder, script = tmp_path / "out", tmp_path / "train.py"
-    script.write_text(_TOLD_AT_STEP_5.format(examples=str(ROOT / "examples")))
+    script.write_text(_TOLD_AT_STEP_5)
     command = in_root("bash", CLUSTER / "slurm.sbatch", "--folder", folder, *SHORT)
-    ended = run(command, limit=LIMIT, **job(slurm, SCRIPT=str(script))).require_success()
+    variables = job(slurm, SCRIPT=str(script), PYTHONPATH=str(ROOT / "examples"))
+    ended = run(command, limit=LIMIT, **variables).require_success()
     assert "requeue 4711" in (tmp_path / "scontrol").read_text(), ended.output[-3000:]
     (saved,) = folder.glob("*.ckpt")
     step = int(saved.stem.rpartition("=")[2])
@@ -113,8 +114,7 @@ def test_the_time_of_a_slurm_job_is_over(slurm: Path, tmp_path: Path) -> None:
 
 
 _TOLD_AT_STEP_5 = """
-import os, signal, sys
-sys.path.insert(0, {examples!r})
+import os, signal
 import elastic_train
 import lightning as L
 

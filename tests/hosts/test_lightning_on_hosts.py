@@ -20,6 +20,11 @@ GROUPS = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]
 Printed = list[dict[str, Any]]
 
 
+@pytest.fixture(autouse=True)
+def _the_model_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "examples"))
+
+
 def printed(outputs: list[str]) -> Printed:
     lines = [line for text in outputs for line in text.splitlines() if line.startswith('{"digest"')]
     return [json.loads(line) for line in lines]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import lightning as L
 import torch

@@ -22,8 +22,6 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 PROGRAMS = 2  # side by side: half of a job is waiting for a rendezvous
 
 
@@ -376,5 +374,4 @@ def main(given: str, results: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main(sys.argv[1], sys.argv[2])

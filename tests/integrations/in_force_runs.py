@@ -20,11 +20,11 @@ def train(model: nn.Module, backward: Any = torch.Tensor.backward) -> None:
 
 
 def plain() -> None:
-    from lightning_dist import after_steps, compress_ddp
+    from lightning_dist import compress_ddp
 
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(256, 64))
-    handle = compress_ddp(model, after_steps(100, "int8") if "late" in sys.argv else "int8")
+    handle = compress_ddp(model, "int8")
     train(model)
     handle.close()
 

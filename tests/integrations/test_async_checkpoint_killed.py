@@ -49,12 +49,9 @@ class Owner:
 
 @contextmanager
 def owner_of(python: list[str], folder: Path, format: str) -> Iterator[Owner]:
-    tests = os.pathsep.join(str(OWNER.parents[n]) for n in (0, 1))
-    environment = environment_of({})
-    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], tests])
     process = subprocess.Popen(
         [*python, str(OWNER), str(folder), format],
-        env=environment,
+        env=environment_of({}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

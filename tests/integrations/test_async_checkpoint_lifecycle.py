@@ -292,10 +292,9 @@ print("imported:", new[0])
 """
 
 
-def test_the_first_save_imports_no_package_anew(tmp_path: Path) -> None:
+def test_the_first_save_imports_no_package_anew(tmp_path: Path, torch_python: list[str]) -> None:
     """Which took Lightning most of the time of the first save of a small model."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    finished = run([sys.executable, "-c", FIRST_SAVE, tmp_path], limit=100, PYTHONPATH=path)
+    finished = run([*torch_python, "-c", FIRST_SAVE, tmp_path], limit=100)
     assert "imported: []" in finished.require_success().output
 
 

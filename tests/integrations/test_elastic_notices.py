@@ -61,9 +61,7 @@ Start = Callable[..., Finished]
 @pytest.fixture(scope="module")
 def start(quick_python: list[str]) -> Start:
     def start(what: str, folder: Path, **environment: str) -> Finished:
-        here = str(Path(__file__).parent)
-        code = f"import sys; sys.path.insert(0, {here!r})\n{MAIN}"
-        return run([*quick_python, "-c", code, what, folder], limit=90, **environment)
+        return run([*quick_python, "-c", MAIN, what, folder], limit=90, **environment)
 
     return start
 

@@ -50,9 +50,7 @@ def end(quick_python: list[str]) -> Callable[..., Finished]:
     """Train with a checkpoint every 4 steps, and with something that happens at some steps."""
 
     def end(framework: str, folder: Path, **steps: int) -> Finished:
-        here = str(Path(__file__).parent)
-        code = f"import sys; sys.path.insert(0, {here!r})\n{MAIN}"
-        command = [*quick_python, "-c", code, framework, folder, json.dumps(steps)]
+        command = [*quick_python, "-c", MAIN, framework, folder, json.dumps(steps)]
         return run(command, limit=90)
 
     return end

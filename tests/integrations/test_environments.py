@@ -109,5 +109,5 @@ torch.distributed.destroy_process_group()
 
 def test_a_strategy_that_never_trains_leaves_no_thread(quick_python: list[str]) -> None:
     """The module is wrapped and no step is taken; nobody calls teardown."""
-    script = run([*quick_python, "-c", NO_STEP], limit=60).require_success()
+    script = run([*quick_python, "-c", NO_STEP], limit=60, TAKEN_APART="1").require_success()
     assert "threads ['MainThread']" in script.output

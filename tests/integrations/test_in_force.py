@@ -21,18 +21,18 @@ LINE = (
 )
 
 
-def lines(
-    framework: str, *, having: str = "compressed DDP", python: list[str] | None = None
-) -> list[str]:
+def lines(framework: str, *, having: str = "compressed DDP", python: list[str]) -> list[str]:
     done = torchrun(SCRIPT, framework, ranks=2, limit=120, python=python).require_success()
     return [line for line in done.output.splitlines() if having in line]
 
 
 @pytest.mark.parametrize("framework", ["plain", "accelerate", "fabric", "lightning"])
-def test_one_line_on_rank_0(framework: str, quick_python: list[str]) -> None:
+def test_one_line_on_rank_0(
+    framework: str, quick_python: list[str], torch_python: list[str]
+) -> None:
     """Without Lightning, in processes that have not imported it: who prints is another then."""
-    forks = framework in ("fabric", "lightning")
-    (line,) = lines(framework, python=quick_python if forks else None)
+    has_lightning = framework in ("fabric", "lightning")
+    (line,) = lines(framework, python=quick_python if has_lightning else torch_python)
     assert re.search(LINE, line), line
 
 
@@ -135,9 +135,16 @@ def test_levels_are_told_apart(capsys: Any, caplog: Any) -> None:
     assert "kB to other hosts and " in line
 
 
-def test_a_training_that_ends_before_compression_begins_says_so_at_its_end() -> None:
-    done = torchrun(SCRIPT, "plain", "late", ranks=2, limit=60).require_success()
-    said = [line for line in done.output.splitlines() if "nothing was compressed" in line]
+def test_a_training_that_ends_before_compression_begins_says_so_at_its_end(caplog: Any) -> None:
+    def body(rank: Rank) -> None:
+        model = rank.ddp(nn.Linear(256, 64))
+        handle = compress_ddp(model, after_steps(100, "int8"), groups=rank.groups())
+        model(torch.ones(2, 256)).sum().backward()
+        rank.barrier.wait()
+        handle.close()
+
+    run_threads(body, 2)
+    said = [message for message in caplog.messages if "nothing was compressed" in message]
     assert said == [
         "nothing was compressed in 1 synchronised steps: compression begins at step 100 "
         "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it"

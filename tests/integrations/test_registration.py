@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import lightning as L
@@ -60,7 +59,6 @@ ORDERS = (
 )
 IN_FORKS = """
 import os, sys
-import torch, torchmetrics  # half of the time that Lightning takes
 assert not [name for name in sys.modules if name.startswith("lightning_dist")]
 assert "lightning" not in sys.modules
 for order in sys.argv[1:]:
@@ -73,8 +71,8 @@ for order in sys.argv[1:]:
 """
 
 
-def test_the_order_of_imports_does_not_matter() -> None:
-    done = run([sys.executable, "-c", IN_FORKS, *ORDERS], limit=100).require_success()
+def test_the_order_of_imports_does_not_matter(torch_python: list[str]) -> None:
+    done = run([*torch_python, "-c", IN_FORKS, *ORDERS], limit=100).require_success()
     known = [set(line.split()) for line in done.output.splitlines()]
     assert [set(NAMES) <= names for names in known] == [True] * len(ORDERS)
 

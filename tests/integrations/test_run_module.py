@@ -32,8 +32,9 @@ def test_every_rank_gets_the_plugin(
     monkeypatch.setenv("LIGHTNING_DIST_CODEC", "int4")
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     options += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    words = ["accelerate.commands.launch", *options, "-m", "lightning_dist.run", SCRIPT]
-    done = run([*quick_python, "-m", *words, "--lr", "1"], limit=100).require_success()
+    launch = [*quick_python, "-m", "accelerate.commands.launch", *options, "--no_python"]
+    words = [*quick_python, "-m", "lightning_dist.run", SCRIPT, "--lr", "1"]
+    done = run([*launch, *words], limit=100).require_success()
     said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
     expected = {"name": "__main__", "arguments": ["--lr", "1"], "ranks": 2, "steps": 2}
     assert said == [{**expected, "codec": repr(Int4())}] * 2
@@ -41,10 +42,7 @@ def test_every_rank_gets_the_plugin(
     assert line.endswith("codec='int4' (LIGHTNING_DIST_CODEC)")
 
 
-def test_a_module_and_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, quick_python: list[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path.cwd()}")
+def test_a_module_and_its_arguments(quick_python: list[str]) -> None:
     words = [*quick_python, "-m", "lightning_dist.run"]
     words += ["-m", "unchanged_training", "--no-model"]
     done = run(words, limit=60).require_success()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import lightning as L
@@ -82,10 +81,10 @@ print("SAID" + json.dumps(said))
 """
 
 
-def test_a_trainer_or_fabric_of_the_other_package() -> None:
+def test_a_trainer_or_fabric_of_the_other_package(quick_python: list[str]) -> None:
     """The names and both classes, under pytorch_lightning and lightning_fabric."""
     pytest.importorskip("pytorch_lightning")
-    done = run([sys.executable, "-c", OTHER_PACKAGE], limit=90).require_success()
+    done = run([*quick_python, "-c", OTHER_PACKAGE], limit=90).require_success()
     said = json.loads(done.output.split("SAID")[1].splitlines()[0])
     expected = [
         f"lightning_dist works with the package 'lightning', and this {kind} comes from "

@@ -19,7 +19,7 @@ from summaries import a_summary, a_timeline, sampled
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan, Traffic
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
-from lightning_dist.profiling.report.bins import columns, mean, most_frequent
+from lightning_dist.profiling.report.figures import bins_of
 from lightning_dist.profiling.report.page import write_report
 from lightning_dist.profiling.report.tables import buckets_table, facts, parts_table, ranks_table
 from lightning_dist.profiling.report.timeline import most_telling
@@ -43,12 +43,12 @@ def test_the_text_of_the_page() -> None:
         ([0, 100_000], 401),
     ],
 )
-def test_columns_are_equal_parts_of_the_axis(steps: Sequence[int], width: int) -> None:
-    found = columns(steps, most=250)
+def test_bins_are_equal_parts_of_the_axis(steps: Sequence[int], width: int) -> None:
+    found = bins_of(steps, most=250)
     assert found.width == width
     assert len(found.runs) <= 250
     assert [step for run in found.runs for step in steps[run]] == list(steps)
-    low, high = found.range
+    low, high = found.axis["range"]
     edges = [(x - width / 2, x + width / 2) for x in found.middles]
     assert (edges[0][0], edges[-1][1]) == (low, high)
     assert all(left[1] == right[0] for left, right in pairwise(edges))
@@ -83,11 +83,9 @@ def test_bars_of_many_steps_are_no_wider_than_what_they_are_of() -> None:
         assert all(end - begin == 4 for begin, end in edges)
 
 
-def test_means_and_counts_leave_out_what_is_no_number() -> None:
-    assert mean([1.0, None, 3.0, float("nan")]) == 2.0
-    assert mean([None]) is None
-    assert most_frequent([None, 2, 1, 1, None, None]) == 1
-    assert most_frequent([None]) is None
+def test_bins_leave_out_what_is_no_number() -> None:
+    bins = bins_of([0, 1, 2, 3, 4, 40], most=2)
+    assert bins.groups([1.0, None, 3.0, float("nan"), None, None]) == {10.0: [1.0, 3.0]}
 
 
 def test_every_part_is_a_metric_with_a_meaning() -> None:
@@ -240,6 +238,12 @@ def test_the_matrix_has_all_bits_over_all_seconds() -> None:
     links = [{**link, "sent": 1e8, "seconds": 1.0}, {**link, "sent": 3e8, "seconds": 1.0}]
     (heat,) = figures_of(replace(a_summary(), links=links))["links"]["data"]
     assert heat["z"] == [[None, 1.6], [None, None]]
+
+
+def test_names_of_hosts_are_escaped_once() -> None:
+    drawn = figures_of(a_summary(steps=4, hosts=["a&b", "<c>"]))["links"]
+    names = drawn["layout"]["xaxis"]["ticktext"]
+    assert names == drawn["data"][0]["x"] == ["&lt;c&gt;", "a&amp;b"]
 
 
 def test_numbers_that_are_none_do_not_break_it() -> None:

@@ -16,7 +16,7 @@ from summaries import a_summary, a_whatif
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.summary_file import write_summary
-from lightning_dist.profiling.report.tables import PREDICTED, whatif_table
+from lightning_dist.profiling.report.tables import whatif_table
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs
@@ -208,7 +208,7 @@ def test_what_is_not_known_is_told_once_for_each_reason() -> None:
 
 def test_the_terminal_has_the_best_few() -> None:
     text = printed(a_summary(steps=4))
-    assert f"{PREDICTED}, ms:" in text.splitlines()
+    assert f"{LABEL}, ms:" in text.splitlines()
     assert "measured 114 ms; error of the simulation -1.9 %" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["1", "int4", "92.0", "22.0", "8.20", "-17.9", "%"] in rows

@@ -17,8 +17,8 @@ SHAPES = {
     "weight": (64, 256),
     "bias": (256,),
     "other": (96, 100),
-    "large": (160, 200),
-    "same": (160, 200),
+    "large": (256, 300),
+    "same": (256, 300),
     "scale": (3,),
 }
 # Threshold: bytes that the gradients decide are not promised. Of a schedule the last stage counts.
@@ -32,13 +32,13 @@ def test_the_bytes_of_a_step(layout: Layout) -> None:
     codecs: list[str | Codec] = [*EVERY, LATE]
 
     def body(rank: Rank) -> list[tuple[Expected, Any]]:
-        given, found = feed(rank.rank, 0, SHAPES), []
+        given, found = [feed(rank.rank, step, SHAPES) for step in range(3)], []
         for codec in codecs:
             with compressed(rank, Fed(SHAPES), codec, **layout.form) as (model, reducer):
                 expected = expected_traffic(reducer.names, reducer.settings, reducer.network)
                 counted = []
-                for _ in range(3):
-                    backward(model, given)
+                for gradients in given:
+                    backward(model, gradients)
                     counted.append(reducer.comm_stats())
             keys = ("raw_bytes", "intra_bytes", "inter_bytes")
             # Of two steps: what powersgd sends alternates.

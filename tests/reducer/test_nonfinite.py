@@ -34,14 +34,15 @@ ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], [*FEW, *PER_LEVEL]
 LARGE = {"min_compress_numel": 256}  # "bias" is not compressed
 
 OF_FLAT: Bad = {1: (1, "second", torch.inf), 2: (1, "bias", torch.nan)}
-OF_INT8: Bad = {1: (1, "first", torch.nan), 2: (1, "bias", torch.inf)}
+EACH_ALONE: list[Bad] = [
+    {2: (1, name, value)} for name in ("first", "bias") for value in (torch.inf, torch.nan)
+]
 # Rank 1 never leads, rank 2 leads in pairs and not of three.
 OF_HOSTS: Bad = {1: (1, "second", torch.inf), 2: (2, "bias", torch.nan)}
 CASES = [
     (flat(2), WITH_FEEDBACK, OF_FLAT),
     (flat(3), WITH_FEEDBACK, OF_FLAT),
-    (flat(2), ["int8"], OF_INT8),
-    (flat(3), ["int8"], OF_INT8),
+    *((flat(size), ["int8"], bad) for size in (2, 3) for bad in EACH_ALONE),
     (Layout(PAIRS), ALL, OF_HOSTS),
     (Layout(PAIRS, leader=True), SOME, OF_HOSTS),
     (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven hosts are in the leader form

@@ -80,7 +80,7 @@ def show(findings: Mapping[str, Finding], *, as_json: bool) -> int:
     if not errors + warnings:
         typer.echo("\nnothing is wrong")
         return 0
-    typer.echo(f"\nerrors: {errors}, warnings: {warnings}; what helps:")
+    typer.echo(f"\nerrors: {errors}, warnings: {warnings}\nSuggested fixes:")
     for name, each in findings.items():  # outside of the table, where no line is folded
         if each.fix:
             typer.echo(f"  # {name}\n  {each.fix}")

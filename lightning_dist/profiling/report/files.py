@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_dist.profiling.analysis.parts import Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
 from lightning_dist.profiling.report.summary_file import write_csv, write_summary
+from lightning_dist.profiling.report.trace import write_trace
 from lightning_dist.profiling.run import Run
 
 
@@ -38,13 +39,30 @@ class Written:
 
 def write_files(folder: str | Path, run: Run, summary: Summary, *, wanted: Wanted) -> Written:
     """Write the files that are wanted to ``folder``."""
-    folder = Path(folder)
+
+    @cache
+    def timelines() -> list[Timeline]:
+        return pick_steps(run, summary)
+
+    def write_page(path: Path) -> None:
+        from lightning_dist.profiling.report.page import write_report  # imports plotly, slowly
+
+        write_report(path, summary, timelines())
+
+    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
+    writers: dict[str, tuple[bool, Callable[[Path], None]]] = {
+        "summary.json": (True, lambda path: write_summary(path, summary)),
+        "report.html": (wanted.html, write_page),
+        "trace.json.gz": (wanted.trace, lambda path: write_trace(path, timelines(), hosts)),
+        "steps.csv": (wanted.csv, lambda path: write_csv(path, run, summary)),
+    }
     names, problems = [], []
-    for name, write in _writers(run, summary, wanted):
+    for name, (is_wanted, write) in writers.items():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write(folder)
-            names.append(name)
+            if is_wanted:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                write(Path(folder) / name)
+                names.append(name)
         except Exception as error:  # the training, and the other files, are worth more
             problems.append(f"{name} not written to {folder}: {_why(error)}")
     return Written(tuple(names), tuple(problems))
@@ -55,38 +73,3 @@ def _why(error: Exception) -> str:
         return error.strerror
     known = isinstance(error, OSError | ImportError)
     return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def _writers(
-    run: Run, summary: Summary, wanted: Wanted
-) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """The page and the trace are imported when they are written: plotly takes long."""
-
-    @cache
-    def timelines() -> list[Timeline]:
-        return pick_steps(run, summary)
-
-    def write_json(folder: Path) -> None:
-        write_summary(folder / "summary.json", summary)
-
-    def write_html(folder: Path) -> None:
-        from lightning_dist.profiling.report.page import write_report
-
-        write_report(folder / "report.html", summary, timelines())
-
-    def write_perfetto(folder: Path) -> None:
-        from lightning_dist.profiling.report.trace import write_trace
-
-        hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
-        write_trace(folder / "trace.json.gz", timelines(), hosts)
-
-    def write_tables(folder: Path) -> None:
-        write_csv(folder / "steps.csv", run, summary)
-
-    yield "summary.json", write_json
-    if wanted.html:
-        yield "report.html", write_html
-    if wanted.trace:
-        yield "trace.json.gz", write_perfetto
-    if wanted.csv:
-        yield "steps.csv", write_tables

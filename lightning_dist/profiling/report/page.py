@@ -14,8 +14,7 @@ from plotly.offline import get_plotlyjs
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.report import figures, tables
-from lightning_dist.profiling.report.figures import DARK, Picture
-from lightning_dist.profiling.report.tables import Table
+from lightning_dist.profiling.report.figures import DARK
 from lightning_dist.profiling.report.timeline import timeline
 from lightning_dist.profiling.run import replace_file
 
@@ -43,33 +42,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    views = _views(summary, timelines)
-    drawn = {
-        each.id: [figure.to_plotly_json() for figure in each.figures.values()]
-        for each in views
-        if isinstance(each, Picture) and each.figures
-    }
-    script = Path(str(summary.run.get("script") or "")).name
-    started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
-    metrics = [each for each in METRICS.values() if each.meaning and each.key not in PARTS]
-    return environment.get_template("page.html").render(
-        summary=summary,
-        origin=", ".join(filter(None, (script, started and f"started {started}"))),
-        facts=tables.facts(summary),
-        views=views,
-        unavailable=[
-            (METRICS[key].label if key in METRICS else key, reason)
-            for key, reason in sorted(summary.unavailable.items())
-        ],
-        metrics=metrics,
-        figures=_json(drawn),
-        dark=_json(DARK),
-        plotly=get_plotlyjs() if drawn else "",
-    )
-
-
-def _views(summary: Summary, timelines: Sequence[Timeline]) -> list[Picture | Table]:
-    views: list[Picture | Table | None] = [
+    sections = (
         figures.steps_over_time(summary),
         tables.parts_table(summary),
         timeline(summary, timelines),
@@ -82,8 +55,29 @@ def _views(summary: Summary, timelines: Sequence[Timeline]) -> list[Picture | Ta
         tables.buckets_table(summary),
         figures.errors_over_time(summary),
         tables.run_table(summary),
-    ]
-    return [each for each in views if each is not None]
+    )
+    views = [each for each in sections if each is not None]
+    drawn = {
+        each.id: [figure.to_plotly_json() for figure in each.figures.values()]
+        for each in views
+        if each.figures
+    }
+    script = Path(str(summary.run.get("script") or "")).name
+    started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
+    return environment.get_template("page.html").render(
+        summary=summary,
+        origin=", ".join(filter(None, (script, started and f"started {started}"))),
+        facts=tables.facts(summary),
+        views=views,
+        unavailable=[
+            (METRICS[key].label if key in METRICS else key, reason)
+            for key, reason in sorted(summary.unavailable.items())
+        ],
+        metrics=[each for each in METRICS.values() if each.meaning and each.key not in PARTS],
+        figures=_json(drawn),
+        dark=_json(DARK),
+        plotly=get_plotlyjs() if drawn else "",
+    )
 
 
 def _code(text: str) -> Markup:
@@ -92,6 +86,11 @@ def _code(text: str) -> Markup:
 
 
 def _json(content: object) -> str:
-    """JSON that cannot end the script that it is in."""
-    text = json.dumps(content, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    """JSON that cannot end the script that it is in, with as many digits as a figure needs."""
+
+    def shortened(number: str) -> float:
+        return float(f"{float(number):.8g}")
+
+    content = json.loads(json.dumps(content, allow_nan=False), parse_float=shortened)
+    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
     return text.replace("<", "\\u003c")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import table as rich
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from lightning_dist.console import stdout_console
-from lightning_dist.profiling.analysis.metrics import METRICS, TEXT
+from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, TEXT
 from lightning_dist.profiling.analysis.parts import EXPOSED, Summary
 from lightning_dist.profiling.report.tables import (
     RANK_COLUMNS,
-    Table,
+    View,
     facts,
     parts_table,
     ranks_table,
@@ -23,28 +23,30 @@ from lightning_dist.profiling.report.tables import (
 _MOST_RANKS = 8
 _WORST_RANKS = 4
 _BEST_SETTINGS = 4
-_RANK_KEYS = (*RANK_COLUMNS[:6], "clock_uncertainty_ms")
+_RANK_COLUMNS = (*RANK_COLUMNS[:6], "clock_uncertainty_ms")
 
 
 def print_summary(summary: Summary, console: Console | None = None) -> None:
     """Print headline, facts, parts of the step, ranks, predictions and notes."""
-    if console is None:
-        console = stdout_console()
+    console = console or stdout_console()
     console.print(Text(summary.headline, style="bold"))
     if summary.steps:
         console.print(_overview(summary))
         if len(summary.ranks) > 1:
-            _print_ranks(summary, console)
+            title, shown = _ranks(summary)
+            ranks = ranks_table(summary)
+            console.print(title)
+            console.print(draw_table(ranks, [ranks.rows[at] for at in shown], _RANK_COLUMNS))
         if summary.predictions is not None:
-            found = whatif_table(summary, most=_BEST_SETTINGS)
-            console.print(Text(f"{found.title}, ms:", style="bold"))
-            print_table(console, found)
+            predicted = whatif_table(summary)
+            console.print(Text(f"{predicted.title}, ms:", style="bold"))
+            console.print(draw_table(predicted, predicted.rows[: 1 + _BEST_SETTINGS]))
     for note in summary.notes:
         console.print(Text(f"note: {note}"))
 
 
-def _overview(summary: Summary) -> rich.Table:
-    table = rich.Table(box=None, pad_edge=False, show_header=False)
+def _overview(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -53,38 +55,35 @@ def _overview(summary: Summary) -> rich.Table:
     parts = parts_table(summary)
     exposed = {METRICS[name].label for name in EXPOSED}
     for name, time, share, meaning in parts.rows:
+        value, remark = (f"{time} ms", share)
+        if time == MISSING:
+            value, remark = MISSING, meaning.removeprefix(f"{MISSING}: ")
         style = "yellow" if name in exposed else ""
-        value = f"{time} ms" if time != "n/a" else time
-        remark = meaning.removeprefix("n/a: ") if time == "n/a" else share
         table.add_row(Text(f"  {name}", style=style), Text(value), Text(remark))
     if parts.missing:
-        table.add_row("parts", "n/a", Text(parts.missing))
+        table.add_row("parts", MISSING, Text(parts.missing))
     if "predictions" in summary.unavailable:
-        table.add_row("predictions", "n/a", Text(summary.unavailable["predictions"]))
+        table.add_row("predictions", MISSING, Text(summary.unavailable["predictions"]))
     return table
 
 
-def _print_ranks(summary: Summary, console: Console) -> None:
-    shown = [each.rank for each in summary.ranks]
-    if len(shown) > _MOST_RANKS:
-        worst = sorted(summary.ranks, key=lambda each: (-(each.waited_for_ms or 0), each.rank))
-        shown = [each.rank for each in worst[:_WORST_RANKS]]
-        console.print(
-            f"{len(shown)} of {len(summary.ranks)} ranks, those others waited for most, ms:"
-        )
-    else:
-        console.print("ranks, ms:")
-    print_table(console, ranks_table(summary, ranks=shown), _RANK_KEYS)
+def _ranks(summary: Summary) -> tuple[str, Sequence[int]]:
+    """A title, and which ranks it is of, by their place: all, or those most waited for."""
+    everyone = range(len(summary.ranks))
+    if len(everyone) <= _MOST_RANKS:
+        return "ranks, ms:", everyone
+    waited_for = [each.waited_for_ms or 0 for each in summary.ranks]
+    worst = sorted(everyone, key=lambda at: -waited_for[at])[:_WORST_RANKS]
+    return f"{len(worst)} of {len(everyone)} ranks, those others waited for most, ms:", worst
 
 
-def print_table(console: Console, table: Table, keys: Sequence[str] = ()) -> None:
-    """Print a table, or its columns with these keys."""
-    drawn = rich.Table(box=None, pad_edge=False, header_style="bold")
-    at = [index for index, each in enumerate(table.columns) if not keys or each.key in keys]
-    for column in (table.columns[index] for index in at):
-        is_text = column.unit == TEXT
-        label = column.label.replace(" ", "\n")
-        drawn.add_column(label, justify="left" if is_text else "right", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(Text(row[index]) for index in at))
-    console.print(drawn)
+def draw_table(view: View, rows: Sequence[Sequence[str]], keys: Sequence[str] = ()) -> Table:
+    """Some rows of a table, and all of its columns or those with ``keys``."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    shown = [at for at, column in enumerate(view.columns) if not keys or column.key in keys]
+    for column in (view.columns[at] for at in shown):
+        label, is_text = column.label.replace(" ", "\n"), column.unit == TEXT
+        table.add_column(label, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[at]) for at in shown))
+    return table

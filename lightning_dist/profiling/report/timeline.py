@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
 from lightning_dist.profiling.analysis.intervals import lanes
-from lightning_dist.profiling.analysis.metrics import format_value, why
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.report import figures
-from lightning_dist.profiling.report.figures import HOVER, INK, LINE, Picture, plain
+from lightning_dist.profiling.report.figures import HOVER, INK, LINE, fill, plain, short, styled
+from lightning_dist.profiling.report.tables import View, missing
 
 _MOST_RANKS = 16
 _WORK = {
@@ -23,23 +23,30 @@ _WORK = {
     "transfer": "transfer",
     "exchange": "collective, launches not known",
 }
-_BEHIND, _PHASE, _SPAN = range(3)
+_BACKGROUND, _PHASE, _SPAN = range(3)
 _LOOKS: tuple[dict[str, Any], ...] = ({"opacity": 0.16, "showlegend": False}, {"opacity": 0.9}, {})
 """Of the background of a phase, of its strip, and of work."""
 
-_Bar = tuple[int, int, float, float, str, str]
-"""Begin and end in nanoseconds, middle and height in lanes, text, hover text."""
+
+class _Bar(NamedTuple):
+    """A horizontal bar: begin and end in nanoseconds, middle and height in lanes."""
+
+    begin: int
+    end: int
+    y: float
+    height: float
+    text: str
+    hover: str
 
 
-def timeline(summary: Summary, steps: Sequence[Timeline]) -> Picture:
+def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
     """One step on all ranks, of several to choose from."""
     title = "Time line of a step"
     if not steps:
-        missing = f"n/a: {why(summary.unavailable, 'step_ms')}."
-        return Picture("timeline", title, missing=missing)
+        return View("timeline", title, missing=missing(summary, "step_ms"))
     if not any(of for each in steps for of in (*each.phases.values(), *each.spans.values())):
-        missing = f"Nothing was recorded inside this step: {why(summary.unavailable, 'buckets')}."
-        return Picture("timeline", title, missing=missing)
+        reason = missing(summary, "buckets").removeprefix("n/a: ")
+        return View("timeline", title, missing=f"Nothing was recorded inside this step: {reason}")
     everyone = sorted({rank for each in steps for rank in (*each.phases, *each.spans)})
     ranks = most_telling(summary, everyone)
     caption = (
@@ -50,69 +57,60 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> Picture:
     if not any(of for each in steps for of in each.spans.values()):
         caption = "Only phases: buckets and collectives of this step were not recorded."
     if len(ranks) < len(everyone):
-        caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: half of them those that"
-        caption += " others waited for most, the others those that waited most."
+        caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: those that waited most, or"
+        caption += " that others waited for."
     drawn = {f"{each.label} ({each.step})": _figure(summary, each, ranks) for each in steps}
-    return Picture("timeline", title, caption, drawn)
+    return View("timeline", title, caption, figures=drawn)
 
 
-def most_telling(summary: Summary, ranks: Sequence[int], *, most: int = _MOST_RANKS) -> list[int]:
-    """All ranks; of too many, half that others waited for most, and half that waited most."""
-    if len(ranks) <= most:
-        return list(ranks)
-    caused = {each.rank: each.waited_for_ms or 0.0 for each in summary.ranks}
-    waited = {each.rank: each.wait_ms or 0.0 for each in summary.ranks}
-    chosen = sorted(ranks, key=lambda rank: (-caused.get(rank, 0), rank))[: most // 2]
-    rest = sorted(set(ranks) - set(chosen), key=lambda rank: (-waited.get(rank, 0), rank))
-    return sorted([*chosen, *rest[: most - len(chosen)]])
+def most_telling(summary: Summary, ranks: Sequence[int]) -> list[int]:
+    """All ranks; of too many those with the most waiting, that of others for them included."""
+    waits = {each.rank: (each.waited_for_ms or 0) + (each.wait_ms or 0) for each in summary.ranks}
+    return sorted(sorted(ranks, key=lambda rank: -waits.get(rank, 0))[:_MOST_RANKS])
 
 
 def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
     bars: dict[tuple[int, str], list[_Bar]] = defaultdict(list)
     ready: list[tuple[float, float, str]] = []
-    hosts = {each.rank: f"<br>{figures.short(each.host)}" for each in summary.ranks}
+    hosts = {each.rank: f"<br>{short(each.host)}" for each in summary.ranks}
     top, names = 0.0, {}
     for rank in ranks:
-        spans = step.spans.get(rank, ())
+        bottom, spans = top + 1, step.spans.get(rank, ())
         codec = [span for span in spans if span.phase != "exchange"]
         exchanges = [span for span in spans if span.phase == "exchange"]
-        on_codec, on_exchange = (
-            lanes([(span.begin, span.end) for span in of]) for of in (codec, exchanges)
-        )
-        middle = top + 1 + len({*on_codec})
-        bottom = middle + len({*on_exchange})
+        for work in (codec, exchanges):
+            chosen = lanes([(span.begin, span.end) for span in work])
+            for span, lane in zip(work, chosen, strict=True):
+                for name, bar in _bars(span, rank, bottom + 0.5 + lane):
+                    bars[_SPAN, name].append(bar)
+            bottom += len({*chosen})
+        middle = (top + bottom) / 2
         for phase, begin, end in step.phases.get(rank, ()):
-            name, y = plain(phase), (top + bottom) / 2
-            hover = f"rank {rank}: {name}, {_ms(end - begin)}"
-            bars[_BEHIND, name].append((begin, end, y, bottom - top, "", hover))
-            bars[_PHASE, name].append((begin, end, top + 0.5, 0.86, name, hover))
-        for span, lane in zip(codec, on_codec, strict=True):
-            hover = f"rank {rank}, bucket {span.bucket}<br>{plain(span.phase)}: "
-            hover += _ms(span.end - span.begin)
-            bar = (span.begin, span.end, top + 1.5 + lane, 0.86, str(span.bucket), hover)
-            bars[_SPAN, "encode" if span.phase == "encode" else "decode"].append(bar)
-        for span, lane in zip(exchanges, on_exchange, strict=True):
-            for kind, begin, end, text, hover in _collective(span, rank):
-                bars[_SPAN, kind].append((begin, end, middle + 0.5 + lane, 0.86, text, hover))
+            label = _label(phase)
+            hover = f"rank {rank}: {label}, {_ms(end - begin)}"
+            bars[_BACKGROUND, phase].append(_Bar(begin, end, middle, bottom - top, "", hover))
+            bars[_PHASE, phase].append(_Bar(begin, end, top + 0.5, 0.86, label, hover))
         for index, time, done in step.buckets.get(rank, ()):
             hover = f"rank {rank}, bucket {index}<br>gradients ready at {_ms(time)}, "
             ready.append((time / 1e6, top + 1, f"{hover}averaged at {_ms(done)}"))
-        names[(top + bottom) / 2] = f"rank {rank}{hosts.get(rank, '')}"
+        names[middle] = f"rank {rank}{hosts.get(rank, '')}"
         top = bottom + 0.6
     order = {name: place for place, name in enumerate((*PHASES, *_WORK))}
     keys = sorted(bars, key=lambda key: (key[0], order.get(key[1], len(order))))
-    drawn = go.Figure([_trace(layer, name, bars[layer, name]) for layer, name in keys])
+    traces = [_trace(layer, name, bars[layer, name]) for layer, name in keys]
     if ready:
         x, heights, hovers = (list(of) for of in zip(*ready, strict=True))
         mark = {"symbol": "triangle-down", "size": 9, "color": INK}
         look = {"mode": "markers", "marker": mark, "name": "gradients of a bucket ready"}
-        drawn.add_scatter(x=x, y=heights, hovertext=hovers, hovertemplate=HOVER, **look)
-    ends = [bar[1] / 1e6 for of in bars.values() for bar in of]
-    return figures.styled(
-        drawn,
+        traces.append(go.Scatter(x=x, y=heights, hovertext=hovers, hovertemplate=HOVER, **look))
+    return styled(
+        traces,
         round(165 + max(60, top * max(5.0, min(22.0, 1500 / top)))),
         barmode="overlay",
-        xaxis={"title": "time in the step, ms", "range": [0, max(ends)]},
+        xaxis={
+            "title": "time in the step, ms",
+            "range": [0, max(bar.end for of in bars.values() for bar in of) / 1e6],
+        },
         yaxis={"range": [top - 0.3, -0.3], "showgrid": False},
         yaxis_tickvals=list(names),
         yaxis_ticktext=list(names.values()),
@@ -120,42 +118,50 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
     )
 
 
-def _collective(span: TimelineSpan, rank: int) -> list[tuple[str, int, int, str, str]]:
-    """A bar, or two where it is known when the last rank launched it."""
-    hover = f"rank {rank}, bucket {span.bucket}<br>{plain(span.op)} in {plain(span.group)}, "
-    hover += f"{format_value(span.sent, 'B')} sent<br>"
-    if span.arrival is None:
-        hover += f"{_ms(span.end - span.begin)}, wait not told apart"
-        return [("exchange", span.begin, span.end, str(span.bucket), hover)]
-    arrival = min(max(span.arrival, span.begin), span.end)  # clocks are never quite equal
-    hover += f"wait {_ms(arrival - span.begin)}, transfer {_ms(span.end - arrival)}"
-    parts = (("wait", span.begin, arrival), ("transfer", arrival, span.end))
+def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]:
+    """A bar with its name; of a collective two where it is known when the last rank launched it."""
+    hover = f"rank {rank}, bucket {span.bucket}<br>"
+    parts = [("encode" if span.phase == "encode" else "decode", span.begin, span.end)]
+    if span.phase != "exchange":
+        hover += f"{plain(span.phase)}: {_ms(span.end - span.begin)}"
+    else:
+        hover += f"{plain(span.op)} in {plain(span.group)}, {format_value(span.sent, 'B')} sent<br>"
+        if span.arrival is None:
+            parts = [("exchange", span.begin, span.end)]
+            hover += f"{_ms(span.end - span.begin)}, wait not told apart"
+        else:
+            arrival = min(max(span.arrival, span.begin), span.end)  # clocks are never quite equal
+            parts = [("wait", span.begin, arrival), ("transfer", arrival, span.end)]
+            hover += f"wait {_ms(arrival - span.begin)}, transfer {_ms(span.end - arrival)}"
     longest = max(parts, key=lambda part: part[2] - part[1])
-    texts = (str(span.bucket) if part == longest else "" for part in parts)
-    return [
-        (*part, text, hover) for part, text in zip(parts, texts, strict=True) if part[1] < part[2]
-    ]
+    for name, begin, end in parts:
+        if begin < end or len(parts) == 1:
+            text = str(span.bucket) if name == longest[0] else ""
+            yield name, _Bar(begin, end, y, 0.86, text, hover)
 
 
 def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
-    begins, ends, y, heights, texts, hovers = (list(of) for of in zip(*bars, strict=True))
-    fill = figures.fill("exposed_other" if name == "exchange" else name)
+    outline = {"width": 0.5 if layer == _SPAN else 0, "color": LINE}
     return go.Bar(
         orientation="h",
-        name=_WORK[name] if layer == _SPAN else name,
-        base=[round(begin / 1e6, 3) for begin in begins],
-        x=[round(max(b - a, 0) / 1e6, 3) for a, b in zip(begins, ends, strict=True)],
-        y=y,
-        width=heights,
-        text=texts,
-        hovertext=hovers,
+        name=_WORK[name] if layer == _SPAN else _label(name),
+        base=[bar.begin / 1e6 for bar in bars],
+        x=[max(bar.end - bar.begin, 0) / 1e6 for bar in bars],
+        y=[bar.y for bar in bars],
+        width=[bar.height for bar in bars],
+        text=[bar.text for bar in bars],
+        hovertext=[bar.hover for bar in bars],
         hovertemplate=HOVER,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        marker={**fill, "line": {"width": 0.5 if layer == _SPAN else 0, "color": LINE}},
+        marker={**fill("exposed_other" if name == "exchange" else name), "line": outline},
         **_LOOKS[layer],
     )
+
+
+def _label(phase: str) -> str:
+    return METRICS[phase].label if phase in METRICS else plain(phase)
 
 
 def _ms(nanoseconds: int) -> str:

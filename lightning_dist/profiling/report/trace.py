@@ -13,7 +13,7 @@ import gzip
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,10 +22,8 @@ from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
 from lightning_dist.profiling.run import replace_file
 
 Event: TypeAlias = dict[str, Any]
-_Clock: TypeAlias = Callable[[int], int]
-"""From nanoseconds of a step to microseconds of the trace."""
-_Slice: TypeAlias = tuple[int, str, list[Event]]
-"""Rank, track, and a slice with what is inside it."""
+_Slice: TypeAlias = list[Event]
+"""A slice, and the events inside it; the category of the first is the track that it is on."""
 
 _TRACKS = ("step", "phases", "codec", "exchange")
 """In the order in which they are drawn."""
@@ -33,14 +31,11 @@ _TRACKS = ("step", "phases", "codec", "exchange")
 _FIRST_THREAD = 100_000
 """No rank is that high: viewers take the thread whose number is its process's for the main one."""
 
-_GAP = 20
-"""Between two steps is so much less than the longest of them lasts."""
-
 _ORDER = ("M", "X", "i", "C", "s", "f")
 """Of events at one time: slices are open before a flow looks for them."""
 
 
-def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[int, str]) -> None:
+def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> None:
     """Write ``trace.json.gz``: the steps one after the other, all ranks below each other.
 
     A rank has its phases, with exposed communication cut out of the backward pass, codec work,
@@ -49,13 +44,13 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[
     the last rank's exchange to the transfer.
 
     Args:
-        about: host by rank.
+        hosts: by rank.
 
     Raises:
         OSError: it cannot be written.
     """
     content = {
-        "traceEvents": _events(timelines, about),
+        "traceEvents": _events(timelines, hosts),
         "displayTimeUnit": "ms",
         "otherData": {f"step {each.step}": each.label for each in timelines},
     }
@@ -63,59 +58,57 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], about: Mapping[
     replace_file(path, gzip.compress(text.encode(), mtime=0))
 
 
-def _events(timelines: Sequence[Timeline], about: Mapping[int, str]) -> list[Event]:
-    slices: dict[tuple[int, str], list[list[Event]]] = defaultdict(list)
+def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Event]:
     events: list[Event] = []
-    flows = itertools.count(1)
-    bounds = [_bounds(each) for each in timelines]
-    gap = max((end - begin for begin, end in bounds), default=0) // _GAP + 1000
-    at = 0
-    for timeline, (begin, end) in zip(timelines, bounds, strict=True):
-
-        def clock(time: int, shift: int = at - begin) -> int:
-            return round((time + shift) / 1000)
-
-        for rank, track, inside in (*_phases(timeline, clock), *_spans(timeline, clock, flows)):
-            slices[rank, track].append(inside)
-        events += _rates(timeline, clock)
-        at += end - begin + gap
-    for rank in sorted({*about, *(of for of, _ in slices)}):
-        host = f" @ {about[rank]}" if about.get(rank) else ""
-        events.append(_metadata("process_name", rank, name=f"rank {rank}{host}"))
-        events.append(_metadata("process_sort_index", rank, sort_index=rank))
-        thread = _FIRST_THREAD
+    tracks: dict[tuple[int, str], list[_Slice]] = defaultdict(list)
+    flows, at = itertools.count(1), 0
+    for timeline in timelines:
+        rates = list(_rates(timeline))
+        slices = [*_phases(timeline), *_work(timeline, flows)]
+        of_step = [*rates, *(event for inside in slices for event in inside)]
+        begin = min((each["ts"] for each in of_step), default=0)
+        end = max((each["ts"] + each.get("dur", 0) for each in of_step), default=0)
+        for event in of_step:
+            event["ts"] += at - begin
+        at += (end - begin) * 21 // 20 + 1
+        events += rates
+        for inside in slices:
+            tracks[inside[0]["pid"], inside[0]["cat"]].append(inside)
+    for rank in sorted({*hosts, *(rank for rank, _ in tracks)}):
+        host = f" @ {hosts[rank]}" if hosts.get(rank) else ""
+        events.append(_event("M", rank, "process_name", 0, args={"name": f"rank {rank}{host}"}))
+        events.append(_event("M", rank, "process_sort_index", 0, args={"sort_index": rank}))
+        first = _FIRST_THREAD
         for track in _TRACKS:
-            of_track = slices.get((rank, track), [])
-            chosen = lanes([(each["ts"], each["ts"] + each["dur"]) for each, *_ in of_track])
-            for lane in sorted({*chosen}):
-                name, order = f"{track} {lane + 1}" if lane else track, thread - _FIRST_THREAD
-                named = _metadata("thread_name", rank, name=name)
-                placed = _metadata("thread_sort_index", rank, sort_index=order + lane)
-                events += [{**each, "tid": thread + lane} for each in (named, placed)]
-            for inside, lane in zip(of_track, chosen, strict=True):
-                events += [{**each, "pid": rank, "tid": thread + lane} for each in inside]
-            thread += len({*chosen})
+            slices = tracks[rank, track]
+            chosen = lanes([(each["ts"], each["ts"] + each["dur"]) for each, *_ in slices])
+            for inside, lane in zip(slices, chosen, strict=True):
+                events += [{**each, "tid": first + lane} for each in inside]
+            for lane in range(len({*chosen})):
+                name = {"name": f"{track} {lane + 1}" if lane else track}
+                events.append(_event("M", rank, "thread_name", 0, tid=first + lane, args=name))
+                order = {"sort_index": first + lane}
+                events.append(
+                    _event("M", rank, "thread_sort_index", 0, tid=first + lane, args=order)
+                )
+            first += len({*chosen})
     # A slice comes before those in it, which begin no earlier: sorting keeps that.
     return sorted(events, key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
 
 
-def _bounds(timeline: Timeline) -> tuple[int, int]:
-    times = [time for of in timeline.phases.values() for _, *both in of for time in both]
-    times += [ready for of in timeline.buckets.values() for _, ready, _ in of]
-    times += [at for of in timeline.spans.values() for span in of for at in (span.begin, span.end)]
-    times += [time for of in timeline.exposed.values() for both in of for time in both]
-    return min(times, default=0), max(times, default=0)
+def _event(phase: str, rank: int, name: str, at: int, **more: Any) -> Event:
+    return {"name": name, "ph": phase, "ts": at, "pid": rank, **more}
 
 
-def _metadata(kind: str, rank: int, **args: str | int) -> Event:
-    return {"name": kind, "ph": "M", "ts": 0, "pid": rank, "args": args}
+def _slice(rank: int, category: str, name: str, begin: int, end: int, **more: Any) -> Event:
+    return _event("X", rank, name, begin, dur=end - begin, cat=category, **more)
 
 
-def _slice(name: str, category: str, begin: int, end: int, **more: Any) -> Event:
-    return {"name": name, "cat": category, "ph": "X", "ts": begin, "dur": end - begin, **more}
+def _us(nanoseconds: int) -> int:
+    return round(nanoseconds / 1000)
 
 
-def _phases(timeline: Timeline, clock: _Clock) -> Iterator[_Slice]:
+def _phases(timeline: Timeline) -> Iterator[_Slice]:
     """Steps and phases; exposed communication is a phase of its own."""
     for rank, phases in timeline.phases.items():
         exposed = timeline.exposed.get(rank, ())
@@ -125,65 +118,59 @@ def _phases(timeline: Timeline, clock: _Clock) -> Iterator[_Slice]:
             left = difference(whole, exposed) if name == "backward" else whole
             cut += [(name, *each) for each in left]
         for name, begin, end in cut:
-            yield rank, "phases", [_slice(name, "phases", clock(begin), clock(end))]
+            yield [_slice(rank, "phases", name, _us(begin), _us(end))]
         ready = [
-            {"name": f"ready {index}", "cat": "ready", "ph": "i", "s": "t", "ts": clock(time)}
+            _event("i", rank, f"ready {index}", _us(time), cat="ready", s="t")
             for index, time, _ in timeline.buckets.get(rank, ())
         ]
-        ends = [clock(time) for _, *both in phases for time in both]
-        ends += [clock(time) for _, time, _ in timeline.buckets.get(rank, ())]
-        if ends:
+        times = [_us(time) for _, *both in phases for time in both]
+        times += [each["ts"] for each in ready]
+        if times:
             name = f"step {timeline.step} ({timeline.label})"
-            yield rank, "step", [_slice(name, "step", min(ends), max(ends)), *ready]
+            yield [_slice(rank, "step", name, min(times), max(times)), *ready]
 
 
-def _spans(timeline: Timeline, clock: _Clock, flows: Iterator[int]) -> Iterator[_Slice]:
-    """Codec work, and exchanges by collective."""
-    collectives: dict[object, dict[int, TimelineSpan]] = {}
+def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
+    """Codec work, and exchanges by collective, in which ranks wait for the last of them."""
+    collectives: dict[object, dict[int, TimelineSpan]] = defaultdict(dict)
     for rank, spans in timeline.spans.items():
         for number, span in enumerate(spans):
             if span.phase == "exchange":
                 key = (rank, number) if span.collective_id is None else span.collective_id
-                collectives.setdefault(key, {})[rank] = span
+                collectives[key][rank] = span
             else:
-                args = {"args": {"bucket": span.bucket}}
-                name, begin, end = f"{span.phase} {span.bucket}", clock(span.begin), clock(span.end)
-                yield rank, "codec", [_slice(name, "codec", begin, end, **args)]
+                name, begin, end = f"{span.phase} {span.bucket}", _us(span.begin), _us(span.end)
+                yield [_slice(rank, "codec", name, begin, end, args={"bucket": span.bucket})]
     for members in collectives.values():
-        yield from _collective(members, clock, flows)
+        lasts = {span.last if span.last in members else None for span in members.values()}
+        last = lasts.pop() if len(lasts) == 1 else None  # None: not known, or not shown
+        slices = {rank: [_exchange(rank, span)] for rank, span in members.items()}
+        for rank, span in members.items():
+            begin, moves, end = _us(span.begin), _us(_moves_from(span)), _us(span.end)
+            if begin < moves:
+                name = "wait" if last is None else f"wait for rank {last}"
+                slices[rank].append(_slice(rank, "wait", name, begin, moves))
+            if begin < moves < end:
+                slices[rank].append(_slice(rank, "transfer", "transfer", moves, end))
+                if last is not None and slices[last][0]["dur"]:
+                    # Into a slice that begins there: Perfetto turns an arrow round whose head is in
+                    # one that began before the one with its tail.
+                    flow = {"cat": "arrival", "id": next(flows)}
+                    slices[last].append(_event("s", last, "arrival", moves, **flow))
+                    slices[rank].append(_event("f", rank, "arrival", moves, bp="e", **flow))
+        yield from slices.values()
 
 
-def _collective(
-    members: Mapping[int, TimelineSpan], clock: _Clock, flows: Iterator[int]
-) -> Iterator[_Slice]:
-    (last, *others) = {span.last if span.last in members else None for span in members.values()}
-    if others:
-        last = None  # not known, or not shown
-    heads: list[Event] = []  # at the last rank, of the arrows to the others
-    for rank, span in members.items():
-        begin, moves, end = clock(span.begin), clock(_moves_from(span)), clock(span.end)
-        inside: list[Event] = heads if rank == last else []
-        if begin < moves:
-            waits = "wait" if last is None else f"wait for rank {last}"
-            inside.append(_slice(waits, "wait", begin, moves))
-        if begin < moves < end:
-            inside.append(_slice("transfer", "transfer", moves, end))
-            if last is not None and clock(members[last].begin) < clock(members[last].end):
-                # Into a slice that begins there: Perfetto turns an arrow round whose head is in
-                # one that began before the one with its tail.
-                arrow = {"name": "arrival", "cat": "arrival", "id": next(flows), "ts": moves}
-                heads.append({**arrow, "ph": "s"})
-                inside.append({**arrow, "ph": "f", "bp": "e"})
-        wait, rate = (_moves_from(span) - span.begin) / 1e6, _mbit_per_s(span)
-        unknown = "not known: not every member has recorded this step"
-        args = {
-            **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
-            "wait_ms": unknown if span.arrival is None else wait,
-            "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
-        }
-        title = f"{span.op or span.phase} {span.bucket}"
-        inside.insert(0, _slice(title, "exchange", begin, end, args=args))
-        yield rank, "exchange", inside  # to which later members may add
+def _exchange(rank: int, span: TimelineSpan) -> Event:
+    rate, wait = _mbit_per_s(span), (_moves_from(span) - span.begin) / 1e6
+    unknown = "not known: not every member has recorded this step"
+    args = {
+        **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
+        "wait_ms": unknown if span.arrival is None else wait,
+        "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
+    }
+    name = f"{span.op or span.phase} {span.bucket}"
+    return _slice(rank, "exchange", name, _us(span.begin), _us(span.end), args=args)
 
 
 def _moves_from(span: TimelineSpan) -> int:
@@ -196,7 +183,7 @@ def _mbit_per_s(span: TimelineSpan) -> float | None:
     return span.sent * 8000 / lasted if lasted > 0 else None
 
 
-def _rates(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
+def _rates(timeline: Timeline) -> Iterator[Event]:
     """Counters: what every rank sends in each group, were every exchange even."""
     for rank, spans in timeline.spans.items():
         moving = [
@@ -205,8 +192,8 @@ def _rates(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
             if span.phase == "exchange" and (rate := _mbit_per_s(span))
         ]
         for now in sorted({time for begin, end, _, _ in moving for time in (begin, end)}):
-            args = dict.fromkeys(sorted({group for _, _, group, _ in moving}), 0.0)
+            rates = dict.fromkeys(sorted({group for _, _, group, _ in moving}), 0.0)
             for begin, end, group, rate in moving:
-                args[group] += rate * (begin <= now < end)
-            rates = {group: round(rate, 2) for group, rate in args.items()}
-            yield {"name": "sends, Mbit/s", "ph": "C", "ts": clock(now), "pid": rank, "args": rates}
+                rates[group] += rate * (begin <= now < end)
+            args = {group: round(rate, 2) for group, rate in rates.items()}
+            yield _event("C", rank, "sends, Mbit/s", _us(now), args=args)

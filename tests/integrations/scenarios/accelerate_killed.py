@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 faulthandler.dump_traceback_later(100, exit=True)
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_dist.accelerate import AsyncState  # noqa: E402
 from scenarios.accelerating import Training  # noqa: E402

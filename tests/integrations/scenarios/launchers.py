@@ -7,10 +7,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from pathlib import Path
 
 faulthandler.dump_traceback_later(100, exit=True)
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402

@@ -6,11 +6,9 @@ import faulthandler
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 faulthandler.dump_traceback_later(120, exit=True)
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
