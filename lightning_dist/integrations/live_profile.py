@@ -104,7 +104,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         "comm/step_ms": of_all if in_detail is None else in_detail,
         "comm/all_steps_ms": of_all,
         "comm/exposed_ms": summary.exposed_ms,
-        "comm/exposed_fraction": summary.exposed,
+        "comm/exposed_fraction": summary.exposed_fraction,
         "comm/hidden_ms": summary.hidden_ms,
         "comm/overlap_fraction": summary.overlap_fraction,
         "comm/exposed_wait_ms": parts.get("exposed_wait"),

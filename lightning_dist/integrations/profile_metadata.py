@@ -45,7 +45,7 @@ def rank_metadata(
         device=model.device.type,
         pid=os.getpid(),
         cores=len(os.sched_getaffinity(0)),
-        budget=max_overhead,
+        max_overhead=max_overhead,
         unseen="" if reducer is not None else why_not_watched(model),
         versions=versions(),
         script=sys.argv[0],

@@ -43,9 +43,9 @@ def test_what_is_exposed_is_the_same_everywhere(change: Any) -> None:
     steps = {number: change(step) for number, step in of_rank.steps.items()}
     run = Run({0: replace(of_rank, steps=steps)})
     told, summary = logged(run), summarize(run, warmup_steps=0)
-    assert summary.exposed is not None
+    assert summary.exposed_fraction is not None
     assert told["comm/exposed_ms"] == pytest.approx(summary.exposed_ms)
-    assert told["comm/exposed_fraction"] == pytest.approx(summary.exposed)
+    assert told["comm/exposed_fraction"] == pytest.approx(summary.exposed_fraction)
     assert told["comm/hidden_ms"] == pytest.approx(summary.hidden_ms)
     assert told["comm/step_ms"] == pytest.approx(summary.step_ms["mean"])
 

@@ -34,7 +34,7 @@ def test_a_planted_run_in_numbers() -> None:
     assert summary.exposed_ms == pytest.approx(58)
     assert summary.hidden_ms == pytest.approx(29)
     assert summary.overlap_fraction == pytest.approx(2 * 29 / (110 + 60))
-    assert summary.exposed == pytest.approx(58 / 150)
+    assert summary.exposed_fraction == pytest.approx(58 / 150)
     assert summary.profiler_overhead == pytest.approx(0.05 / 150)
     assert summary.straggler == 1
     assert summary.unavailable == {
@@ -259,17 +259,22 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("codec", "budget", "overhead", "note"),
+    ("codec", "allowed", "overhead", "note"),
     [
-        ("ddp", 0.01, 0.028, "took 2.8 % of the time, and its budget is 1 %: gradients of ddp are"),
-        ("int8", 0.01, 0.0124, "took 1.2 % of the time, and its budget is 1 %"),
+        (
+            "ddp",
+            0.01,
+            0.028,
+            "took 2.8 % of the time, and max_overhead is 1 %: gradients of ddp are",
+        ),
+        ("int8", 0.01, 0.0124, "took 1.2 % of the time, and max_overhead is 1 %"),
         ("int8", 0.01, 0.0104, None),  # no more than rounding shows
         ("ddp", 0.01, 0.009, None),
         ("ddp", 0.0, 0.028, None),  # of an older version: not known
     ],
 )
 def test_a_profiler_that_takes_more_than_it_may_says_so(
-    codec: str, budget: float, overhead: float, note: str | None
+    codec: str, allowed: float, overhead: float, note: str | None
 ) -> None:
     run = Planted(codec=codec).run()
     for rank, each in run.ranks.items():
@@ -277,11 +282,13 @@ def test_a_profiler_that_takes_more_than_it_may_says_so(
             number: replace(step, overhead=round(overhead * step.duration))
             for number, step in each.steps.items()
         }
-        run = replaced(run, rank, steps=steps, metadata=replace(each.metadata, budget=budget))
+        run = replaced(
+            run, rank, steps=steps, metadata=replace(each.metadata, max_overhead=allowed)
+        )
     notes = [each for each in summarize(run).notes if each.startswith("the profiler took")]
     assert len(notes) == (note is not None)
     assert note is None or f"the profiler {note}" in notes[0]
-    assert codec != "int8" or note is None or notes[0].endswith("budget is 1 %")
+    assert codec != "int8" or note is None or notes[0].endswith("max_overhead is 1 %")
 
 
 def test_on_one_host_there_is_no_network() -> None:

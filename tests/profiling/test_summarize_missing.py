@@ -82,7 +82,11 @@ def test_no_steps() -> None:
             "traffic",
         ):
             assert summary.unavailable[name] == "no rank has recorded a step"
-        assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
+        assert (summary.exposed_ms, summary.exposed_fraction, summary.hidden_ms) == (
+            None,
+            None,
+            None,
+        )
         assert summary.traffic is None
         told = json.loads(to_json(summary.as_dict()))
         assert told["step_ms"] == {"mean": None, "median": None, "p95": None}
@@ -265,7 +269,7 @@ def test_steps_that_were_only_timed_have_no_zeros() -> None:
     for rank in run.ranks:
         run = without_detail(run, rank, *run.ranks[rank].steps)
     summary = summarize(run)
-    assert (summary.exposed_ms, summary.exposed, summary.hidden_ms) == (None, None, None)
+    assert (summary.exposed_ms, summary.exposed_fraction, summary.hidden_ms) == (None, None, None)
     metrics = metrics_of(summary)
     assert metrics["comm/step_ms"] > 0
     assert not {"comm/exposed_ms", "comm/exposed_fraction", "comm/hidden_ms"} & set(metrics)

@@ -67,7 +67,7 @@ METRICS: Mapping[str, Metric] = {
             "Communication that compute does not hide: from the last gradient of the backward pass "
             "to the mean of all gradients.",
         ),
-        ("exposed", "exposed communication", "%", "Exposed time over that of the step."),
+        ("exposed_fraction", "exposed communication", "%", "Exposed time over that of the step."),
         (
             "overlap_fraction",
             "overlap",

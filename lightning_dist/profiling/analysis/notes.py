@@ -54,14 +54,14 @@ def _measured(summary: Summary) -> str:
     if not summary.steps:
         return f"No data: {unavailable['steps']}."
     step = f"the step takes {_ms(summary.step_ms['mean'])}"
-    if summary.exposed is None or summary.exposed_ms is None:
+    if summary.exposed_fraction is None or summary.exposed_ms is None:
         return f"T{step[1:]}; its parts are unavailable: {unavailable['breakdown_ms']}."
     if summary.run["world_size"] < 2:
         return f"A single rank does not communicate; {step}."
     exposed = _ms(summary.exposed_ms)
-    if summary.exposed < _LEAST and summary.overlap_fraction is None:
+    if summary.exposed_fraction < _LEAST and summary.overlap_fraction is None:
         return f"No communication: {unavailable['overlap_fraction']}; {step}."
-    if summary.exposed < _LEAST:
+    if summary.exposed_fraction < _LEAST:
         hidden = f"{_ms(summary.hidden_ms)} under the backward pass"
         return f"Communication is hidden: {hidden}, {exposed} exposed; {step}."
     rank = summary.exposed_straggler
@@ -80,7 +80,7 @@ def _measured(summary: Summary) -> str:
         for name, share in shares.items()
         if share >= _LEAST
     )
-    share = format_value(summary.exposed, "%")
+    share = format_value(summary.exposed_fraction, "%")
     return f"{share} of the step is exposed communication ({exposed}): {told}."
 
 
@@ -228,11 +228,11 @@ def _divergence(run: Run) -> list[str]:
 
 
 def _over_budget(run: Run, overhead: float | None) -> list[str]:
-    budget = min((each.metadata.budget for each in run.ranks.values()), default=0.0)
-    took, may = format_value(overhead, "%"), format_value(budget, "%")
-    if overhead is None or not 0 < budget < overhead or took == may:
+    may_take = min((each.metadata.max_overhead for each in run.ranks.values()), default=0.0)
+    took, may = format_value(overhead, "%"), format_value(may_take, "%")
+    if overhead is None or not 0 < may_take < overhead or took == may:
         return []
-    note = f"the profiler took {took} of the time, and its budget is {may}"
+    note = f"the profiler took {took} of the time, and max_overhead is {may}"
     if run.is_stock:
         note += (
             ": gradients of ddp are seen through a communication hook, which costs its share in "

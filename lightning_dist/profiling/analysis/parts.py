@@ -250,7 +250,7 @@ class Summary:
         return len(self.ranks) >= int(self.run.get("world_size", 0))
 
     @property
-    def exposed(self) -> float | None:
+    def exposed_fraction(self) -> float | None:
         """Exposed share, 0 to 1, of the detailed steps."""
         if self.exposed_ms is None:
             return None
@@ -260,8 +260,10 @@ class Summary:
         """For JSON."""
         content = {"schema": SCHEMA, **asdict(replace(self, predictions=None))}
         content["detailed_step_ms"] = self.detailed_step_ms
-        if self.traffic is not None:
-            content["traffic"]["compression_ratio"] = self.traffic.compression_ratio
+        content["exposed_fraction"] = self.exposed_fraction
+        if (traffic := self.traffic) is not None:
+            content["traffic"]["compression_ratio"] = traffic.compression_ratio
+            content["traffic"]["link_utilization"] = traffic.link_utilization
         if self.predictions is not None:
             content["predictions"] = self.predictions.as_dict()
         return content

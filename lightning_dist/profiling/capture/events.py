@@ -40,7 +40,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this host may use; 0: not known.
-        budget: most that the profiler was to take of a step; 0: not known.
+        max_overhead: most that the profiler was to take of a step; 0: not known.
         unseen: why no bucket of this model can be seen; empty: they can.
         script: the program, as it was called; empty: not known.
     """
@@ -56,7 +56,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     device: str = ""
     pid: int = 0
     cores: int = 0
-    budget: float = 0.0
+    max_overhead: float = 0.0
     unseen: str = ""
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)

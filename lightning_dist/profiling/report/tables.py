@@ -100,7 +100,7 @@ def facts(summary: Summary) -> list[Fact]:
     )
     hidden = f"{_ms(summary.hidden_ms)} per step hidden"
     found = [
-        fact("exposed", summary.exposed, exposed, "exposed_ms", "step_ms"),
+        fact("exposed_fraction", summary.exposed_fraction, exposed, "exposed_ms", "step_ms"),
         fact("step_ms", step["mean"], "; ".join(of_steps)),
         fact("overlap_fraction", summary.overlap_fraction, hidden),
     ]
