@@ -84,7 +84,10 @@ class Notices:
         if self._open is not None:
             (there, listener), self._open = self._open, None
             signal.set_wakeup_fd(self._old_fd)
-            there.close()  # ends the thread, which closes the other end
+            # Ends the thread, which closes the other end. Closing alone would not: processes that
+            # were forked meanwhile, as workers of a DataLoader, have this end open too.
+            there.shutdown(socket.SHUT_RDWR)
+            there.close()
             if listener is not threading.current_thread():
                 listener.join(_PATIENCE)  # it may be busy with a notice
 

@@ -223,3 +223,24 @@ def test_nobody_asks_after_the_end() -> None:
     asked[0].join(LIMIT)
     assert not asked[0].is_alive()
     assert len(asked) == 1
+
+
+def test_a_child_that_lives_on_does_not_hold_up_the_end() -> None:
+    """As a worker of a DataLoader that stays, which has the socket of the signals open too."""
+    before = set(threading.enumerate())
+    notices = started(signal.SIGTERM, heard=Heard())
+    (listener,) = set(threading.enumerate()) - before
+    there, here = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        there.close()
+        here.recv(1)
+        os._exit(0)
+    here.close()
+    try:
+        notices.stop()
+        listener.join(LIMIT)
+        assert not listener.is_alive()
+    finally:
+        there.close()
+        os.waitpid(child, 0)
