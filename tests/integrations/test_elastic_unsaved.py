@@ -15,12 +15,13 @@ from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.elastic.life import EXIT_UNSAVED
 
 MAIN = """
-import json, logging, resource, sys
+import json, logging, resource, sys, threading
 from pathlib import Path
 from elastic_jobs import KINDS, limit_files_of_writer
 from elastic_runs import FailAt, fit
 from loop_runs import train
 from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.elastic.notice import Notices
 saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
 framework, folder, steps = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 def space_after_a_failure():
@@ -29,7 +30,16 @@ def space_after_a_failure():
         limit_files_of_writer(resource.RLIM_INFINITY)
         on_failed(self, event)
     Checkpointer._on_failed = mended
-actions = {at: KINDS[kind] for kind, at in steps.items() if kind in KINDS}
+def terminate():  # and wait until the thread of signals has taken note of it
+    heard, give = threading.Event(), Notices.give
+    def told(self, reason):
+        give(self, reason)
+        heard.set()
+    Notices.give = told
+    KINDS["terminate"]()
+    assert heard.wait(60)
+kinds = KINDS | {"terminate": terminate}
+actions = {at: kinds[kind] for kind, at in steps.items() if kind in kinds}
 def strike(place, step):
     if place == "after_backward" and step in actions:
         actions[step]()
