@@ -71,7 +71,7 @@ class CompressionError(Metric):
 
     ``p`` is the gradient of a bucket with the residual of error feedback, ``C(p)`` its compressed
     form. The mean over ranks and samples since the last reset; ``CommProfiler`` takes a sample
-    every ``error_every_n_steps`` steps::
+    every ``error_every_n_steps`` steps, of a model whose gradients are compressed::
 
         def on_train_batch_end(self, *args):
             self.error.update(self.profiler.errors)
@@ -105,5 +105,5 @@ class CompressionError(Metric):
         self._newest = errors[-1] if errors else None
 
     def compute(self) -> Tensor:
-        """NaN where nothing was sampled."""
+        """NaN where nothing was sampled, as where nothing is compressed."""
         return self.total / self.samples

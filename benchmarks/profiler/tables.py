@@ -95,7 +95,7 @@ def _wire_columns(own: str) -> list[Column]:
         ("of planted", share.format("link_of_payload", 0)),
         ("`wire_gbps`", "{wire_gbps:x1000,.1f}"),
         ("of interface", share.format("of_link", 1)),
-        ("`peak_gbps`", "{peak_gbps:x1000,.1f}"),
+        ("`link_gbps`", "{peak_gbps:x1000,.1f}"),
         ("of planted", peak),
     ]
 

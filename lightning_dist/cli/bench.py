@@ -66,7 +66,7 @@ def bench(
 ) -> None:
     """Measure how fast ranks exchange bytes. Rank 0 prints a table.
 
-    Options are those of nccl-tests, and so are sizes: K, M and G are powers of 1024.
+    Options are named as in nccl-tests, and so are sizes: K, M and G are powers of 1024.
 
     \b
     Ranks of this host:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from signal import Signals
+from textwrap import shorten
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -27,6 +30,7 @@ from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
+from lightning_dist.profiling.capture.torch_tools import require_traceable
 from lightning_dist.profiling.report.files import Wanted
 
 _NO_WANDB = (
@@ -34,6 +38,7 @@ _NO_WANDB = (
 )
 _ONE_PROCESS = "one process exchanges no gradients"
 _MOST_ERRORS = 1024
+_LONGEST_REASON = 200
 
 
 class CommProfiler(pl.Callback):
@@ -75,7 +80,8 @@ class CommProfiler(pl.Callback):
         error_every_n_steps: steps between two samples of the compression error, of one bucket in
             turn; 0: never.
         html: write ``report.html``.
-        trace: write ``trace.json.gz``, for ui.perfetto.dev: the median and the p95 step.
+        trace: write ``trace.json.gz``, for ui.perfetto.dev: the median, the p95 and the slowest
+            step.
         csv: write ``steps.csv``.
         predict: after a training of 30 s or more that has ended by itself, measure on rank 0 what
             codecs cost there, about 2 s and at most a tenth of the training and one codec more
@@ -111,6 +117,17 @@ class CommProfiler(pl.Callback):
             raise ValueError(f"upload is 'report', 'all' or 'none'; got {upload!r}")
         if upload == "all" and model is not None:
             raise ValueError(_NO_WANDB)
+        if not isinstance(model, nn.Module | None):
+            raise ValueError(f"model is the DistributedDataParallel to profile; got {model!r}")
+        if dirpath is not None and not (isinstance(dirpath, str | PathLike) and str(dirpath)):
+            raise ValueError(f"dirpath is the path of a folder, or None; got {dirpath!r}")
+        if torch_profiler is not None:
+            require_traceable(torch_profiler)
+        switches = {"measure_links": measure_links, "html": html, "trace": trace, "csv": csv}
+        switches |= {"predict": predict, "print_summary": print_summary}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is True or False; got {value!r}")
         self._model = model
         self._upload: Upload = upload
         self._dirpath = dirpath
@@ -173,6 +190,11 @@ class CommProfiler(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._model is not None:
+            raise ValueError(
+                "CommProfiler(model) profiles a loop of your own; as a callback of a Trainer it "
+                "takes the model of the strategy: leave the model out"
+            )
         self.summary = self._run = self._live = None
         self._nothing = _why_nothing(trainer)
         if self._nothing:
@@ -292,5 +314,6 @@ def _warn_here(text: str) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit) and error.code == CODE:
         return "SIGTERM"
-    text = str(error).strip().split("\n")[0][:200]
-    return f"{type(error).__name__}: {text}"
+    # torch puts the places in its own source code between, some of them as long as the message.
+    text = re.sub(r"\[[^]\s]*:\d+\] ", "", str(error).strip().split("\n")[0])
+    return f"{type(error).__name__}: {shorten(text, _LONGEST_REASON, placeholder=' ...')}"

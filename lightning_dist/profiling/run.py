@@ -277,8 +277,8 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
         return None
     if metadata.schema > SCHEMA:
         notes.append(
-            f"{path.name} is of schema {metadata.schema}, and this version knows {SCHEMA}; "
-            "install a newer lightning_dist"
+            f"{path.name} was written by a later version, in schema {metadata.schema} where this "
+            f"one reads up to {SCHEMA}; install a newer lightning_dist"
         )
         return None
     return RankRun(

@@ -51,7 +51,7 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
     assert "setting" in columns.split()
     assert own.split()[:4] == ["ddp", "(this", "run)", "197"]
     assert [row.split()[:2] for row in (best, other)] == [["1", "fp16"], ["2", "ddp"]]
-    assert "no difference within the error" in other
+    assert "no difference from this run within the error" in other
     assert re.fullmatch(
         r"note: this run simulated: 197\.0 ms \([+-]?0\.0 %\); differences within 2 % are not "
         r"ranked",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planted import Planted
+from torch import nn
 
 from lightning_dist import CommProfiler
+from lightning_dist.integrations.comm_profiler import _reason
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.capture.events import RankFile
 from lightning_dist.profiling.report.files import Wanted
@@ -52,3 +56,39 @@ def test_why_nothing_is_predicted_is_known_without_looking(
         == f"{reason}; `lightning-dist profile whatif DIR` measures"
     )
     assert summary.predictions is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_overhead": "1%"}, "above 0 and at most 1; got '1%'"),
+        ({"max_overhead": True}, "got True"),
+        ({"error_every_n_steps": 2.5}, "0 for never; got 2.5"),
+        ({"torch_profiler": 12}, r"a range of steps, .* got 12"),
+        ({"torch_profiler": [3, 4]}, r"got \[3, 4\]"),
+        ({"torch_profiler": signal.SIGTERM}, "SIGTERM"),
+        ({"torch_profiler": range(5, 3)}, r"has a step, .* got range\(5, 3\)"),
+        ({"torch_profiler": range(-3, 3)}, "none below 0"),
+        ({"dirpath": 3}, "path of a folder, or None; got 3"),
+        ({"dirpath": ""}, "path of a folder, or None; got ''"),
+        ({"measure_links": "no"}, "measure_links is True or False; got 'no'"),
+        ({"csv": "x.csv"}, "csv is True or False; got 'x.csv'"),
+        ({"model": 5}, "DistributedDataParallel to profile; got 5"),
+    ],
+)
+def test_settings_that_cannot_take_effect_raise(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CommProfiler(**setting)
+
+
+def test_a_model_is_for_loops_only() -> None:
+    with pytest.raises(ValueError, match="leave the model out"):
+        CommProfiler(nn.Linear(1, 1)).on_train_start(SimpleNamespace(), SimpleNamespace())
+
+
+def test_an_error_is_told_without_the_places_of_its_source() -> None:
+    error = RuntimeError("lightning_dist: [/__w/gloo/transport/tcp/pair.cc:553] " + "closed " * 60)
+    told = _reason(error)
+    assert told.startswith("RuntimeError: lightning_dist: closed closed")
+    assert told.endswith(" closed ...")
+    assert len(told) <= 220

@@ -195,7 +195,7 @@ def test_a_time_line_with_less_says_what_is_missing(timeline: Timeline, sentence
     [
         ({"ranks": 1, "late": 0}, "There is one rank, and nobody it could wait for."),
         ({"links": [{"rank": 0, "peer": None, "group": "flat", "sent": 10, "seconds": 1.0}]},
-         "n/a between two hosts: only whole groups of ranks were."),
+         "n/a between two hosts: only groups of ranks were measured."),
         ({"links": [], "unavailable": {"links": "no time"}}, "n/a: no time."),
         ({"errors": [], "unavailable": {"errors": "not asked for"}}, "n/a: not asked for."),
         ({"overlap_fraction": None, "unavailable": {"overlap_fraction": "no exchange"}},

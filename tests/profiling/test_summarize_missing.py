@@ -138,6 +138,11 @@ def test_what_has_ended_the_training_is_the_first_note(tmp_path: Path) -> None:
     assert summarize(two).notes[0] == (
         "the training ended by KeyboardInterrupt (rank 0), OSError: no data (rank 1, 2)"
     )
+    lost = "RuntimeError: Connection closed by peer"
+    bereft = replaced(one, 0, end=EndRecord(lost))
+    assert summarize(bereft).notes[0] == (
+        f"the training ended by OSError: no data (rank 1), {lost} (rank 0)"
+    )
     for rank in run.ranks:
         run = replaced(run, rank, end=EndRecord("SystemExit: 143"))
     write_summary(tmp_path / "summary.json", summarize(run))

@@ -32,6 +32,14 @@ def test_the_step_in_which_the_trace_is_written_is_disturbed_too(tmp_path: Path)
     assert (tmp_path / "torch-trace-rank0-step1.json.gz").is_file()
 
 
+def test_steps_that_never_come_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    tracer = TorchTracer(tmp_path, rank=0, wanted=range(100, 103), on_problem=told.append)
+    assert not any(tracer.begin_step(step) for step in range(6))
+    tracer.close()
+    assert told == ["torch_profiler=range(100, 103): none of these steps came; no trace"]
+
+
 RECORDED = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path

@@ -191,7 +191,7 @@ def test_nothing_is_ranked_closer_than_the_error() -> None:
         assert (one.position != other.position) is apart
     assert {one.position == other.position for one, other in pairs} == {True, False}
     remarks = [remark(each, found) for each in found.scenarios]
-    assert (remarks[:2], remarks[-1]) == (["no difference within the error"] * 2, "")
+    assert (remarks[:2], remarks[-1]) == (["no difference from this run within the error"] * 2, "")
 
 
 def test_a_large_error_joins_what_a_small_one_would_rank() -> None:

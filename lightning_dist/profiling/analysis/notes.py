@@ -118,6 +118,8 @@ def _ended_by(run: Run) -> list[str]:
         f"{reason} (rank {', '.join(map(str, ranks))})" if len(ranks) < run.world_size else reason
         for reason, ranks in ranks_of.items()
     ]
+    # A rank that has lost its peer says nothing of why that peer went.
+    told.sort(key=lambda reason: "by peer" in reason)
     return [f"the training ended by {', '.join(told)}"] if told else []
 
 

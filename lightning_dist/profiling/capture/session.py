@@ -52,15 +52,17 @@ class SessionSettings:
     error_every_n_steps: int = 50
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_overhead <= 1:
+        share = self.max_overhead
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(
                 "max_overhead is the share of a step that the profiler may take, above 0 and at "
-                f"most 1; got {self.max_overhead}"
+                f"most 1; got {share!r}"
             )
-        if self.error_every_n_steps < 0:
+        every = self.error_every_n_steps
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(
                 "error_every_n_steps is the number of steps between two samples of the compression "
-                f"error, 0 for never; got {self.error_every_n_steps}"
+                f"error, 0 for never; got {every!r}"
             )
 
 

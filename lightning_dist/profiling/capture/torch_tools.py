@@ -16,6 +16,24 @@ from torch._C import _distributed_c10d as c10d
 STEPS = 3
 """Steps that are traced after a signal."""
 
+_TAKEN = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+"""Signals that nobody can catch, or that end a training."""
+
+
+def require_traceable(wanted: object) -> None:
+    """Raise ValueError if ``wanted`` is neither steps nor a signal that can start a trace."""
+    if isinstance(wanted, range):
+        if not wanted or min(wanted) < 0:
+            raise ValueError(
+                "torch_profiler as a range has a step, and none below 0, as range(100, 103) does; "
+                f"got {wanted}"
+            )
+    elif not isinstance(wanted, signal.Signals) or wanted in _TAKEN:
+        raise ValueError(
+            "torch_profiler is a range of steps, such as range(100, 103), or a signal other than "
+            f"SIGKILL, SIGSTOP and SIGTERM, such as signal.SIGUSR2; got {wanted!r}"
+        )
+
 
 class TorchTracer:
     """Writes ``torch-trace-rank<r>-step<n>.json.gz``, a trace of every operator, for Perfetto.
@@ -39,7 +57,7 @@ class TorchTracer:
         self._on_problem = on_problem
         self._is_asked = False
         self._profiler: torch.profiler.profile | None = None
-        self._first = 0
+        self._first: int | None = None
         self._steps = range(0)
         self._restore: Callable[[], object] = lambda: None
         if isinstance(wanted, range):
@@ -77,6 +95,8 @@ class TorchTracer:
         """Trace nothing more."""
         if self._profiler is not None:
             self._write(self._profiler)
+        elif self._steps and self._first is None:
+            self._on_problem(f"torch_profiler={self._steps}: none of these steps came; no trace")
         with suppress(ValueError):  # of a thread that closes for the main one: the process ends
             self._restore()
         self._restore = lambda: None

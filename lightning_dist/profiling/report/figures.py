@@ -213,7 +213,7 @@ def links_between_hosts(summary: Summary) -> View:
         seconds[pair] += link["seconds"]
     rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
     if not rates:
-        only_groups = "n/a between two hosts: only whole groups of ranks were."
+        only_groups = "n/a between two hosts: only groups of ranks were measured."
         sentence = only_groups if summary.links else missing(summary, "links")
         return View("links", title, missing=sentence)
     names = sorted({name for pair in rates for name in pair})

@@ -117,7 +117,11 @@ def remark(each: Prediction, found: Predictions) -> str:
         return f"not ranked: for {each.assumption}"
     if each.change is None or found.tolerance is None:
         return "not ranked: the error of the simulation is unknown"
-    return "no difference within the error" if abs(each.change) <= found.tolerance else ""
+    return (
+        "no difference from this run within the error"
+        if abs(each.change) <= found.tolerance
+        else ""
+    )
 
 
 def notes(found: Predictions) -> list[str]:
