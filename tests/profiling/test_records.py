@@ -225,7 +225,7 @@ def test_a_later_schema_is_refused(tmp_path: Path) -> None:
     line = to_line(about).decode().replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}')
     (tmp_path / "rank0.jsonl").write_text(line + "\n")
     with pytest.raises(
-        ValueError, match=f"schema {SCHEMA + 1}, where this one reads up to {SCHEMA}"
+        ValueError, match=f"schema {SCHEMA + 1} where this one reads up to {SCHEMA}"
     ):
         read_run(tmp_path)
 
