@@ -81,6 +81,6 @@ def test_the_same_wandb_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wandb.finish()
     start = json.loads((tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()[0])
     assert ids == [start["run_id"]] * 2
-    # One folder, where the second began within the second of the first, which is in its name.
-    runs = {path.name.rsplit("-", 1)[1] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    # offline-run-<second>-<id>, and a number behind it where two began within one second.
+    runs = {path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")}
     assert runs == {start["run_id"]}
