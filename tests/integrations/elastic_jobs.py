@@ -228,7 +228,7 @@ def _fit(job: Job, folder: Path, strike: Strike, hooks: Sequence[str]) -> dict[s
 
     from lightning_dist import CommProfiler
 
-    of_run = {"dirpath": folder / "profiles", "calibrate": False, "html": False}
+    of_run = {"dirpath": folder / "profiles", "measure_links": False, "html": False}
     module = Net(**job.module)
     trainer, module = fit(
         folder,
