@@ -27,6 +27,7 @@ from lightning_dist.integrations.checks import (
     require_effect,
     require_one_momentum,
 )
+from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.integrations.in_force import tell_in_force
 from lightning_dist.integrations.networks import Groups, network_for
 from lightning_dist.onebit_adam import OneBitAdam
@@ -148,7 +149,7 @@ def attach(
         network=network,
         state=None if continue_from is None else continue_from.state,
         grad_scale=grad_scale,
-        find_unused=finds_unused(model),
+        allow_absent=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if several else (),
     )
     if several and not compresses_fewer_bytes(settings, names, reducer.planner):
@@ -173,11 +174,13 @@ def attach(
         for codec in settings.codec.leaves():
             reducer.planner.fuse(codec, dtypes)
 
-    def lightning_dist_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return state.reduce_bucket(bucket)
+    buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
+
+    def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return state.reduce(bucket)
 
     _refuse_second_momentum(reducer)
-    model.register_comm_hook(reducer, lightning_dist_hook)
+    model.register_comm_hook(buckets, lightning_dist_hook)
     _attached[model.module] = ref(reducer)
     if first:
         tell_in_force(reducer, begins=begins)

@@ -14,7 +14,7 @@ from lightning_dist.codecs.base import Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import Slot, matrices, slots_by_codec
+from lightning_dist.reducer.policy import Slot, by_codec, matrices, slices_of
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
@@ -92,10 +92,10 @@ def _alike(
             key = codec, real.dtype, tuple(real.shape)
             large.setdefault(key, []).append(name)
     for dtype, parameters in small.items():
-        cut = slots_by_codec(
+        cut = by_codec(
             policy,
-            [names[parameter] for parameter in parameters],
-            parameters,
+            slices_of([names[parameter] for parameter in parameters], parameters),
+            {names[parameter]: tuple(parameter.shape) for parameter in parameters},
             step=step,
             filling=sum(as_real(parameter).numel() for parameter in parameters),
             affordable=partial(planner.affordable, dtype=dtype),

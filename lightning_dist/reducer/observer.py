@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_dist.exchange.channel import Watch
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.job import Job
+from lightning_dist.reducer.handle import Handle
 
 Phase = Literal["encode", "decode"]
 
@@ -83,12 +83,12 @@ def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterato
         yield
 
 
-def encoded_buckets(jobs: Sequence[Job], scale: Tensor) -> Iterator[EncodedBucket]:
+def encoded_buckets(handles: Sequence[Handle], scale: Tensor) -> Iterator[EncodedBucket]:
     """The buckets of a step that a codec loses something of."""
-    for job in jobs:
-        lanes = [lane for lane in job.lanes if not lane.codec.lossless]
+    for handle in handles:
+        lanes = [lane for lane in handle.lanes if not lane.codec.lossless]
         if lanes:
-            yield EncodedBucket(job.index, lanes, scale)
+            yield EncodedBucket(handle.key, lanes, scale)
 
 
 def _nothing() -> None:

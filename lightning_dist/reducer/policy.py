@@ -44,34 +44,44 @@ class Slot:
         return flat.as_strided(self.shape, self.strides)
 
 
-def slots_by_codec(
+def slices_of(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Slot]:
+    """Parameters that lie one after the other in a flat tensor."""
+    found = []
+    offset = 0
+    for name, parameter in zip(names, parameters, strict=True):
+        shape = tuple(as_real(parameter).shape)
+        found.append(Slot(name, offset, shape, strides=strides_in_bucket(parameter)))
+        offset += found[-1].numel
+    return found
+
+
+def by_codec(
     policy: Codec,
-    names: Sequence[str],
-    parameters: Sequence[Tensor],
+    slices: Sequence[Slot],
+    shapes: Mapping[str, Shape],
     *,
     step: int,
     filling: int,
     affordable: Callable[[Codec, Slot], Codec] = lambda codec, slot: codec,
 ) -> Mapping[Codec, Sequence[Slot]]:
-    """Every parameter of a bucket under the codec that ``policy`` gives it; empty ones not.
+    """Every slice of a flat tensor under the codec that ``policy`` gives it; empty ones not.
 
     Args:
-        filling: elements of the bucket.
+        shapes: of the parameters, by name.
+        filling: elements of the tensor.
         affordable: may answer with another codec.
     """
     found: dict[Codec, list[Slot]] = {}
-    offset = 0
-    for name, parameter in zip(names, parameters, strict=True):
-        shape = tuple(as_real(parameter).shape)
-        slot = Slot(name, offset, shape, strides=strides_in_bucket(parameter))
-        offset += slot.numel
+    for slot in slices:
         if slot.numel:
-            codec = affordable(policy.for_tensor(name, tuple(parameter.shape), step=step), slot)
+            codec = affordable(policy.for_tensor(slot.name, shapes[slot.name], step=step), slot)
             found.setdefault(codec, []).append(slot)
     # An element that no slot has would keep the local gradient, and replicas would drift apart.
-    assert offset == filling, (
-        f"a bucket has {filling} elements and its parameters {', '.join(names)} have {offset}; "
-        "this is a bug of lightning_dist, please report it"
+    elements = sum(slot.numel for slot in slices)
+    assert elements == filling, (
+        f"a tensor has {filling} elements and its slices "
+        f"{', '.join(slot.name for slot in slices)} have {elements}; this is a bug of "
+        "lightning_dist, please report it"
     )
     return found
 

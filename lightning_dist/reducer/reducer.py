@@ -1,14 +1,14 @@
-"""The way of a gradient: bucket -> (+ residual) -> encode -> exchange -> decode -> bucket.
+"""The way of a gradient: slices -> (+ residual) -> encode -> exchange -> decode, in place.
 
 The residual is kept only once the step is known to be finite on every rank, so that an overflow
-under a GradScaler leaves no trace. That is known when the last bucket has been encoded; until then
-buckets keep their local gradients and the received payloads wait. If it is not finite, the residual
-of a parameter is kept once an optimizer has applied its gradient (``commit.py``).
+under a GradScaler leaves no trace. That is known when the step is finished; until then tensors keep
+their local gradients and the received payloads wait. If it is not finite, the residual of a
+parameter is kept once an optimizer has applied its gradient (``commit.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -23,17 +23,16 @@ from lightning_dist.reducer.chunk import Lane, begun
 from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.flush import add_owed
-from lightning_dist.reducer.job import Bucket, Job
+from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, encoded_buckets, working
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import matrices, slots_by_codec
+from lightning_dist.reducer.policy import Slot, by_codec, matrices
 from lightning_dist.reducer.run_config import run_config
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
 from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
-from lightning_dist.reducer.usage import Usage
 from lightning_dist.reducer.verdict import Verdict, settle_lane, sum_of_bits
 from lightning_dist.settings import Settings
 
@@ -41,14 +40,17 @@ _COMPARED_EVERY = 100
 
 
 class Reducer:
-    """Replaces DDP's allreduce. One per DistributedDataParallel.
+    """Averages flat tensors made of named slices over the ranks of a network, compressed.
+
+    A step is :meth:`start` for every tensor, then :meth:`finish`. Adapters make the tensors:
+    DistributedDataParallel's buckets come from ``integrations.ddp_buckets``.
 
     Args:
-        names: name of every parameter.
+        names: name of every parameter that a slice may be of.
         state: to go on from; empty by default.
         grad_scale: the current scale of a GradScaler as a 0-d tensor, or None for 1. Residuals are
             kept unscaled, so that a change of the scale does not change their weight.
-        find_unused: whether DDP looks for parameters without a gradient.
+        allow_absent: whether slices may be absent on some ranks, equal on all ranks.
         observers: are told how a step goes, but not of single collectives.
     """
 
@@ -60,7 +62,7 @@ class Reducer:
         network: Network,
         state: ReducerState | None = None,
         grad_scale: Callable[[], Tensor | None] = lambda: None,
-        find_unused: bool = False,
+        allow_absent: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.settings, self.network = settings, network
@@ -76,87 +78,106 @@ class Reducer:
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
-        self._usage = Usage(names) if find_unused else None
-        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+        self._allow_absent = allow_absent
+        self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self.planner = Planner(
             network,
             self.state,
             error_feedback=settings.error_feedback,
             intra=settings.intra,
-            whole=matrices(self._policy, shapes),
+            whole=matrices(self._policy, self._shapes),
         )
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
         self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
         self._executor = executor_for(network.device)
-        self._in_flight: list[Job] = []
+        self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
         self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """The first error of an exchange; nothing is exchanged after it."""
         self._pending = PendingCommit(names)
 
-    def reduce_bucket(self, bucket: Bucket) -> Future[Tensor]:
-        """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
+    def start(
+        self,
+        flat: Tensor,
+        slices: Sequence[Slot],
+        *,
+        key: int,
+        absent: Collection[str] = (),
+    ) -> Handle:
+        """Start averaging ``flat (N,)`` over all ranks, in place. Returns before it has travelled.
 
-        The future is ready with that buffer when the whole step is. Collective: every rank calls it
-        for the same buckets in the same order.
+        Collective: every rank calls it for the same tensors in the same order, and then
+        :meth:`finish`.
+
+        Args:
+            slices: where every parameter lies in ``flat``; together they fill it.
+            key: of this tensor among those of a step. What was worked out for a key is used again
+                while ``flat`` stays where it is and ``slices`` stay as they are.
+            absent: names of slices that this rank has no gradient for. A slice that is absent on
+                every rank keeps its contents and its state; needs ``allow_absent``.
         """
+        assert self._allow_absent or not absent, "absent slices need allow_absent=True"
         device = self.network.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
-        job = Job(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters(), done)
+        handle = Handle(key, flat, slices, frozenset(absent), done)
         if self.network.world_size == 1:
-            if job.is_last:
-                self.step += 1
-                self.stats.end_step()
-            done.set_result(job.gradients)
-            return done
+            handle.done.set_result(flat)
+            return handle
         for observer in self._observers:
-            observer.ready(job.index)
-        self._executor.submit(partial(self._guarded, job))
-        if device.type != "cuda":
-            # A future carries an exception to DDP's C++ side only through `then`.
-            return done.then(_value)
-        if self._failure is not None:  # the task has run; DDP would call the error no tensor
-            raise RuntimeError(f"lightning_dist: {self._failure}") from self._failure
-        return done
+            observer.ready(key)
+        self._executor.submit(partial(self._guarded, partial(self._start, handle), handle))
+        return handle
 
-    def _process(self, job: Job) -> None:
-        self._enter(job)
-        job.lanes = self._lanes(job)
-        if self._usage is not None:
-            job.keep_unused(self._usage)
-        self._adjust(job)
-        with working(self._observers, job.index, "encode"):
-            for chunk in begun(job.chunks()):
+    def finish(self) -> None:
+        """End the step: every tensor that was started gets its mean, and state is committed.
+
+        Returns before that is done; the handles tell.
+        """
+        if self.network.world_size == 1:
+            self._end_step()
+        else:
+            self._executor.submit(partial(self._guarded, self._finish))
+
+    def abandon(self) -> None:
+        """Give up a step that was started and will not be finished; nothing of it is committed."""
+        if self.network.world_size > 1:
+            self._executor.submit(partial(self._guarded, self._abandon))
+
+    def _start(self, handle: Handle) -> None:
+        self._enter(handle)
+        handle.lanes = self._lanes(handle)
+        handle.keep_absent()
+        self._adjust(handle)
+        with working(self._observers, handle.key, "encode"):
+            for chunk in begun(handle.chunks()):
                 chunk.encode(self._scale, step=self.step)
                 if self._asks:
                     self._finite.append(chunk.finite())
                 chunk.issue()
-        verdict = self._ask() if job.is_last else None
-        with working(self._observers, job.index, "decode"):
-            for chunk in job.chunks():
+        with working(self._observers, handle.key, "decode"):
+            for chunk in handle.chunks():
                 chunk.advance()
-        if job.is_last:
-            self._settle(verdict)
 
-    def _settle(self, verdict: Verdict | None) -> None:
-        """Decode every bucket of the step and commit its state, where all ranks were finite."""
-        jobs = self._in_flight
+    def _finish(self) -> None:
+        verdict = self._ask()
+        handles = self._in_flight
         if verdict is not None:
             verdict.require_equal()
         pending = None if verdict is None or verdict.ok() else self._pending
         unused = set() if verdict is None else verdict.unused()
         looked = [
-            observer.looks(encoded_buckets(jobs, self._scale)) for observer in self._observers
+            observer.looks(encoded_buckets(handles, self._scale)) for observer in self._observers
         ]
-        for job in jobs:
-            with working(self._observers, job.index, "decode"):
-                for lane in job.lanes:
+        for handle in handles:
+            with working(self._observers, handle.key, "decode"):
+                for lane in handle.lanes:
                     settle_lane(
                         lane,
-                        job.gradients,
+                        handle.flat,
                         self.state,
                         scale=self._scale,
                         unused=unused,
@@ -164,28 +185,40 @@ class Reducer:
                     )
                     self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
                     if self.step % _COMPARED_EVERY == 0 and pending is None:
-                        self._compare(lane, job.gradients)
-                    job.restore(lane, unused)
+                        self._compare(lane, handle.flat)
+                    handle.restore(lane, unused)
         for over in looked:
             over()
         for observer in self._observers:
-            observer.settled([(job.index, job.lanes) for job in jobs])
+            observer.settled([(handle.key, handle.lanes) for handle in handles])
         self._observers = tuple(each for each in self._observers if not each.done)
+        self._in_flight = []
+        self._end_step()
+        for handle in handles:
+            handle.done.set_result(handle.flat)
+
+    def _end_step(self) -> None:
         self.step += 1
         self.stats.end_step()
-        self._in_flight = []
-        for job in jobs:
-            job.done.set_result(job.gradients)
+
+    def _abandon(self) -> None:
+        # Payloads must land before their buffers are used again.
+        for chunk in [chunk for handle in self._in_flight for chunk in handle.chunks()]:
+            chunk.wait()
+        self._in_flight, self._finite = [], []
 
     def _ask(self) -> Verdict | None:
-        lanes = [lane for job in self._in_flight for lane in job.lanes]
         finite, self._finite = self._finite, []
-        if self._usage is None and not self._asks:
+        if not self._allow_absent and not self._asks:
             return None  # nothing to decide
         used: dict[str, bool] = {}
-        if self._usage is not None:
-            here = self._usage.take()
-            used = {slot.name: slot.name in here for lane in lanes for slot in lane.slots}
+        if self._allow_absent:
+            used = {
+                slot.name: slot.name not in handle.absent
+                for handle in self._in_flight
+                for lane in handle.lanes
+                for slot in lane.slots
+            }
         sums, self._sums = self._sums, []
         return Verdict(finite, used, sums, self.network)
 
@@ -194,13 +227,7 @@ class Reducer:
         if not lane.codec.bit_exact:
             self._sums.append(sum_of_bits(lane, gradients))
 
-    def _enter(self, job: Job) -> None:
-        if self._in_flight and job.index <= self._in_flight[-1].index:
-            # The last backward was cut short by an exception. Its payloads must land before their
-            # buffers are used again; its residuals were never touched.
-            for chunk in [chunk for stale in self._in_flight for chunk in stale.chunks()]:
-                chunk.wait()
-            self._in_flight, self._finite = [], []
+    def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
             self._pending.drop()
             scale = self._grad_scale()
@@ -208,51 +235,53 @@ class Reducer:
             self._asks = self._keeps_state or not self._trained.isdisjoint(
                 self.state.residuals.names()
             )
-        self._in_flight.append(job)
+        self._in_flight.append(handle)
 
-    def _lanes(self, job: Job) -> Sequence[Lane]:
+    def _lanes(self, handle: Handle) -> Sequence[Lane]:
         waiting = self.adjustment is not None and not self.adjustment.active
         policy = NoCompression() if waiting else self._policy
-        stage = (waiting, policy.stage(self.step))
-        key = (job.gradients.data_ptr(), tuple(map(id, job.parameters)), stage)
-        cached_key, lanes = self._plans.get(job.index, (None, ()))
-        if key == cached_key:
-            return lanes
-        # DDP has rebuilt its buckets, or the policy changes: free what belonged to the old ones.
-        for index in [index for index in self._plans if index >= job.index]:
-            del self._plans[index]
-        names = [self.names[parameter] for parameter in job.parameters]
-        slots_of = slots_by_codec(
+        phase = (waiting, policy.stage(self.step))
+        planned = (handle.flat.data_ptr(), tuple(handle.slices), phase)
+        found = self._plans.get(handle.key)
+        if found is not None and found[0] == planned:
+            return found[1]
+        if found is not None:
+            # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy
+            # changes: free what belonged to the old ones.
+            self._plans.clear()
+        slots_of = by_codec(
             policy,
-            names,
-            job.parameters,
+            handle.slices,
+            self._shapes,
             step=self.step,
-            filling=job.gradients.numel(),
-            affordable=partial(self.planner.affordable, dtype=job.gradients.dtype),
+            filling=handle.flat.numel(),
+            affordable=partial(self.planner.affordable, dtype=handle.flat.dtype),
         )
         lanes = [
-            self.planner.lane(codec, slots, job.gradients, waits=waiting)
+            self.planner.lane(codec, slots, handle.flat, waits=waiting)
             for codec, slots in slots_of.items()
         ]
-        self._plans[job.index] = (key, lanes)
+        self._plans[handle.key] = (planned, lanes)
         return lanes
 
-    def _adjust(self, job: Job) -> None:
-        for lane in job.lanes:
-            clip_lane(lane, job.gradients, self._scale, world_size=self.network.world_size)
+    def _adjust(self, handle: Handle) -> None:
+        for lane in handle.lanes:
+            clip_lane(lane, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
-                self.adjustment(lane.slots, job.gradients, self._scale)
-            add_owed(lane, job.gradients, self.state, self.network, self._scale)
+                self.adjustment(lane.slots, handle.flat, self._scale)
+            add_owed(lane, handle.flat, self.state, self.network, self._scale)
 
-    def _guarded(self, job: Job) -> None:
+    def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
-            if self._failure is not None:
-                raise RuntimeError("an earlier exchange failed") from self._failure
-            self._process(job)
+            if self.failure is not None:
+                raise RuntimeError(f"an earlier exchange failed: {self.failure}") from self.failure
+            task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             waiting, self._in_flight = self._in_flight, []
-            for waiter in waiting if job in waiting else [*waiting, job]:
+            if handle is not None and handle not in waiting:
+                waiting.append(handle)
+            for waiter in waiting:
                 failed = RuntimeError(f"lightning_dist: {error}")
                 waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
 
@@ -289,7 +318,7 @@ class Reducer:
     @property
     def in_step(self) -> bool:
         """Whether the groups can be used again: no exchange has failed or was left half done."""
-        return self._failure is None and not self._in_flight
+        return self.failure is None and not self._in_flight
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
@@ -352,11 +381,5 @@ class Reducer:
         self.at_close.clear()
         self._executor.close()
         self._pending.close()
-        if self._usage is not None:
-            self._usage.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
-
-
-def _value(done: Future[Tensor]) -> Tensor:
-    return done.value()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam
+from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
@@ -129,7 +130,7 @@ def test_parameters_that_do_not_fill_their_bucket_fail_the_step() -> None:
         settings = Settings.check("int8", min_compress_numel=0)
         reducer = Reducer({parameter: "short"}, settings=settings, network=rank.network())
         try:
-            future = reducer.reduce_bucket(FakeBucket(torch.zeros(65), [parameter]))
+            future = DDPBuckets(reducer).reduce(FakeBucket(torch.zeros(65), [parameter]))
             with pytest.raises(RuntimeError, match=r"65 elements.*64"):
                 future.wait()
             return "failed"

@@ -11,6 +11,7 @@ from feeding import FakeBucket, Fed, backward, compressed, feed
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.settings import Settings
@@ -102,7 +103,7 @@ def test_bytes_that_leave_the_host_are_told_apart(ranks_per_host: int) -> None:
         names: dict[Tensor, str] = {weight: "weight"}
         reducer = Reducer(names, settings=Settings.check("int8"), network=rank.network())
         try:
-            reducer.reduce_bucket(FakeBucket(torch.zeros(WEIGHT), [weight])).wait()
+            DDPBuckets(reducer).reduce(FakeBucket(torch.zeros(WEIGHT), [weight])).wait()
             return reducer.comm_stats()
         finally:
             reducer.close()

@@ -12,6 +12,7 @@ from processes import run
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllReduce, Gather
+from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.reducer.executor import Worker, executor_for
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -104,7 +105,7 @@ def two_buckets(rank: Rank) -> list[str]:
     reducer = Reducer(names, settings=settings, network=rank.network())
     try:
         futures = [
-            reducer.reduce_bucket(FakeBucket(torch.ones(w.numel()), [w], number, number == 1))
+            DDPBuckets(reducer).reduce(FakeBucket(torch.ones(w.numel()), [w], number, number == 1))
             for number, w in enumerate(weights)
         ]
         return say(reducer, futures)
@@ -155,7 +156,7 @@ def test_after_a_failure_every_later_bucket_fails_at_once(monkeypatch: pytest.Mo
         reducer = Reducer({weight: "weight"}, settings=settings, network=rank.network())
         buckets = [FakeBucket(torch.ones(weight.numel()), [weight]) for _ in range(2)]
         try:
-            return say(reducer, [reducer.reduce_bucket(bucket) for bucket in buckets])
+            return say(reducer, [DDPBuckets(reducer).reduce(bucket) for bucket in buckets])
         finally:
             reducer.close()
 

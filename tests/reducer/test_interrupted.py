@@ -12,6 +12,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllReduce, TwoShot
+from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
@@ -29,6 +30,7 @@ class Model:
         settings = Settings.check(codec, error_feedback=True, min_compress_numel=0)
         network = rank.network(layout.tree, leader=layout.leader) if layout else rank.network()
         self.reducer = Reducer(names, settings=settings, network=network)
+        self.buckets = DDPBuckets(self.reducer)
 
     def reduce(self, given: Tensors, buckets: int = 3) -> list[torch.futures.Future[Tensor]]:
         """Hand over the first ``buckets`` buckets of a step."""
@@ -36,7 +38,7 @@ class Model:
         for number, (name, parameter) in enumerate(list(self.parameters.items())[:buckets]):
             flat = self.flats[name].copy_(given[name].flatten())
             bucket = FakeBucket(flat, [parameter], number, last=number == 2)
-            futures.append(self.reducer.reduce_bucket(bucket))
+            futures.append(self.buckets.reduce(bucket))
         return futures
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_dist.codecs import CODECS, BlockCodec, Codec, NoCompression, Uncompressed
 from lightning_dist.reducer.memory import ErrorFeedback, MomentumCorrection, NoMemory, memory_of
-from lightning_dist.reducer.policy import Slot, slots_by_codec
+from lightning_dist.reducer.policy import Slot, by_codec, slices_of
 from lightning_dist.settings import Settings
 
 # The others look at more than the number of elements, or change with the step.
@@ -93,7 +93,13 @@ def test_a_bucket_is_sorted_by_codec() -> None:
     shapes = [(64, 64), (3,), (0, 5), (128, 64)]
     parameters = [torch.zeros(shape) for shape in shapes]
     names = ["a", "b", "empty", "c"]
-    found = slots_by_codec(policy, names, parameters, step=0, filling=4099 + 128 * 64)
+    found = by_codec(
+        policy,
+        slices_of(names, parameters),
+        dict(zip(names, shapes, strict=True)),
+        step=0,
+        filling=4099 + 128 * 64,
+    )
     assert found == {
         CODECS["int8"](): [Slot("a", 0, (64, 64)), Slot("c", 4099, (128, 64))],
         Uncompressed(): [Slot("b", 4096, (3,))],

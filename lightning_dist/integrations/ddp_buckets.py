@@ -1,0 +1,111 @@
+"""DistributedDataParallel's buckets on their way to a reducer and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_dist.reducer.policy import Slot, slices_of
+from lightning_dist.reducer.reducer import Reducer
+
+
+class Bucket(Protocol):
+    """The part of ``torch.distributed.GradBucket`` that is used."""
+
+    def buffer(self) -> Tensor: ...
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def parameters(self) -> list[Tensor]: ...
+
+
+class DDPBuckets:
+    """Averages DDP's gradient buckets with ``reducer``; call it from a communication hook.
+
+    Args:
+        find_unused: whether DDP looks for parameters without a gradient; the reducer then has
+            ``allow_absent``.
+    """
+
+    def __init__(self, reducer: Reducer, *, find_unused: bool = False) -> None:
+        self.reducer = reducer
+        self._used = UsedParameters(reducer.names) if find_unused else None
+        if self._used is not None:
+            reducer.at_close.append(self._used.close)
+        self._slices: dict[int, tuple[object, Sequence[Slot]]] = {}
+        self._reached = -1  # index of the last bucket of a step that is not finished
+
+    def reduce(self, bucket: Bucket) -> Future[Tensor]:
+        """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
+
+        The future is ready with that buffer once the mean is there. Collective: every rank calls it
+        for the same buckets in the same order.
+        """
+        index, reducer = bucket.index(), self.reducer
+        if index <= self._reached:  # the last backward pass was cut short by an exception
+            reducer.abandon()
+        slices = self._slices_of(bucket)
+        used = self._used
+        # Complete for the parameters of a bucket once DDP hands the bucket over.
+        absent = () if used is None else [each.name for each in slices if each.name not in used]
+        handle = reducer.start(bucket.buffer(), slices, key=index, absent=absent)
+        self._reached = index
+        if bucket.is_last():
+            self._reached = -1
+            reducer.finish()
+            if used is not None:
+                used.clear()
+        if reducer.network.device.type != "cuda":
+            # A future carries an exception to DDP's C++ side only through `then`.
+            return handle.done.then(_value)
+        if reducer.failure is not None:  # the task has run; DDP would call the error no tensor
+            raise RuntimeError(f"lightning_dist: {reducer.failure}") from reducer.failure
+        return handle.done
+
+    def _slices_of(self, bucket: Bucket) -> Sequence[Slot]:
+        """Slices of the parameters in ``bucket``, worked out once per layout."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        found = self._slices.get(bucket.index())
+        if found is None or found[0] != key:
+            names = [self.reducer.names[parameter] for parameter in parameters]
+            found = self._slices[bucket.index()] = key, slices_of(names, parameters)
+        return found[1]
+
+
+class UsedParameters:
+    """Names of the parameters that a backward pass has used, noted by hooks on all that take one.
+
+    The bucket does not tell: DDP copies an unused parameter's gradient of an earlier pass into it.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self._used: set[str] = set()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._note, name)
+            )
+            for parameter, name in names.items()
+            if parameter.requires_grad
+        ]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._used
+
+    def clear(self) -> None:
+        """Forget all names: a synchronised step is over."""
+        self._used.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._used.add(name)
+
+
+def _value(done: Future[Tensor]) -> Tensor:
+    return done.value()
