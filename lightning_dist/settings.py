@@ -38,6 +38,8 @@ class Settings:
     min_compress_numel: int | None
     start_step: int  # synchronised steps before compression starts
     compile_kernels: bool | Literal["auto"]
+    # when residuals are written: as soon as they are known, or once the whole step has landed
+    commit: Literal["auto", "immediate", "deferred"]
 
     @classmethod
     def check(
@@ -51,6 +53,7 @@ class Settings:
         min_compress_numel: int | None = None,
         start_step: int = 0,
         compile_kernels: bool | Literal["auto"] = "auto",
+        commit: Literal["auto", "immediate", "deferred"] = "auto",
     ) -> Settings:
         """Resolve defaults and refuse what cannot take effect.
 
@@ -79,6 +82,8 @@ class Settings:
             raise ValueError(
                 f"compile_kernels must be True, False or 'auto', got {compile_kernels!r}"
             )
+        if commit not in ("auto", "immediate", "deferred"):
+            raise ValueError(f"commit must be 'auto', 'immediate' or 'deferred', got {commit!r}")
         for leaf in resolved.leaves():
             if not isinstance(leaf, BlockCodec | PowerSGD | Threshold):
                 raise ValueError(
@@ -95,6 +100,7 @@ class Settings:
             min_compress_numel=min_compress_numel,
             start_step=start_step,
             compile_kernels=compile_kernels,
+            commit=commit,
         )
 
     @property
@@ -113,6 +119,7 @@ class Settings:
             "error_feedback": self.error_feedback,
             "min_compress_numel": self.min_compress_numel,
             "start_step": self.start_step,
+            "commit": self.commit,
         }
 
 

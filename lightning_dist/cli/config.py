@@ -27,6 +27,7 @@ _QUESTIONS = {
     "min_compress_numel": "Elements below which a tensor travels as it is; null: the codec's own",
     "start_step": "Steps before compression starts",
     "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
+    "commit": "When are residuals written? auto, immediate or deferred",
 }
 
 

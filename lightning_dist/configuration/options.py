@@ -32,6 +32,10 @@ def _is_count(value: object, *, least: int = 0) -> bool:
     return type(value) is int and value >= least
 
 
+def _is_commit(value: object) -> bool:
+    return value in ("auto", "immediate", "deferred")
+
+
 def _is_codec(value: object) -> bool:
     if isinstance(value, Mapping):
         return set(value) == {"intra", "inter"} and all(map(_is_text, value.values()))
@@ -79,6 +83,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("start_step", 0, "0 or more synchronised steps", _is_count),
         Option("compile_kernels", "auto", "true, false or auto", _switch("auto")),
+        Option("commit", "auto", "auto, immediate or deferred", _is_commit),
     )
 }
 """In the order of the questions of ``lightning-dist config``."""

@@ -26,6 +26,9 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.topology import Topology
 
+Allocate = Callable[[int], Tensor]
+"""Bytes -> flat uint8 memory, aligned for any dtype."""
+
 ReducePayload = Callable[[Payload, Payload], None]
 """``(received, mean)``: payloads of all ranks ``(W, ...)`` -> one of their mean ``(1, ...)``."""
 
@@ -34,10 +37,10 @@ class Exchange(ABC):
     """See the module's docstring. ``own (rows, ...)`` is where the caller encodes."""
 
     own: Payload
-    own_stays = True  # or the network writes its sum there
+    own_stays = True  # until the second collective; or the network writes its sum there at once
     payloads: Sequence[Payload]  # to be decoded and added in this order
     sent: Sent  # bytes of one use
-    nbytes: int  # of the buffers
+    nbytes: int  # of the buffers that are its own
 
     @abstractmethod
     def issue(self) -> None: ...
@@ -62,18 +65,21 @@ class AllReduce(Exchange):
         device: torch.device,
         keep_own: bool,
         in_place: Tensor | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         (plane,) = planes  # several planes cannot be added by one collective
-        if in_place is None:
-            shape = (1, blocks, plane.per_block)
-            self._summed = torch.zeros(shape, dtype=plane.dtype, device=device)
-        else:
-            self._summed = in_place
-        self.own = (torch.zeros_like(self._summed),) if keep_own else (self._summed,)
+        size = blocks * plane.bytes_per_block
+
+        def buffer() -> Tensor:
+            memory = (allocate or _zeros(device))(size).view(plane.dtype)
+            return memory.view(1, blocks, plane.per_block)
+
+        self._summed = buffer() if in_place is None else in_place
+        self.own = (buffer(),) if keep_own else (self._summed,)
         self.own_stays = keep_own
         self.payloads = ((self._summed,),)
         self.sent = traffic.ring_allreduce(self._summed.nbytes, topology)
-        self.nbytes = self._summed.nbytes * (keep_own + (in_place is None))
+        self.nbytes = 0 if allocate else self._summed.nbytes * (keep_own + (in_place is None))
         self._channel = channel
 
     def issue(self) -> None:
@@ -100,14 +106,15 @@ class Gather(Exchange):
         channel: Channel,
         topology: Topology,
         device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
         world, size = topology.world_size, row_bytes(planes, blocks)
-        self._received = torch.zeros(world, size, dtype=torch.uint8, device=device)
+        self._received = (allocate or _zeros(device))(world * size).view(world, size)
         self._send = self._received[topology.rank]  # gathered in place
         self.payloads = [views(row.unsqueeze(0), planes, blocks) for row in self._received]
         self.own = self.payloads[topology.rank]
         self.sent = traffic.ring_all_gather(size, topology)
-        self.nbytes = self._received.nbytes
+        self.nbytes = 0 if allocate else self._received.nbytes
         self._channel = channel
 
     def issue(self) -> None:
@@ -121,6 +128,10 @@ class TwoShot(Exchange):
     """all_to_all, decode and add this rank's shard, encode the mean, all_gather.
 
     Row ``r`` of the ``W`` rows of the payload is the shard of rank ``r``.
+
+    Args:
+        keep_own: keep what this rank encoded until the end; otherwise the means are received where
+            it was.
     """
 
     def __init__(
@@ -132,13 +143,16 @@ class TwoShot(Exchange):
         channel: Channel,
         topology: Topology,
         device: torch.device,
+        keep_own: bool = True,
+        allocate: Allocate | None = None,
     ) -> None:
         world, size = topology.world_size, row_bytes(planes, blocks)
 
-        def buffer(rows: int) -> Tensor:
-            return torch.zeros(rows, size, dtype=torch.uint8, device=device)
+        def buffer() -> Tensor:
+            return (allocate or _zeros(device))(world * size).view(world, size)
 
-        self._send, self._shards, self._result = buffer(world), buffer(world), buffer(world)
+        self._send, self._shards = buffer(), buffer()
+        self._result = buffer() if keep_own else self._send
         self._mean = self._result[topology.rank].unsqueeze(0)  # gathered in place
         self.own = views(self._send, planes, blocks)
         self.shards = views(self._shards, planes, blocks)
@@ -149,7 +163,7 @@ class TwoShot(Exchange):
         self.sent = traffic.all_to_all(world * size, topology) + traffic.ring_all_gather(
             size, topology
         )
-        self.nbytes = 3 * self._send.nbytes
+        self.nbytes = 0 if allocate else (2 + keep_own) * self._send.nbytes
         self._reduce, self._channel = reduce, channel
 
     def issue(self) -> None:
@@ -162,3 +176,7 @@ class TwoShot(Exchange):
 
     def wait(self) -> None:
         self._work.wait()
+
+
+def _zeros(device: torch.device) -> Allocate:
+    return lambda size: torch.zeros(size, dtype=torch.uint8, device=device)

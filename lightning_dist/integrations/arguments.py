@@ -33,6 +33,7 @@ class CompressionArguments:
         compile_kernels: bool | Literal["auto"] = "auto",
         ranks_per_host: int | None = None,
         rank_groups: list[Any] | None = None,
+        commit: Literal["auto", "immediate", "deferred"] = "auto",
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
@@ -58,6 +59,11 @@ class CompressionArguments:
                 names.
             rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``; nested for more
                 than two levels, such as sites of racks.
+            commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
+                bucket is decoded when it has landed; what a step owes is lost if it is not
+                applied. ``"deferred"``: once every bucket of a step has landed and all ranks know
+                that it is finite; a step that is not applied leaves no trace. ``"auto"``: deferred
+                with a GradScaler or ``find_unused_parameters``, else immediate.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -77,5 +83,6 @@ class CompressionArguments:
             min_compress_numel=min_compress_numel,
             start_step=start_step,
             compile_kernels=compile_kernels,
+            commit=commit,
         )
         super().__init__(**kwargs)

@@ -51,6 +51,15 @@ def require_ddp(model: nn.Module) -> None:
         )
 
 
+def require_commit(settings: Settings, model: DistributedDataParallel) -> None:
+    """Raise ValueError where residuals are to be written before it is known what is used."""
+    if settings.commit == "immediate" and finds_unused(model):
+        raise ValueError(
+            "commit='immediate' writes residuals before it is known which parameters no rank has "
+            "used, got find_unused_parameters=True; leave commit at 'auto'"
+        )
+
+
 def finds_unused(model: DistributedDataParallel) -> bool:
     """Whether DDP looks for parameters without a gradient."""
     return model.find_unused_parameters and not model.static_graph

@@ -22,6 +22,7 @@ from lightning_dist.integrations.checks import (
     brings_momentum,
     compresses_fewer_bytes,
     finds_unused,
+    require_commit,
     require_compressible,
     require_ddp,
     require_effect,
@@ -55,6 +56,7 @@ def compress_ddp(
     min_compress_numel: int | None = None,
     start_step: int = 0,
     compile_kernels: bool | Literal["auto"] = "auto",
+    commit: Literal["auto", "immediate", "deferred"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
     groups: Groups | None = None,
 ) -> Reducer:
@@ -80,6 +82,11 @@ def compress_ddp(
         start_step: synchronised steps before compression starts.
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
             models of 4 Mi elements or more where a compiler is there.
+        commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
+            bucket is decoded when it has landed; what a step owes is lost if it is not applied.
+            ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
+            finite; a step that is not applied leaves no trace. ``"auto"``: deferred with a
+            GradScaler or ``find_unused_parameters``, else immediate.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
         groups: two process groups over the ranks of ``model``, for payloads and for flags; where
             the exchange is hierarchical also this rank's, from the inside out. Used by nothing
@@ -102,11 +109,13 @@ def compress_ddp(
         min_compress_numel=min_compress_numel,
         start_step=start_step,
         compile_kernels=compile_kernels,
+        commit=commit,
     )
+    scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
     return attach(
         model,
         settings,
-        grad_scale=lambda: None if grad_scaler is None else grad_scaler._scale,
+        grad_scale=None if scaler is None else lambda: scaler._scale,
         groups=groups,
     )
 
@@ -115,7 +124,7 @@ def attach(
     model: DistributedDataParallel,
     settings: Settings,
     *,
-    grad_scale: Callable[[], Tensor | None] = lambda: None,
+    grad_scale: Callable[[], Tensor | None] | None = None,
     continue_from: Reducer | None = None,
     groups: Groups | None = None,
     timeout: timedelta | None = None,
@@ -130,6 +139,7 @@ def attach(
     """
     require_ddp(model)
     require_compressible(model.module)
+    require_commit(settings, model)
     network = network_for(
         model,
         settings,

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -46,7 +47,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
             attach(
                 model,
                 self._settings,
-                grad_scale=self._grad_scale,
+                grad_scale=self._grad_scale if self._scaler else None,
                 timeout=self._timeout,
                 one_of_several=True,
             )
@@ -61,9 +62,12 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
                 connect_optimizers([optimizer], reducer)
         return super().setup_optimizer(optimizer)
 
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return getattr(self.precision, "scaler", None)
+
     def _grad_scale(self) -> Tensor | None:
-        scaler = getattr(self.precision, "scaler", None)
-        return None if scaler is None else scaler._scale
+        return None if self._scaler is None else self._scaler._scale
 
     @property
     def topology(self) -> Topology | None:

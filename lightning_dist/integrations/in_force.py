@@ -55,7 +55,7 @@ def in_force(reducer: Reducer) -> str:
     return (
         f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, "
         f"{places}, world size {config['world_size']}; rank 0 sends {sent} per "
-        f"step{since}, {_amount(expected.raw)} without compression"
+        f"step{since}, {_amount(expected.raw)} without compression; {config['commit']} commit"
     )
 
 

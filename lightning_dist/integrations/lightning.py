@@ -10,6 +10,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.amp import GradScaler
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import (
@@ -95,14 +96,17 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         self._reducer = attach(
             model,
             self._settings,
-            grad_scale=self._grad_scale,
+            grad_scale=self._grad_scale if self._scaler else None,
             continue_from=self._reducer,
             timeout=self._timeout,
         )
 
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _grad_scale(self) -> Tensor | None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return None if scaler is None else scaler._scale
+        return None if self._scaler is None else self._scaler._scale
 
     @property
     def topology(self) -> Topology | None:

@@ -82,6 +82,7 @@ class BlockPasses(Passes):
                 rows=1,
                 received=received,
                 device=device,
+                immediate=False,
             )
             self.kernels.use(fused_passes(variant))
         generator = torch.Generator().manual_seed(_SEED)
@@ -91,7 +92,6 @@ class BlockPasses(Passes):
             torch.randn(shape, generator=generator).to(device) * 0.01 for _ in self.memory.kinds
         ]
         self.scale = torch.ones((), device=device)
-        self.ok = torch.ones((), dtype=torch.bool, device=device)
         self.payloads = [[self._payload() for _ in range(received)] for _ in range(chunks)]
         numbers = torch.arange(self.blocks, dtype=torch.int32, device=device).view(1, -1, 1)
         self.keys = block_keys(numbers, _SEED) if codec.stochastic else None
@@ -122,9 +122,7 @@ class BlockPasses(Passes):
         for i in range(len(self.payloads)):
             state = tuple(kept[i] for kept in self.state)
             own, received = self.payloads[i][0], self.payloads[i]
-            self.kernels.settle(
-                self.grad[i], state, self.scale, self.ok, self.keys, own, tuple(received)
-            )
+            self.kernels.settle(self.grad[i], state, self.scale, self.keys, own, tuple(received))
 
     @override
     def bytes_per_element(self) -> dict[str, float]:
@@ -163,7 +161,6 @@ class ChunkPasses(Passes):
             assert isinstance(codec, Threshold), codec
             self.chunk = SparseChunk(codec, **whole)
         self.scale = torch.ones((), device=device)
-        self.ok = torch.ones((), dtype=torch.bool, device=device)
         self.step = 0
 
     @override
@@ -179,7 +176,7 @@ class ChunkPasses(Passes):
     def settle(self) -> None:
         self.chunk.issue()
         self.chunk.advance()
-        self.chunk.settle(self.scale, self.ok)
+        self.chunk.settle(self.scale)
 
     @override
     def bytes_per_element(self) -> dict[str, float]:

@@ -23,7 +23,11 @@ from lightning_dist.reducer.placing import placed
 
 
 class BlockChunk(Chunk):
-    """Pieces that travel together."""
+    """Pieces that travel together.
+
+    Args:
+        immediate: state is committed when it is encoded, and not when the mean is decoded.
+    """
 
     def __init__(
         self,
@@ -33,9 +37,10 @@ class BlockChunk(Chunk):
         *,
         keys: ChunkKeys | None,
         rank: int,
+        immediate: bool,
     ) -> None:
         self.pieces, self.exchange, self.kernels = pieces, exchange, kernels
-        self._keys, self._rank = keys, rank
+        self._keys, self._rank, self._immediate = keys, rank, immediate
         self._own = [columns_of(exchange.own, piece.columns) for piece in pieces]
         self._payloads = [
             tuple(columns_of(payload, piece.columns) for payload in exchange.payloads)
@@ -48,9 +53,13 @@ class BlockChunk(Chunk):
     def encode(self, scale: Tensor, *, step: int) -> None:
         if self._keys is not None:
             self._keys.draw(step)
+        now = self._immediate and bool(self.kernels.memory.kinds)
+        encode = self.kernels.encode_and_commit if now else self.kernels.encode
         for piece, own in zip(self.pieces, self._own, strict=True):
             piece.load()
-            self.kernels.encode(piece.grad, piece.state, scale, self._keys_of(piece), own)
+            encode(piece.grad, piece.state, scale, self._keys_of(piece), own)
+            if now:
+                piece.store()
 
     @override
     def finite(self) -> Tensor:
@@ -92,27 +101,32 @@ class BlockChunk(Chunk):
                 tuple(plane.index_select(1, at) for plane in own)
                 if self.exchange.own_stays
                 else None,
+                committed=self._immediate,
             )
             residual = None
             if "residual" in self.kernels.memory.kinds:
                 residual = partial(_residual, piece.state[0], at, chosen)
             yield CodecSample(
-                _chosen(gradient, chosen), _chosen(pending, chosen), _chosen(sent, chosen), residual
+                _chosen(gradient, chosen),
+                _chosen(pending, chosen),
+                partial(_chosen, sent, chosen),
+                residual,
             )
 
     @override
-    def settle(self, scale: Tensor, ok: Tensor) -> None:
+    def settle(self, scale: Tensor) -> None:
         self.wait()
         if self._in_place:
             return
         for piece, own, payloads in zip(self.pieces, self._own, self._payloads, strict=True):
             keys = self._keys_of(piece)
-            self.kernels.settle(piece.grad, piece.state, scale, ok, keys, own, payloads)
+            state = () if self._immediate else piece.state
+            self.kernels.settle(piece.grad, state, scale, keys, own, payloads)
             if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
                 shards = columns_of(self.exchange.shards, piece.columns)
                 mean = columns_of(self.exchange.mean, piece.columns)
                 row = piece.state[0][self._rank : self._rank + 1]
-                self.kernels.carry(row, scale, ok, shards, mean)
+                self.kernels.carry(row, scale, shards, mean)
             piece.store()
 
     @property

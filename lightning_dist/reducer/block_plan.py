@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,17 +20,23 @@ from lightning_dist.reducer.keys import ChunkKeys, Place
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.pieces import Piece, joined, piece_of
 from lightning_dist.reducer.policy import Slot, neighbours
+from lightning_dist.reducer.scratch import PayloadMemory
 from lightning_dist.reducer.state import ReducerState
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Chunks of one codec for gradients of one dtype."""
+    """Chunks of one codec for gradients of one dtype.
+
+    ``payloads``: memory that tensors take turns with, where state is committed when it is encoded;
+    None where everything stays until the step is finished.
+    """
 
     codec: BlockCodec
     kernels: Kernels
     network: Network
     state: ReducerState
+    payloads: PayloadMemory | None
 
     @property
     def rows(self) -> int:
@@ -100,13 +106,21 @@ class BlockPlan:
             places = [Place(piece.name, piece.columns, piece.numbers) for piece in pieces]
             keys = ChunkKeys(self.codec, places, rank=rank)
         exchange = self._exchange(pieces, dtype, keys)
-        return BlockChunk(pieces, exchange, self.kernels, keys=keys, rank=rank)
+        return BlockChunk(
+            pieces,
+            exchange,
+            self.kernels,
+            keys=keys,
+            rank=rank,
+            immediate=self.payloads is not None,
+        )
 
     def _exchange(
         self, pieces: Sequence[Piece], dtype: torch.dtype, keys: ChunkKeys | None
     ) -> Exchange:
         codec, net = self.codec, self.network
         planes, blocks = codec.planes(dtype), pieces[-1].columns.stop
+        allocate = None if self.payloads is None else self.payloads.take
         if codec.exchange == "allreduce":
             whole = codec.lossless and len(pieces) == 1
             return AllReduce(
@@ -117,10 +131,14 @@ class BlockPlan:
                 device=net.device,
                 keep_own=bool(pieces[0].state),
                 in_place=pieces[0].grad if whole else None,
+                allocate=allocate,
             )
 
         def reduce(shards: Payload, mean: Payload) -> None:
             self.kernels.reduce(shards, None if keys is None else keys.reduce, mean)
 
-        build = Gather if self.rows == 1 else partial(TwoShot, reduce=reduce)
-        return build(planes, blocks, channel=net.data, topology=net.topology, device=net.device)
+        way: dict[str, Any] = {"channel": net.data, "topology": net.topology, "device": net.device}
+        if self.rows == 1:
+            return Gather(planes, blocks, **way, allocate=allocate)
+        keep = self.payloads is None
+        return TwoShot(planes, blocks, reduce=reduce, **way, keep_own=keep, allocate=allocate)

@@ -50,8 +50,8 @@ class Chunk(ABC):
         """Some of what was encoded. Between :meth:`advance` and :meth:`settle`; changes nothing."""
 
     @abstractmethod
-    def settle(self, scale: Tensor, ok: Tensor) -> None:
-        """Mean of all ranks -> bucket; and, where ``ok``, the new state."""
+    def settle(self, scale: Tensor) -> None:
+        """Mean of all ranks -> bucket; and the new state, of what is finite."""
 
     def finish(self) -> None:  # noqa: B027
         """Where the mean came to one rank of the host: until the bucket has it too."""
@@ -77,11 +77,11 @@ def begun(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         yield chunk
 
 
-def settle_all(chunks: Iterable[Chunk], scale: Tensor, ok: Tensor) -> None:
+def settle_all(chunks: Iterable[Chunk], scale: Tensor) -> None:
     """Every mean into its bucket; one is spread inside the host while the next is decoded."""
     unfinished = None
     for chunk in chunks:
-        chunk.settle(scale, ok)
+        chunk.settle(scale)
         if unfinished is not None:
             unfinished.finish()
         unfinished = chunk

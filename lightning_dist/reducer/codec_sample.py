@@ -23,13 +23,13 @@ class CodecSample:
     Args:
         gradient: as it was given to the codec and its memory.
         pending: what was encoded: the gradient and what was still owed.
-        sent: what the own payload says of ``pending``.
+        sent: what the own payload says of ``pending``, once the step is settled.
         residual: what is owed from now on, once the step is settled; None: nothing is kept.
     """
 
     gradient: Tensor
     pending: Tensor
-    sent: Tensor
+    sent: Callable[[], Tensor]
     residual: Callable[[], Tensor] | None
 
 

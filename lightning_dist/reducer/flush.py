@@ -53,3 +53,14 @@ def free_owed(lane: Lane, state: ReducerState, name: str) -> None:
     """Forget the residual of ``name`` if ``lane`` has sent it and an optimizer applies it."""
     if lane.owed.pop(name, None) is not None:
         state.residuals.drop(name)
+
+
+def pay_owed(lane: Lane, bucket: Tensor, state: ReducerState) -> None:
+    """Forget what ``lane`` has sent, of parameters whose mean in ``bucket`` is finite.
+
+    All ranks have the same mean, so they agree. Waits for a GPU, in the one step in which something
+    is owed.
+    """
+    for slot in lane.slots if lane.owed else ():
+        if slot.name in lane.owed and bool(slot.of(bucket).isfinite().all()):
+            free_owed(lane, state, slot.name)

@@ -45,6 +45,7 @@ class Variant:
     rows: int
     received: int  # payloads that a mean is made of
     device: torch.device
+    immediate: bool  # whether state is committed when it is encoded
 
 
 def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.device) -> bool:
@@ -170,16 +171,17 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
     kinds = variant.passes.memory.kinds
     state = tuple(dense(compute_dtype(variant.dtype), 2 + i, 0.01) for i in range(len(kinds)))
     scale = torch.ones((), dtype=torch.float32, device=variant.device)
-    ok = torch.ones((), dtype=torch.bool, device=variant.device)
     received = tuple(payload(rows) for _ in range(variant.received))
+    now = variant.immediate and bool(state)
+    settled = () if variant.immediate else state
     examples: dict[str, tuple[Any, ...]] = {
-        "encode": (grad, state, scale, keys(rows), payload(rows)),
-        "settle": (grad, state, scale, ok, keys(rows), payload(rows), received),
+        "encode_and_commit" if now else "encode": (grad, state, scale, keys(rows), payload(rows)),
+        "settle": (grad, settled, scale, keys(rows), payload(rows), received),
     }
     if rows > 1:
         examples["reduce"] = (payload(world), keys(1), payload(1))
         if state:
-            examples["carry"] = (state[0][:1], scale, ok, payload(world), payload(1))
+            examples["carry"] = (state[0][:1], scale, payload(world), payload(1))
     return examples
 
 

@@ -118,8 +118,8 @@ class HierarchicalChunk(Chunk):
             yield from chunk.samples(sampler, scale)
 
     @override
-    def settle(self, scale: Tensor, ok: Tensor) -> None:
-        settle_all(self._across, scale, ok)
+    def settle(self, scale: Tensor) -> None:
+        settle_all(self._across, scale)
         for piece, _, mine in self._own:
             self._encode(self._inside.down, piece, mine)
         self._exchange.spread()
@@ -146,5 +146,5 @@ class HierarchicalChunk(Chunk):
 
     def _decode(self, kernels: Kernels, piece: Piece, payloads: Sequence[Payload]) -> None:
         own = payloads[0]  # of no use where nothing is kept
-        kernels.settle(piece.grad, (), self._one, self._true, None, own, payloads)
+        kernels.settle(piece.grad, (), self._one, None, own, payloads)
         piece.store()

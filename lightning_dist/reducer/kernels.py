@@ -5,7 +5,7 @@ one pass over memory with the same bytes.
 
 Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes
 ``(rows, B, m)``; ``keys (rows, B, 1)`` int32 for stochastic codecs, else None; ``scale`` 0-d, the
-GradScaler's scale (1 without one); ``ok`` 0-d bool, whether the step is finite on every rank.
+GradScaler's scale (1 without one). State whose new value is not finite stays as it is.
 """
 
 from __future__ import annotations
@@ -46,9 +46,17 @@ class Passes:
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
     ) -> None:
         x = self.memory.pending(_widened(grad), state, scale)
-        if self.factors.encode != 1:
-            x = x * self.factors.encode
-        _write(own, self.codec.encode(x, keys))
+        _write(own, self._encoded(x, keys))
+
+    def encode_and_commit(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        x = _widened(grad)
+        pending = self.memory.pending(x, state, scale)
+        payload = self._encoded(pending, keys)
+        _write(own, payload)
+        if state:
+            self._commit(x, pending, self.said(payload, x.dtype, keys), state, scale)
 
     def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
         # Payloads in float64 are uncompressed gradients, whose mean must not be shorter than they.
@@ -61,7 +69,6 @@ class Passes:
         grad: Tensor,
         state: State,
         scale: Tensor,
-        ok: Tensor,
         keys: Tensor | None,
         own: Payload,
         payloads: Sequence[Payload],
@@ -69,10 +76,7 @@ class Passes:
         x = _widened(grad)
         if state:
             pending = self.memory.pending(x, state, scale)
-            sent = self.said(own, x.dtype, keys)
-            after = self.memory.after(x, pending, sent, state, scale)
-            for held, new in zip(state, after, strict=True):
-                held.copy_(torch.where(ok, new, held))
+            self._commit(x, pending, self.said(own, x.dtype, keys), state, scale)
         grad.copy_(self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys))
 
     def look(
@@ -82,24 +86,45 @@ class Passes:
         scale: Tensor,
         keys: Tensor | None,
         own: Payload | None,
+        *,
+        committed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient, what is pending, and what is sent of it: by ``own``, or encoded once more."""
+        """Gradient, what was pending, and what is sent of it: by ``own``, or encoded once more.
+
+        Where ``state`` is ``committed`` already, what was pending is what was sent and what is owed
+        since.
+        """
         x = _widened(grad)
+        if committed and state:
+            assert own is not None, "what was sent is kept where there is state"
+            sent = self.said(own, x.dtype, keys)
+            return x, sent + state[0] * scale, sent
         pending = self.memory.pending(x, state, scale)
         if own is None:
-            own = self.codec.encode(pending * self.factors.encode, keys)
+            own = self._encoded(pending, keys)
         return x, pending, self.said(own, x.dtype, keys)
 
     def said(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
         """What a payload of this rank stands for."""
         return self.codec.decode(own, dtype, keys) * self.factors.own
 
-    def carry(
-        self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload
-    ) -> None:
+    def carry(self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload) -> None:
         exact = self._mean_of_ranks(shards, residual.dtype)
         kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
-        residual.copy_(torch.where(ok, residual + kept_back / scale, residual))
+        new = residual + kept_back / scale
+        residual.copy_(torch.where(new.isfinite(), new, residual))
+
+    def _encoded(self, pending: Tensor, keys: Tensor | None) -> Payload:
+        factor = self.factors.encode
+        return self.codec.encode(pending * factor if factor != 1 else pending, keys)
+
+    def _commit(
+        self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> None:
+        after = self.memory.after(x, pending, sent, state, scale)
+        finite = after[0].isfinite()  # all that is kept of an element comes from the same three
+        for held, new in zip(state, after, strict=True):
+            held.copy_(torch.where(finite, new, held))
 
     def _mean_of_ranks(self, shards: Payload, dtype: torch.dtype) -> Tensor:
         rows = [tuple(plane[r : r + 1] for plane in shards) for r in range(self.world_size)]
@@ -123,7 +148,7 @@ class Passes:
 
 
 class Kernels:
-    """The four passes of one codec for gradients of one dtype."""
+    """The passes of one codec for gradients of one dtype."""
 
     def __init__(
         self, codec: BlockCodec, *, memory: Memory, factors: Factors, world_size: int
@@ -138,6 +163,12 @@ class Kernels:
         """``own <- C(pending)``, with error feedback ``C(grad + scale * residual)``."""
         self._call("encode", grad, state, scale, keys, own)
 
+    def encode_and_commit(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        """As :meth:`encode`, and in the same pass ``state <- what D(own) did not say``."""
+        self._call("encode_and_commit", grad, state, scale, keys, own)
+
     def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
         """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
         self._call("reduce", shards, keys, mean)
@@ -147,24 +178,24 @@ class Kernels:
         grad: Tensor,
         state: State,
         scale: Tensor,
-        ok: Tensor,
         keys: Tensor | None,
         own: Payload,
         payloads: Sequence[Payload],
     ) -> None:
-        """``state <- what D(own) did not say`` if ``ok``, and ``grad <- mean of D(payloads)``."""
-        self._call("settle", grad, state, scale, ok, keys, own, tuple(payloads))
+        """``state <- what D(own) did not say``, and ``grad <- mean of D(payloads)``.
 
-    def carry(
-        self, residual: Tensor, scale: Tensor, ok: Tensor, shards: Payload, mean: Payload
-    ) -> None:
+        With an empty ``state`` ``own`` is not read: what is committed when encoding is not again.
+        """
+        self._call("settle", grad, state, scale, keys, own, tuple(payloads))
+
+    def carry(self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload) -> None:
         """Add what the second rounding lost to the owner's residual ``(1, B, block)``.
 
         The owner of a shard alone knows the exact sum. ``W`` times the error of the mean in one
         rank's residual is the error itself in the mean residual, so mass is conserved without a
         second state.
         """
-        self._call("carry", residual, scale, ok, shards, mean)
+        self._call("carry", residual, scale, shards, mean)
 
     def use(self, fused: Mapping[str, Callable[..., None]]) -> None:
         """Replace passes by fused ones."""

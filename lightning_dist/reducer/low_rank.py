@@ -133,28 +133,37 @@ class LowRankChunk(Chunk):
             at = sampler.items(rows, of=width, device=matrix.pending.device)
             if not len(at):
                 continue
-            (left, right), _ = self._products(i)
             pending, residual = matrix.pending[at], None
             gradient = matrix.gradient[at].to(pending.dtype)
             if matrix.residual is not None:
                 if matrix.pending is matrix.gradient:
                     gradient = pending - matrix.residual[at] * scale
                 residual = partial(_rows, matrix.residual, at)
-            sent = left[at] @ right.T
-            yield CodecSample(gradient.flatten(), pending.flatten(), sent.flatten(), residual)
+            sent = partial(self._said, i, at)
+            yield CodecSample(gradient.flatten(), pending.flatten(), sent, residual)
+
+    def _said(self, i: int, at: Tensor) -> Tensor:
+        """Rows ``at`` of what was sent for matrix ``i``: in the two-phase form not known before."""
+        (left, right), _ = self._products(i)
+        return (left[at] @ right.T).flatten()
 
     @override
-    def settle(self, scale: Tensor, ok: Tensor) -> None:
+    def settle(self, scale: Tensor) -> None:
         self.wait()
-        self._settle(scale, ok)
+        self._settle(scale)
 
     @full_precision()
-    def _settle(self, scale: Tensor, ok: Tensor) -> None:
-        # Both wait for a GPU; the branch saves a pass over every residual.
-        keep, share = bool(ok), 1.0 / float(scale)
-        for i, matrix in enumerate(self._matrices):
-            own, mean = self._products(i)
-            if matrix.residual is not None and keep:
+    def _settle(self, scale: Tensor) -> None:
+        products = [self._products(i) for i in range(len(self._matrices))]
+        # Waits for a GPU once. What is not finite shows in a factor, which is small: to look there
+        # saves a pass over every residual.
+        factors = [torch.cat([f.flatten() for f in both]) for pair in products for both in pair]
+        finite = torch.stack([factor.isfinite().all() for factor in factors])
+        factor, *known = torch.cat([scale.view(1), finite.to(scale.dtype)]).tolist()
+        share = 1.0 / factor
+        for i, (matrix, (own, mean)) in enumerate(zip(self._matrices, products, strict=True)):
+            own_is_finite, mean_is_finite = known[2 * i : 2 * i + 2]
+            if matrix.residual is not None and own_is_finite:
                 left, right = own
                 same = matrix.residual.shape == matrix.pending.shape
                 lost = matrix.residual if same else matrix.pending
@@ -164,7 +173,7 @@ class LowRankChunk(Chunk):
             torch.mm(mean[0], mean[1].T, out=matrix.pending)
             if matrix.pending is not matrix.gradient:
                 matrix.gradient.copy_(matrix.shaped)
-            if keep:
+            if mean_is_finite:
                 self._start_next_from(matrix, i)
 
     def _products(self, i: int) -> tuple[_Product, _Product]:

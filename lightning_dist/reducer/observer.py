@@ -21,7 +21,7 @@ Phase = Literal["encode", "decode"]
 
 @dataclass(frozen=True)
 class EncodedBucket:
-    """A bucket that has been encoded, with what loses something of it."""
+    """The parts of a bucket of which a codec loses something. They are encoded."""
 
     bucket: int
     lanes: Sequence[Lane]
@@ -33,7 +33,7 @@ class EncodedBucket:
         return sum(slot.numel for lane in self.lanes for slot in lane.slots)
 
     def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
-        """Of the elements that ``sampler`` draws. Only before the step is settled."""
+        """Of the elements that ``sampler`` draws. Only while the observer is told of the bucket."""
         for lane in self.lanes:
             for chunk in lane.chunks:
                 yield from chunk.samples(sampler, self.scale)
@@ -55,12 +55,12 @@ class Observer(Watch):
         """The reducer begins to compute for a bucket; what is returned is called after that."""
         return _nothing
 
-    def looks(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
-        """All buckets of a step are encoded; these lose something.
+    def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
+        """A bucket of which something is lost is encoded.
 
-        Who looks at one looks here; what is returned is called when the residuals are written.
+        Samples are taken here; what is returned is called when the step is settled.
         """
-        return _nothing
+        return None
 
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
         """The mean of all gradients of a step is there, and bytes are known."""
@@ -83,12 +83,16 @@ def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterato
         yield
 
 
-def encoded_buckets(handles: Sequence[Handle], scale: Tensor) -> Iterator[EncodedBucket]:
-    """The buckets of a step that a codec loses something of."""
-    for handle in handles:
-        lanes = [lane for lane in handle.lanes if not lane.codec.lossless]
-        if lanes:
-            yield EncodedBucket(handle.key, lanes, scale)
+def show_encoded(
+    observers: Sequence[Observer], handle: Handle, scale: Tensor
+) -> list[Callable[[], None]]:
+    """Tell ``observers`` of what a codec loses something of; what is to be called in the end."""
+    lanes = [lane for lane in handle.lanes if not lane.codec.lossless]
+    if not lanes:
+        return []
+    bucket = EncodedBucket(handle.key, lanes, scale)
+    calls = [observer.encoded(bucket) for observer in observers]
+    return [call for call in calls if call is not None]
 
 
 def _nothing() -> None:

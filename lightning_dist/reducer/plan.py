@@ -32,7 +32,7 @@ from lightning_dist.reducer.low_rank import LowRankChunk
 from lightning_dist.reducer.memory import NoMemory, memory_of
 from lightning_dist.reducer.network import Network, Within
 from lightning_dist.reducer.policy import Slot
-from lightning_dist.reducer.scratch import Scratch
+from lightning_dist.reducer.scratch import PayloadMemory, Scratch
 from lightning_dist.reducer.share_plan import SharePlan
 from lightning_dist.reducer.sparse import SparseChunk
 from lightning_dist.reducer.state import ReducerState
@@ -44,6 +44,8 @@ class Planner:
     Args:
         intra: the codec inside a host, where the exchange is hierarchical.
         whole: names of the parameters that some codec needs as a matrix.
+        immediate: block codecs commit their state when they encode, and tensors take turns with the
+            memory of payloads.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Planner:
         error_feedback: bool | Literal["auto"],
         intra: BlockCodec,
         whole: Collection[str] = (),
+        immediate: bool = False,
     ) -> None:
         self.network, self._state = network, state
         self._error_feedback: bool | Literal["auto"] = error_feedback
@@ -61,6 +64,8 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._inside: dict[tuple[BlockCodec, torch.dtype], Inside] = {}
         self._scratch = Scratch(network.device)
+        self._immediate = immediate
+        self._payloads = PayloadMemory(network.device) if immediate else None
         self._across = None
         if network.within is not None and network.within.across is not None:
             self._across = Planner(
@@ -69,7 +74,22 @@ class Planner:
                 error_feedback=error_feedback,
                 intra=intra,
                 whole=whole,
+                immediate=immediate,
             )
+
+    def restart(self, key: int) -> None:
+        """Before the groups of the tensor ``key`` are planned."""
+        if self._payloads is not None:
+            self._payloads.restart(key)
+        if self._across is not None:
+            self._across.restart(key)
+
+    def free(self) -> None:
+        """Memory of payloads: what is planned from now on has new ones."""
+        if self._payloads is not None:
+            self._payloads = PayloadMemory(self.network.device)
+        if self._across is not None:
+            self._across.free()
 
     def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
         """Kernels of a flat exchange for gradients of ``dtype``."""
@@ -191,7 +211,8 @@ class Planner:
     @property
     def nbytes(self) -> int:
         """Of the buffers that chunks share."""
-        return self._scratch.nbytes + (0 if self._across is None else self._across.nbytes)
+        shared = self._scratch.nbytes + (0 if self._payloads is None else self._payloads.nbytes)
+        return shared + (0 if self._across is None else self._across.nbytes)
 
     def _cut(self, slot: Slot, parts: int) -> list[int]:
         """Elements of the shares of ``slot`` among so many ranks of a host."""
@@ -246,11 +267,14 @@ class Planner:
         self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1
     ) -> None:
         if kernels.codec.fusable and not kernels.codec.lossless:
-            variant = Variant(kernels.passes, dtype, rows, received, self.network.device)
+            variant = Variant(
+                kernels.passes, dtype, rows, received, self.network.device, self._immediate
+            )
             kernels.use(fused_passes(variant))
 
     def _blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
-        return BlockPlan(codec, self.kernels(codec, dtype), self.network, self._state)
+        kernels = self.kernels(codec, dtype)
+        return BlockPlan(codec, kernels, self.network, self._state, self._payloads)
 
 
 def _share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:

@@ -19,13 +19,13 @@ from torch.futures import Future
 
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
-from lightning_dist.reducer.chunk import Lane, begun
+from lightning_dist.reducer.chunk import Lane, begun, settle_all
 from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.executor import executor_for
-from lightning_dist.reducer.flush import add_owed
+from lightning_dist.reducer.flush import add_owed, pay_owed
 from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer, encoded_buckets, working
+from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import Slot, by_codec, matrices
 from lightning_dist.reducer.run_config import run_config
@@ -48,8 +48,9 @@ class Reducer:
     Args:
         names: name of every parameter that a slice may be of.
         state: to go on from; empty by default.
-        grad_scale: the current scale of a GradScaler as a 0-d tensor, or None for 1. Residuals are
-            kept unscaled, so that a change of the scale does not change their weight.
+        grad_scale: the current scale of a GradScaler as a 0-d tensor, or None for 1; None: there is
+            no GradScaler. Residuals are kept unscaled, so that a change of the scale does not
+            change their weight.
         allow_absent: whether slices may be absent on some ranks, equal on all ranks.
         observers: are told how a step goes, but not of single collectives.
     """
@@ -61,7 +62,7 @@ class Reducer:
         settings: Settings,
         network: Network,
         state: ReducerState | None = None,
-        grad_scale: Callable[[], Tensor | None] = lambda: None,
+        grad_scale: Callable[[], Tensor | None] | None = None,
         allow_absent: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -79,6 +80,11 @@ class Reducer:
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
         self._allow_absent = allow_absent
+        may_be_undone = allow_absent or grad_scale is not None
+        self.immediate = settings.commit == "immediate" or (
+            settings.commit == "auto" and not may_be_undone
+        )
+        """Whether state is committed when it is encoded, not when the step is finished."""
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self.planner = Planner(
             network,
@@ -86,6 +92,7 @@ class Reducer:
             error_feedback=settings.error_feedback,
             intra=settings.intra,
             whole=matrices(self._policy, self._shapes),
+            immediate=self.immediate,
         )
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
@@ -94,6 +101,7 @@ class Reducer:
         self._executor = executor_for(network.device)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
+        self._looked: list[Callable[[], None]] = []
         self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self.failure: BaseException | None = None
@@ -158,44 +166,66 @@ class Reducer:
                 if self._asks:
                     self._finite.append(chunk.finite())
                 chunk.issue()
+        self._looked += show_encoded(self._observers, handle, self._scale)
+        before = self._in_flight[:-1]
+        if self.immediate and before:  # while this one is on its way
+            self._decode_now(before[-1])
+            before[-1].done.set_result(before[-1].flat)
         with working(self._observers, handle.key, "decode"):
             for chunk in handle.chunks():
                 chunk.advance()
 
     def _finish(self) -> None:
-        verdict = self._ask()
         handles = self._in_flight
+        if self.immediate:
+            for handle in handles[-1:]:
+                self._decode_now(handle)
+        verdict = self._ask()
         if verdict is not None:
             verdict.require_equal()
-        pending = None if verdict is None or verdict.ok() else self._pending
-        unused = set() if verdict is None else verdict.unused()
-        looked = [
-            observer.looks(encoded_buckets(handles, self._scale)) for observer in self._observers
-        ]
-        for handle in handles:
-            with working(self._observers, handle.key, "decode"):
-                for lane in handle.lanes:
-                    settle_lane(
-                        lane,
-                        handle.flat,
-                        self.state,
-                        scale=self._scale,
-                        unused=unused,
-                        pending=pending,
-                    )
-                    self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
-                    if self.step % _COMPARED_EVERY == 0 and pending is None:
-                        self._compare(lane, handle.flat)
-                    handle.restore(lane, unused)
-        for over in looked:
-            over()
+        if not self.immediate:
+            for handle in handles:
+                self._decode(handle, verdict)
+        for call in self._looked:
+            call()
+        self._looked = []
         for observer in self._observers:
             observer.settled([(handle.key, handle.lanes) for handle in handles])
         self._observers = tuple(each for each in self._observers if not each.done)
         self._in_flight = []
         self._end_step()
+        # Not before: whoever waits for the last mean begins the next step.
         for handle in handles:
-            handle.done.set_result(handle.flat)
+            if not handle.done.done():
+                handle.done.set_result(handle.flat)
+
+    def _decode_now(self, handle: Handle) -> None:
+        with working(self._observers, handle.key, "decode"):
+            for lane in handle.lanes:
+                settle_all(lane.chunks, self._scale)
+                pay_owed(lane, handle.flat, self.state)
+                self._count(lane, handle.flat, compare=True)
+
+    def _decode(self, handle: Handle, verdict: Verdict | None) -> None:
+        pending = None if verdict is None or verdict.ok() else self._pending
+        unused = set() if verdict is None else verdict.unused()
+        with working(self._observers, handle.key, "decode"):
+            for lane in handle.lanes:
+                settle_lane(
+                    lane,
+                    handle.flat,
+                    self.state,
+                    scale=self._scale,
+                    unused=unused,
+                    pending=pending,
+                )
+                self._count(lane, handle.flat, compare=pending is None)
+                handle.restore(lane, unused)
+
+    def _count(self, lane: Lane, flat: Tensor, *, compare: bool) -> None:
+        self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+        if self.step % _COMPARED_EVERY == 0 and compare:
+            self._compare(lane, flat)
 
     def _end_step(self) -> None:
         self.step += 1
@@ -203,13 +233,14 @@ class Reducer:
 
     def _abandon(self) -> None:
         # Payloads must land before their buffers are used again.
-        for chunk in [chunk for handle in self._in_flight for chunk in handle.chunks()]:
-            chunk.wait()
-        self._in_flight, self._finite = [], []
+        for handle in self._in_flight:
+            for chunk in () if handle.done.done() else handle.chunks():
+                chunk.wait()
+        self._in_flight, self._finite, self._looked = [], [], []
 
     def _ask(self) -> Verdict | None:
         finite, self._finite = self._finite, []
-        if not self._allow_absent and not self._asks:
+        if not (self._allow_absent or self._asks or (self.immediate and self._sums)):
             return None  # nothing to decide
         used: dict[str, bool] = {}
         if self._allow_absent:
@@ -230,10 +261,10 @@ class Reducer:
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
             self._pending.drop()
-            scale = self._grad_scale()
+            scale = None if self._grad_scale is None else self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
-            self._asks = self._keeps_state or not self._trained.isdisjoint(
-                self.state.residuals.names()
+            self._asks = not self.immediate and (
+                self._keeps_state or not self._trained.isdisjoint(self.state.residuals.names())
             )
         self._in_flight.append(handle)
 
@@ -249,6 +280,7 @@ class Reducer:
             # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy
             # changes: free what belonged to the old ones.
             self._plans.clear()
+            self.planner.free()
         slots_of = by_codec(
             policy,
             handle.slices,
@@ -257,6 +289,7 @@ class Reducer:
             filling=handle.flat.numel(),
             affordable=partial(self.planner.affordable, dtype=handle.flat.dtype),
         )
+        self.planner.restart(handle.key)
         lanes = [
             self.planner.lane(codec, slots, handle.flat, waits=waiting)
             for codec, slots in slots_of.items()
@@ -281,7 +314,8 @@ class Reducer:
             waiting, self._in_flight = self._in_flight, []
             if handle is not None and handle not in waiting:
                 waiting.append(handle)
-            for waiter in waiting:
+            self._looked = []
+            for waiter in [each for each in waiting if not each.done.done()]:
                 failed = RuntimeError(f"lightning_dist: {error}")
                 waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
 
@@ -313,7 +347,8 @@ class Reducer:
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, hosts and versions, for the configuration of a tracked run."""
-        return run_config(self.settings, self.network)
+        commit = "immediate" if self.immediate else "deferred"
+        return {**run_config(self.settings, self.network), "commit": commit}
 
     @property
     def in_step(self) -> bool:

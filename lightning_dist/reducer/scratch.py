@@ -1,9 +1,31 @@
-"""Memory that chunks take turns with."""
+"""Memory that exchanges take turns with."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
+
+
+class Buffers:
+    """uint8 buffers by key, each as large as it ever had to be."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[Hashable, Tensor] = {}
+
+    def get(self, key: Hashable, size: int) -> Tensor:
+        """The buffer of ``key``, of at least ``size`` bytes."""
+        found = self._buffers.get(key)
+        if found is None or len(found) < size:  # exchanges of before keep the smaller one
+            found = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            self._buffers[key] = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class Scratch:
@@ -13,22 +35,38 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._buffers = Buffers(device)
         self._turn = 0
-        self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def take(self, *sizes: int) -> list[Tensor]:
         """For the next chunk: uint8 buffers of at least ``sizes`` bytes each."""
         self._turn = 1 - self._turn
-        return [self._buffer((self._turn, i), size) for i, size in enumerate(sizes)]
+        return [self._buffers.get((self._turn, i), size) for i, size in enumerate(sizes)]
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._buffers.nbytes
 
-    def _buffer(self, key: tuple[int, int], size: int) -> Tensor:
-        found = self._buffers.get(key)
-        if found is None or len(found) < size:  # chunks of before keep the smaller one
-            found = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._buffers[key] = found
-        return found
+
+class PayloadMemory:
+    """Two sets of buffers for the payloads of tensors, by whether their key is even or odd.
+
+    One tensor is decoded before the next but one is encoded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffers = Buffers(device)
+        self._turn = self._number = 0
+
+    def restart(self, key: int) -> None:
+        """Give out the memory of ``key`` from its begin; before every plan of a tensor."""
+        self._turn, self._number = key % 2, 0
+
+    def take(self, size: int) -> Tensor:
+        """Flat uint8 memory of ``size`` bytes, for the next exchange of the tensor."""
+        self._number += 1
+        return self._buffers.get((self._turn, self._number), size)[:size]
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffers.nbytes

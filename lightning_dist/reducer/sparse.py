@@ -92,7 +92,8 @@ class SparseChunk(Chunk):
                 if self._pending is self._bucket:
                     gradient = pending - self._residuals[i][at] * scale
                 residual = partial(torch.take, self._residuals[i], at)
-            yield CodecSample(gradient, pending, self._said(at + slot.offset).to(pending), residual)
+            sent = self._said(at + slot.offset).to(pending)
+            yield CodecSample(gradient, pending, partial(_same, sent), residual)
 
     def _said(self, places: Tensor) -> Tensor:
         """What the own payload says of these elements of the bucket, which ascend."""
@@ -102,13 +103,13 @@ class SparseChunk(Chunk):
         return values.new_zeros(len(places)).index_put_((at[found],), values[found])
 
     @override
-    def settle(self, scale: Tensor, ok: Tensor) -> None:
+    def settle(self, scale: Tensor) -> None:
         self.wait()
         if self._residuals:
             self._add(self._own, weight=-1.0)
             for slot, residual in zip(self._slots, self._residuals, strict=True):
                 lost = slot.of(self._pending) / scale
-                residual.copy_(torch.where(ok, lost, residual))
+                residual.copy_(torch.where(lost.isfinite(), lost, residual))
         for slot in self._slots:
             slot.of(self._pending).zero_()
         for payload in self._exchange.payloads:
@@ -144,3 +145,7 @@ def place_dtype(numel: int) -> torch.dtype:
 def placed_at(where: Tensor, offset: int, *, numel: int) -> Tensor:
     """Indices in a parameter, int64 -> places in its bucket, which has ``numel`` elements."""
     return (where + offset).to(place_dtype(numel))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

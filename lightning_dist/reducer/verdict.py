@@ -110,8 +110,7 @@ def settle_lane(
     stateful = lane.keeps_state or bool(lane.owed)
     undone = [s for s in lane.slots if s.name in unused or (pending and stateful)]
     before = [(t, t.clone()) for slot in undone for t in state.tensors(slot.name)]
-    true = torch.ones((), dtype=torch.bool, device=bucket.device)
-    settle_all(lane.chunks, scale, true)
+    settle_all(lane.chunks, scale)
     if pending is None:
         for name in [name for name in lane.owed if name not in unused]:
             free_owed(lane, state, name)

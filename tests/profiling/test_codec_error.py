@@ -40,7 +40,7 @@ class Planted(EncodedBucket):
     def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
         at = sampler.items(len(self.gradient), of=1, device=torch.device("cpu"))
         self.seeds.append(len(at))
-        yield CodecSample(self.gradient[at], self.pending[at], self.sent[at], self.owed)
+        yield CodecSample(self.gradient[at], self.pending[at], lambda: self.sent[at], self.owed)
 
 
 class Unseen(Planted):
@@ -59,7 +59,9 @@ def looked(
     taking: CompressionErrorSampler, encoded_buckets: Sequence[EncodedBucket], step: int = 5
 ) -> ErrorRecord | None:
     taking.ask(step)
-    taking.look(iter(encoded_buckets))()
+    for call in [taking.look(encoded) for encoded in encoded_buckets]:
+        if call is not None:
+            call()
     found, _ = taking.take()
     return found and found.record()
 
@@ -105,18 +107,19 @@ def test_tiny_and_huge_gradients(size: float) -> None:
 
 def test_nobody_looks_unasked_and_once_where_asked() -> None:
     taking, encoded = losses(), Planted()
-    taking.look(iter([encoded]))()
+    assert taking.look(encoded) is None
     assert taking.take() == (None, 0)
     taking.ask(7)
-    taking.look(iter([encoded]))()
-    taking.look(iter([encoded]))()
+    settled = taking.look(encoded)
+    assert settled is not None
+    assert taking.look(encoded) is None
+    settled()
     found, cost = taking.take()
     assert found is not None
     assert found.step == 7
     assert len(encoded.seeds) == 1
     assert cost == 20  # once before the step is settled, and once after
-    taking.ask(8)
-    taking.look(iter([]))()  # nothing is compressed
+    taking.ask(8)  # nothing is compressed
     assert taking.take() == (None, 0)
 
 
@@ -125,6 +128,8 @@ def test_buckets_take_turns() -> None:
     encoded_buckets = [Planted(bucket=index) for index in (0, 2, 5)]
     found = [looked(taking, encoded_buckets, step) for step in range(5)]
     assert [each and each.bucket for each in found] == [0, 2, 5, 0, 2]
+    few = [looked(taking, encoded_buckets[:2], step) for step in range(5, 8)]
+    assert [each and each.bucket for each in few] == [None, 2, 0]  # how many there are is learnt
 
 
 def test_a_large_bucket_is_sampled() -> None:
@@ -165,7 +170,9 @@ class Steps:
         for _ in range(steps):
             self.session.timer.forward()
             self.session.timer.backward()
-            self.session.recorder.looks(iter([Planted(owed=self.takes_time)]))()
+            settled = self.session.recorder.encoded(Planted(owed=self.takes_time))
+            if settled is not None:
+                settled()
             self.now += 10 * MS
             self.session.timer.backward_ended(synchronised=True)
             self.session.timer.stepped()

@@ -1,4 +1,4 @@
-"""Arguments of the four kernel passes, in the strides of a real bucket."""
+"""Arguments of the kernel passes, in the strides of a real bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 from lightning_dist.codecs import BlockCodec, Payload
 from lightning_dist.exchange.wire import row_bytes, views
 
-PASSES = ("encode", "settle", "reduce", "carry")
+DEFERRED = ("encode", "settle", "reduce", "carry")
+IMMEDIATE = ("encode_and_commit", "decode", "reduce", "carry")
+PASSES = (*DEFERRED, *IMMEDIATE[:2])
+"""``decode`` is ``settle`` without a state."""
 
 
 def in_a_bucket(shape: tuple[int, int, int], *, spare: int, offset: int, seed: int) -> Tensor:
@@ -40,23 +43,24 @@ def arguments(
     rows: int,
     blocks: int,
     offset: int = 0,
-    ok: bool = True,
     scale: float = 8.0,
 ) -> dict[str, tuple[Any, ...]]:
     """Arguments of every pass for ``rows`` ranks, another residual layout than gradient layout."""
     shape = (rows, blocks, codec.block)
     grad = in_a_bucket(shape, spare=1, offset=offset, seed=1)
     residual = in_a_bucket(shape, spare=2, offset=offset, seed=2) * 0.01
-    factor, good = torch.tensor(scale), torch.tensor(ok)
+    factor = torch.tensor(scale)
     own = on_the_wire(codec, rows, blocks, seed=3)
     received = (on_the_wire(codec, rows, blocks, seed=4),)
     shards = on_the_wire(codec, rows, blocks, seed=5)
     mean = on_the_wire(codec, 1, blocks, seed=6)
     return {
         "encode": (grad, (residual,), factor, None, on_the_wire(codec, rows, blocks)),
-        "settle": (grad, (residual,), factor, good, None, own, received),
+        "encode_and_commit": (grad, (residual,), factor, None, on_the_wire(codec, rows, blocks)),
+        "settle": (grad, (residual,), factor, None, own, received),
+        "decode": (grad, (), factor, None, own, received),
         "reduce": (shards, None, on_the_wire(codec, 1, blocks)),
-        "carry": (residual[:1], factor, good, shards, mean),
+        "carry": (residual[:1], factor, shards, mean),
     }
 
 

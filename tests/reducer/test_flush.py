@@ -62,11 +62,12 @@ def run(
     steps: range = range(STEPS),
     given: Callable[[Rank, int], Tensors] = lambda rank, step: feed(rank.rank, step, dtype=DOUBLE),
     load: State | None = None,
+    commit: str = "auto",
 ) -> Run:
     """Steps that are not finite count as skipped."""
     zero = {name: torch.zeros(shape, dtype=DOUBLE) for name, shape in SHAPES.items()}
     went_in, came_out, digests = zero, zero, []
-    form = {"min_compress_numel": 256, **(layout.form if layout else {})}
+    form = {"min_compress_numel": 256, "commit": commit, **(layout.form if layout else {})}
     with compressed(rank, Fed(dtype=DOUBLE), codec, **form) as (model, reducer):
         if load is not None:
             reducer.load_state_dict(load)
@@ -136,7 +137,8 @@ def test_a_step_that_is_not_finite_at_the_switch_sends_it_in_the_next(
         return fed
 
     codec = SCHEDULES["int8, none"][0]
-    ranks = run_threads(lambda rank: run(rank, codec, layout=layout, given=given), 4)
+    settings = {"layout": layout, "given": given, "commit": "deferred"}
+    ranks = run_threads(lambda rank: run(rank, codec, **settings), 4)
     assert lost(ranks) < 1e-9
     assert all(not each.names for each in ranks)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
-from arguments import PASSES, arguments, same_bits
+from arguments import DEFERRED, IMMEDIATE, PASSES, arguments, same_bits
 from feeding import Fed, backward, compressed, feed, step_digest
 from processes import run as run_process
 from torch._inductor import metrics
@@ -30,8 +31,13 @@ eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SI
 
 @pytest.fixture(scope="module")
 def fused() -> Mapping[str, Callable[..., None]]:
-    variant = fusing.Variant(eager.passes, torch.float32, rows=SIZE, received=1, device=CPU)
-    return fusing.fused_passes(variant)
+    """The compiled passes of both ways to commit; ``decode`` is ``settle`` without a state."""
+    variant = fusing.Variant(
+        eager.passes, torch.float32, rows=SIZE, received=1, device=CPU, immediate=False
+    )
+    immediate = dict(fusing.fused_passes(replace(variant, immediate=True)))
+    immediate["decode"] = immediate.pop("settle")
+    return {**fusing.fused_passes(variant), **immediate}
 
 
 def test_every_pass_is_fused(fused: Mapping[str, object]) -> None:
@@ -41,30 +47,32 @@ def test_every_pass_is_fused(fused: Mapping[str, object]) -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize(("blocks", "offset"), [(16, 0), (17, 3), (96, 256), (301, 1)])
-@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("finite", [True, False])
 def test_fused_passes_give_the_bytes_of_the_eager_ones(
-    fused: Mapping[str, Callable[..., None]], name: str, blocks: int, offset: int, ok: bool
+    fused: Mapping[str, Callable[..., None]], name: str, blocks: int, offset: int, finite: bool
 ) -> None:
     """Any number of blocks, any strides, any place in the bucket."""
 
     def fresh() -> tuple[object, ...]:
-        of_passes = arguments(Int8(), rows=SIZE, blocks=blocks, offset=offset, ok=ok)
-        grad = of_passes["encode"][0]
+        of_passes = arguments(Int8(), rows=SIZE, blocks=blocks, offset=offset)
+        grad, shards = of_passes["encode"][0], of_passes["carry"][2]
         grad[0, 0] = 0
         grad[1, 1] *= 1e-40
         grad[2, 2, 7] = 1e30
+        if not finite:
+            grad[0, 3, 5] = torch.inf
+            shards[0][1, 4] = torch.nan
         return of_passes[name]
 
     by_fused, by_eager = fresh(), fresh()
     with torch.no_grad():
         fused[name](*by_fused)
-        getattr(eager, name)(*by_eager)
+        getattr(eager, "settle" if name == "decode" else name)(*by_eager)
     assert same_bits(by_fused, by_eager)
-    changes = name in ("encode", "reduce", "settle") or ok
-    assert same_bits(by_fused, fresh()) is not changes, "the pass did nothing"
+    assert not same_bits(by_fused, fresh()), "the pass did nothing"
 
 
-def run(rank: Rank, *, compile_kernels: bool) -> tuple[list[str], list[int], set[str]]:
+def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], list[int], set[str]]:
     """Digests of 4 steps, kernels generated in each, and which fused passes were called."""
     called: set[str] = set()
 
@@ -75,7 +83,11 @@ def run(rank: Rank, *, compile_kernels: bool) -> tuple[list[str], list[int], set
 
         return call
 
-    settings = {"compile_kernels": compile_kernels, "ddp": {"bucket_cap_mb": 0.05}}
+    settings = {
+        "compile_kernels": compile_kernels,
+        "commit": commit,
+        "ddp": {"bucket_cap_mb": 0.05},
+    }
     with compressed(rank, Fed(SHAPES), **settings) as (model, reducer):
         assert reducer.planner.is_fused is compile_kernels
         kernels = reducer.planner.kernels(Int8(), torch.float32)
@@ -91,15 +103,19 @@ def run(rank: Rank, *, compile_kernels: bool) -> tuple[list[str], list[int], set
 
 
 @pytest.mark.usefixtures("fused")
-def test_a_real_step_runs_fused_and_compiles_nothing() -> None:
+@pytest.mark.parametrize("commit", ["deferred", "immediate"])
+def test_a_real_step_runs_fused_and_compiles_nothing(commit: str) -> None:
     """Also when DDP rebuilds its buckets after the first step; with the bits of eager kernels."""
     misses = fusing._fused_passes.cache_info().misses
-    by_fused = run_threads(lambda rank: run(rank, compile_kernels=True), SIZE)
+    by_fused = run_threads(lambda rank: run(rank, compile_kernels=True, commit=commit), SIZE)
     assert fusing._fused_passes.cache_info().misses == misses
     for _, generated, called in by_fused:
         assert generated == [generated[0]] * 5
-        assert called == set(PASSES)
-    by_eager = run_threads(lambda rank: run(rank, compile_kernels=False), SIZE)
+        assert called == {
+            "settle" if name == "decode" else name
+            for name in (DEFERRED if commit == "deferred" else IMMEDIATE)
+        }
+    by_eager = run_threads(lambda rank: run(rank, compile_kernels=False, commit=commit), SIZE)
     assert [called for _, _, called in by_eager] == [set()] * SIZE
     assert [digests for digests, _, _ in by_fused] == [digests for digests, _, _ in by_eager]
 
@@ -133,7 +149,7 @@ def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it() -> N
 
 def other_variant(block_size: int) -> fusing.Variant:
     passes = Passes(Int8(block_size), ErrorFeedback(), Factors(), 2)
-    return fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU)
+    return fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
 
 
 def test_a_broken_tool_chain_leaves_the_kernels_eager(

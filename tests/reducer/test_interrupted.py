@@ -1,8 +1,12 @@
-"""A backward pass that an exception cuts short on all ranks leaves no trace in the next one."""
+"""A backward pass that an exception cuts short on all ranks leaves no trace in the next one.
+
+Under the deferred commit; ``test_commit.py`` has the immediate one.
+"""
 
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 import pytest
 import torch
@@ -23,11 +27,18 @@ INTERRUPTED = 2
 class Model:
     """A reducer and three buckets of one parameter each."""
 
-    def __init__(self, rank: Rank, codec: str, layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        codec: str,
+        layout: Layout | None = None,
+        *,
+        commit: Literal["immediate", "deferred"] = "deferred",
+    ) -> None:
         self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.flats = {name: torch.zeros(p.numel()) for name, p in self.parameters.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        settings = Settings.check(codec, error_feedback=True, min_compress_numel=0)
+        settings = Settings.check(codec, error_feedback=True, min_compress_numel=0, commit=commit)
         network = rank.network(layout.tree, leader=layout.leader) if layout else rank.network()
         self.reducer = Reducer(names, settings=settings, network=network)
         self.buckets = DDPBuckets(self.reducer)

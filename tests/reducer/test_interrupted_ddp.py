@@ -39,7 +39,7 @@ class Halfway(nn.Module):
         return last + self.fed({name: given[name] for name in ("second", "bias")})
 
 
-SETTINGS = {"min_compress_numel": 256, "ddp": {"bucket_cap_mb": 0.004}}
+SETTINGS = {"min_compress_numel": 256, "commit": "deferred", "ddp": {"bucket_cap_mb": 0.004}}
 
 
 def train(model: nn.Module, rank: Rank, steps: range) -> list[str]:

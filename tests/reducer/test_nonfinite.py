@@ -1,5 +1,6 @@
 """Contracts 1 and 3: replicas are equal after every step, and a value that is not finite spoils its
-own step on all ranks, and nothing else. In flat exchanges and where hosts reduce first.
+own step on all ranks, and under the deferred commit nothing else. In flat exchanges and where hosts
+reduce first; ``test_commit.py`` has the immediate commit.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class Ran:
 
 def run(rank: Rank, layout: Layout, codec: str, bad: Bad, *, with_them: bool) -> Ran:
     ran = Ran()
-    feedback = {"error_feedback": True} if layout.tree is None else {}
-    with compressed(rank, Fed(), codec, **layout.form, **feedback, **LARGE) as (model, reducer):
+    settings = {"commit": "deferred", **layout.form, **LARGE}
+    if layout.tree is None:
+        settings["error_feedback"] = True
+    with compressed(rank, Fed(), codec, **settings) as (model, reducer):
         for step in range(STEPS):
             given = feed(rank.rank, step)
             if step not in bad:

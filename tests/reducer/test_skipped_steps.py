@@ -1,7 +1,7 @@
 """Contract 2 where a step is skipped, as a whole or for some parameters: no gradient is lost.
 
-With a learning rate of 1: first weights - last weights + mean residual == sum of the mean gradients
-of the steps that were applied.
+Under the deferred commit. With a learning rate of 1: first weights - last weights + mean residual
+== sum of the mean gradients of the steps that were applied.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_dist.codecs import Codec, warmup
 from lightning_dist.reducer.reducer import Reducer
 
 DOUBLE = torch.float64
+DEFERRED: dict[str, Any] = {"min_compress_numel": 256, "commit": "deferred"}
 STEPS = 8
 BAD = {2: ("second", torch.inf), 3: ("second", torch.nan), 5: ("first", -torch.inf)}
 """What is not finite on rank 1, by step."""
@@ -104,7 +105,7 @@ def run(
     ]
     settings = {"min_compress_numel": 256, "error_feedback": True, "tree": tree}
     settings["grad_scaler"] = scaler if loop.scaled else None
-    with compressed(rank, module, codec, **settings) as (model, reducer):
+    with compressed(rank, module, codec, commit="deferred", **settings) as (model, reducer):
         for step in range(STEPS):
             model.zero_grad()
             scaler.scale(model(given(rank.rank, step))).backward()
@@ -158,7 +159,7 @@ def test_a_parameter_with_a_bad_value_is_bad_in_every_element() -> None:
     """Or the part that is finite would be applied, and its state would not say so."""
 
     def body(rank: Rank) -> tuple[bool, bool]:
-        with compressed(rank, Fed(), min_compress_numel=256) as (model, _):
+        with compressed(rank, Fed(), **DEFERRED) as (model, _):
             gradients = feed(rank.rank, 0)
             if rank.rank == 1:
                 gradients["first"][0, 0] = torch.inf
@@ -176,7 +177,10 @@ def test_a_gradient_that_is_taken_away_is_not_applied() -> None:
     def body(rank: Rank) -> dict[str, bool]:
         module = Fed(dtype=DOUBLE)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        with compressed(rank, module, min_compress_numel=256) as (model, reducer):
+        with compressed(rank, module, **DEFERRED) as (
+            model,
+            reducer,
+        ):
             model(given(rank.rank, 0)).backward()
             before = {name: reducer.residuals[name].clone() for name in ("first", "second")}
             model.zero_grad()
@@ -196,7 +200,10 @@ def test_a_gradient_that_is_taken_away_is_not_applied() -> None:
 def test_other_models_and_later_steps_commit_nothing() -> None:
     def body(rank: Rank) -> bool:
         module, other = Fed(dtype=DOUBLE), Fed(dtype=DOUBLE)
-        with compressed(rank, module, min_compress_numel=256) as (model, reducer):
+        with compressed(rank, module, **DEFERRED) as (
+            model,
+            reducer,
+        ):
             model(given(rank.rank, 2)).backward()
             for parameter in other.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -58,7 +58,7 @@ class Compression:
         return attach(
             model,
             self._settings,
-            grad_scale=self._grad_scale,
+            grad_scale=self._grad_scale if self._accelerator.scaler else None,
             timeout=None if init is None else init.timeout,
             one_of_several=True,
         )

@@ -44,6 +44,9 @@ class CompressedDDPPlugin:
         start_step: synchronised steps before compression starts.
         compile_kernels: fuse the codec's kernels at set-up. ``"auto"``: for models of 4 Mi elements
             or more where a compiler is there.
+        commit: when residuals are written: ``"immediate"``, in the pass that encodes;
+            ``"deferred"``, once the whole step has landed and is known to be finite. ``"auto"``:
+            deferred with a GradScaler or ``find_unused_parameters``, else immediate.
 
     Raises:
         ValueError: a setting that does not exist, is out of range or cannot take effect, a variable
@@ -60,6 +63,7 @@ class CompressedDDPPlugin:
     min_compress_numel: int | None = LEFT_OUT
     start_step: int = LEFT_OUT
     compile_kernels: bool | Literal["auto"] = LEFT_OUT
+    commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *codec: Any, **settings: Any) -> Self:

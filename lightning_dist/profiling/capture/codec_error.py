@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,44 +56,41 @@ class CompressionErrorSampler:
         self._clock = clock
         self._step: int | None = None
         self._turn = 0
+        self._seen = self._buckets = 0  # in this step, and in the one before
         self._found: ErrorSample | None = None
         self._cost = 0
 
     def ask(self, step: int | None) -> None:
         """Sample a bucket of ``step``, which comes next; None: no bucket."""
         self._step = step
+        self._seen, self._buckets = 0, self._seen or self._buckets
 
-    def look(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
-        """Sample one of the buckets; the result is to be called when residuals are written."""
-        if self._step is None:
-            return _nothing
+    def look(self, encoded: EncodedBucket) -> Callable[[], None] | None:
+        """Sample ``encoded`` if it is its turn; the result is to be called when it is settled."""
+        number, self._seen = self._seen, self._seen + 1
+        if self._step is None or number != self._turn % max(self._buckets, 1):
+            return None
         begin = self._clock()
-        losing = list(encoded_buckets)
-        if not losing:
-            return _nothing
         step, self._step = self._step, None
-        encoded = losing[self._turn % len(losing)]
         self._turn += 1
         # All ranks draw the same elements.
         sampler = Sampler(step, share=MOST / max(encoded.numel, 1))
         samples = list(encoded.samples(sampler))
         if not samples:
-            return _nothing
-        squares = [
-            _square([each.gradient for each in samples]),
-            _square([each.pending for each in samples]),
-            _square([each.sent for each in samples]),
-            _square([each.pending - each.sent for each in samples]),
-        ]
-        residuals = [each.residual for each in samples if each.residual is not None]
-        del samples  # they hold copies of gradients until the step is settled
+            return None
+        gradient = _square([each.gradient for each in samples])
+        pending = _square([each.pending for each in samples])
         scale = encoded.scale.double()
         self._cost += self._clock() - begin
 
         def settled() -> None:
             begin = self._clock()
-            owed = [_square([residual() for residual in residuals]) * scale**2] if residuals else []
-            values = torch.stack([*squares, *owed]).to("cpu", non_blocking=True)
+            sent = [each.sent() for each in samples]
+            lost = [each.pending - said for each, said in zip(samples, sent, strict=True)]
+            residuals = [each.residual() for each in samples if each.residual is not None]
+            owed = [_square(residuals) * scale**2] if residuals else []
+            squares = torch.stack([gradient, pending, _square(sent), _square(lost), *owed])
+            values = squares.to("cpu", non_blocking=True)
             self._found = ErrorSample(step, encoded.bucket, values)
             self._cost += self._clock() - begin
 
@@ -109,7 +106,3 @@ class CompressionErrorSampler:
 def _square(tensors: Sequence[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
     return torch.stack(norms).square().sum()
-
-
-def _nothing() -> None:
-    pass

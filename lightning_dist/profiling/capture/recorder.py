@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -136,8 +136,8 @@ class Recorder(Observer):
         return lambda work: self._completions.watch(work, completed, group=group)
 
     @override
-    def looks(self, encoded_buckets: Iterator[EncodedBucket]) -> Callable[[], None]:
-        return self.errors.look(encoded_buckets)
+    def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
+        return self.errors.look(bucket)
 
     @override
     def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:

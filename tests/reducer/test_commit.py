@@ -1,0 +1,178 @@
+"""When residuals are written: while encoding, or once the step has landed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from feeding import (
+    EVERY_CODEC,
+    FEW,
+    PER_LEVEL,
+    Fed,
+    Tensors,
+    backward,
+    compressed,
+    feed,
+    residuals,
+    step_digest,
+)
+from layouts import NESTED, PAIRS, UNEVEN, Layout, flat
+from test_interrupted import SHAPES as SHAPES_OF_BUCKETS
+from test_interrupted import Model
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import resolve_codec
+
+LARGE = {"min_compress_numel": 256}
+SEVERAL_BUCKETS = {"ddp": {"bucket_cap_mb": 0.004}}
+INT8 = resolve_codec("int8:block_size=64")
+
+
+def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
+    """Gradients and state of four steps."""
+    with compressed(rank, Fed(), codec, commit=commit, **LARGE, **settings) as (model, reducer):
+        assert reducer.immediate is (commit == "immediate")
+        return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "codecs"),
+    [
+        (flat(2), EVERY_CODEC),
+        (flat(3), EVERY_CODEC),
+        (Layout(PAIRS), [*FEW, *PER_LEVEL]),
+        (Layout(UNEVEN), FEW),
+        (Layout(NESTED), ["int8"]),
+    ],
+    ids=lambda value: str(value) * isinstance(value, Layout),
+)
+def test_finite_steps_are_the_same_bits(layout: Layout, codecs: list[str]) -> None:
+    """So that every law of the deferred commit holds for the immediate one, and the reverse."""
+    form = {**layout.form, **SEVERAL_BUCKETS}
+
+    def body(rank: Rank) -> None:
+        for codec in codecs:
+            ways = [digests(rank, codec, commit, **form) for commit in ("immediate", "deferred")]
+            assert ways[0] == ways[1], codec
+
+    run_threads(body, layout.size)
+
+
+def spoilt(rank: int, step: int) -> Tensors:
+    """Gradients with one inf, in one block of one rank."""
+    given = feed(rank, step)
+    if rank == 1:
+        given["first"].view(-1)[70] = torch.inf
+    return given
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_not_finite_keeps_its_residual_and_nothing_else_is_lost(size: int) -> None:
+    """The rank with the inf keeps the residual of that block; all ranks see it.
+
+    A step that is then skipped costs what it has sent, no more: afterwards the residual of every
+    other element is what the codec has lost of it.
+    """
+
+    def body(rank: Rank) -> tuple[Tensors, Tensors, Tensors, Tensors]:
+        with compressed(rank, Fed(), INT8, **LARGE) as (model, reducer):
+            backward(model, feed(rank.rank, 0))
+            before = residuals(reducer)
+            bad = backward(model, spoilt(rank.rank, 1))
+            after = residuals(reducer)
+            good = backward(model, feed(rank.rank, 2))
+            assert all(g.isfinite().all() for g in (*good.values(), *after.values()))
+        return before, bad, after, good
+
+    ranks = run_threads(body, size)
+    for number, (before, bad, after, good) in enumerate(ranks):
+        finite = {name: bool(g.isfinite().all()) for name, g in bad.items()}
+        assert finite == {"first": False, "bias": True, "second": True}
+        assert int((~bad["first"].isfinite()).sum()) == INT8.block
+        kept = after["first"] == before["first"]
+        block = torch.arange(len(kept)) // INT8.block == 70 // INT8.block
+        if number == 1:
+            assert kept[block].all()
+        assert kept[~block].float().mean() < 0.1
+        largest = max(float(given.abs().max()) for given in feed(number, 1).values())
+        assert after["first"].abs().max() < largest / 20  # rounding errors, not gradients
+        assert all(torch.equal(good[name], ranks[0][3][name]) for name in good)
+
+
+def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
+    """It costs what it has sent: residuals stay rounding errors."""
+
+    def body(rank: Rank) -> tuple[list[Tensors], Tensors]:
+        model, got = Model(rank, "int8", commit="immediate"), []
+        try:
+            for step in range(4):
+                given = feed(rank.rank, step, SHAPES_OF_BUCKETS)
+                if step == 1:
+                    model.reduce(given, 2)
+                    continue
+                torch.futures.wait_all(model.reduce(given))
+                got.append({name: flat.clone() for name, flat in model.flats.items()})
+            return got, residuals(model.reducer)
+        finally:
+            model.reducer.close()
+
+    ranks = run_threads(body, 2)
+    for got, owed in ranks:
+        for here, there in zip(got, ranks[0][0], strict=True):
+            assert all(torch.equal(here[name], there[name]) for name in SHAPES_OF_BUCKETS)
+        assert all(each.abs().max() < 0.2 for each in owed.values())
+
+
+def payload_bytes(rank: Rank, size: int, commit: str) -> float:
+    """Bytes per element of payloads, in a model of 8 buckets of one parameter each."""
+    shapes = {f"{i}": (64, 1024) for i in range(8)}
+    ddp = {"bucket_cap_mb": 0.25}
+    with compressed(rank, Fed(shapes), commit=commit, ddp=ddp, **LARGE) as (model, reducer):
+        for step in range(3):
+            backward(model, feed(rank.rank, step, shapes))
+        memory = reducer.memory()
+        elements = sum(p.numel() for p in model.parameters())
+        assert memory["residual_bytes"] == 4 * elements
+        return memory["buffer_bytes"] / elements
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_tensors_take_turns_with_the_memory_of_payloads(size: int) -> None:
+    ways = ("immediate", "deferred")
+    for immediate, deferred in run_threads(
+        lambda rank: [payload_bytes(rank, size, commit) for commit in ways], size
+    ):
+        assert deferred > 2  # W payloads where they are gathered, else three of one
+        assert immediate < (0.8 if size > 2 else 0.6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "immediate"),
+    [
+        ({}, True),
+        ({"commit": "deferred"}, False),
+        ({"ddp": {"find_unused_parameters": True}}, False),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, False),
+        ({"grad_scaler": torch.amp.GradScaler("cpu", enabled=False)}, True),
+        ({"grad_scaler": torch.amp.GradScaler("cpu"), "commit": "immediate"}, True),
+    ],
+)
+def test_which_one_is_in_force(settings: dict[str, Any], immediate: bool) -> None:
+    def body(rank: Rank) -> None:
+        with compressed(rank, Fed(), **LARGE, **settings) as (_, reducer):
+            assert reducer.immediate is immediate
+            assert reducer.comm_config()["commit"] == ("immediate" if immediate else "deferred")
+
+    run_threads(body, 2)
+
+
+def test_unused_parameters_need_the_deferred_one() -> None:
+    def body(rank: Rank) -> None:
+        ddp = {"find_unused_parameters": True}
+        refused = pytest.raises(ValueError, match=r"commit='immediate'.*find_unused.*'auto'")
+        with refused, compressed(rank, Fed(), commit="immediate", ddp=ddp):
+            pass
+
+    run_threads(body, 2)
