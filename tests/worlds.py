@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dist.versions
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.wait_limit import WaitLimit
 from lightning_dist.reducer import exposure
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
@@ -81,7 +82,9 @@ class Rank:
 
     def network(self, tree: Sequence[Any] | None = None, *, leader: bool = False) -> Network:
         data, control, *levels = self.groups(tree, leader=leader)
-        flat = Network(Channel(data), Channel(control), self.topology(), torch.device("cpu"))
+        limit = WaitLimit()
+        channels = Channel(data, limit=limit), Channel(control, limit=limit)
+        flat = Network(*channels, self.topology(), torch.device("cpu"))
         if tree is None:
             return flat
         ready = iter(levels)

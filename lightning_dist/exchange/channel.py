@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_dist.exchange.wait_limit import WaitLimit
 
 
 class Pending(Protocol):
@@ -37,10 +40,14 @@ class Channel:
     Args:
         group: used by nobody else.
         name: of the channel, for a watch: ``"flat"``, ``"intra"``, ``"inter"``, ``"control"``.
+        limit: of waits for its collectives; one of its own that is never reached by default.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str = "flat") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, name: str = "flat", limit: WaitLimit | None = None
+    ) -> None:
         self.group, self.name = group, name
+        self.limit = WaitLimit() if limit is None else limit
         self.watch: Watch | None = None
 
     def all_reduce(
@@ -50,6 +57,7 @@ class Channel:
         world = self.group.size()
         return self._begin(
             "all_reduce",
+            tensor,
             2 * (world - 1) * tensor.nbytes // world,
             lambda: dist.all_reduce(tensor, op=op, group=self.group, async_op=True),
         )
@@ -58,6 +66,7 @@ class Channel:
         """``own (N,)`` of every rank -> ``output (W * N,)``."""
         return self._begin(
             "all_gather",
+            own,
             (self.group.size() - 1) * own.nbytes,
             lambda: dist.all_gather_single(output, own, group=self.group, async_op=True),
         )
@@ -76,6 +85,7 @@ class Channel:
             kept = own_sizes[self.group.rank()] * own.element_size()
         return self._begin(
             "all_to_all",
+            own,
             own.nbytes - kept,
             lambda: dist.all_to_all_single(
                 output, own, output_sizes, own_sizes, group=self.group, async_op=True
@@ -87,31 +97,42 @@ class Channel:
         others = self.group.size() - 1 if self.group.rank() == owner else 0
         return self._begin(
             "broadcast",
+            tensor,
             others * tensor.nbytes,
             lambda: dist.broadcast(tensor, group_src=owner, group=self.group, async_op=True),
         )
 
-    def _begin(self, op: str, sent: int, launch: Callable[[], dist.Work]) -> Pending:
-        if self.watch is None:
-            return launch()
-        see = self.watch.launches(op, group=self.name, sent=sent)
+    def _begin(self, op: str, of: Tensor, sent: int, launch: Callable[[], dist.Work]) -> Pending:
+        watch = self.watch
+        see = None if watch is None else watch.launches(op, group=self.name, sent=sent)
         work = launch()
-        if see is None:
+        if see is not None:
+            see(work)
+        blocks = of.device.type == "cpu"  # who waits; elsewhere a stream is ordered behind it
+        if see is None and not blocks:
             return work
-        see(work)
-        return _Watched(work, self.watch)
+        limit = self.limit if blocks else None
+        return _Launched(
+            work, f"{op} of group {self.name!r}", limit, None if see is None else watch
+        )
 
 
-class _Watched:
-    """A collective whose waiting somebody wants to know of."""
+@dataclass(frozen=True)
+class _Launched:
+    """A collective that is under way; ``watch`` wants to know of waits for it."""
 
-    def __init__(self, work: dist.Work, watch: Watch) -> None:
-        self._work, self._watch = work, watch
+    work: dist.Work
+    what: str
+    limit: WaitLimit | None
+    watch: Watch | None
 
     def wait(self) -> object:
-        """Until it has ended."""
-        over = self._watch.waits()
+        """Until it has ended; on an accelerator, until the stream has come to it."""
+        over = None if self.watch is None else self.watch.waits()
         try:
-            return self._work.wait()
+            if self.limit is None:
+                return self.work.wait()
+            return self.limit.wait(self.work, what=self.what)
         finally:
-            over()
+            if over is not None:
+                over()

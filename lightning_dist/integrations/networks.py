@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.exchange.wait_limit import WaitLimit
 from lightning_dist.integrations.checks import finds_unused
 from lightning_dist.integrations.grouping import topology_of, view_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
@@ -65,7 +66,9 @@ def network_for(
     )
     if old is not None:
         return old
-    network = Network(Channel(data), Channel(control, name="control"), topology, model.device)
+    limit = WaitLimit()
+    flags = Channel(control, name="control", limit=limit)
+    network = Network(Channel(data, limit=limit), flags, topology, model.device)
     if tree is None:
         if levels:
             raise ValueError(

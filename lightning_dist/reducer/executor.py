@@ -14,7 +14,7 @@ Task = Callable[[], None]
 Tasks = queue.SimpleQueue[Task | None]
 
 _PATIENCE = 10.0
-"""Seconds for a worker that is closed; one that waits for a dead peer is left behind."""
+"""Seconds for a worker that is closed; one that nothing can stop is left behind."""
 
 _AT_EXIT = 2.0
 """Seconds of the same where nobody has closed it and the process ends."""
@@ -25,7 +25,9 @@ class Executor(Protocol):
 
     def submit(self, task: Task) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, patience: float = _PATIENCE) -> bool:
+        """Do what is left and end; False: it is still at it after ``patience`` seconds."""
+        ...
 
 
 class Worker:
@@ -44,12 +46,16 @@ class Worker:
     def submit(self, task: Task) -> None:
         if self._end is None:
             self._thread.start()
-            self._end = finalize(self, _end, self._tasks, self._thread, _AT_EXIT)
+            self._end = finalize(self, _end, self._tasks, self._thread)
         self._tasks.put(task)
 
-    def close(self) -> None:
-        if self._end is not None and self._end.detach() is not None:
-            _end(self._tasks, self._thread, _PATIENCE)
+    def close(self, patience: float = _PATIENCE) -> bool:
+        if self._end is not None:
+            if self._end.detach() is not None:
+                self._tasks.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(patience)
+        return not self._thread.is_alive()
 
 
 def _work(tasks: Tasks) -> None:
@@ -59,10 +65,10 @@ def _work(tasks: Tasks) -> None:
         del task  # or the last bucket's buffer would live until the next one
 
 
-def _end(tasks: Tasks, thread: threading.Thread, patience: float) -> None:
+def _end(tasks: Tasks, thread: threading.Thread) -> None:
     tasks.put(None)
     if thread is not threading.current_thread():  # which may drop the last reference to its reducer
-        thread.join(patience)
+        thread.join(_AT_EXIT)
 
 
 class SideStream:
@@ -79,8 +85,9 @@ class SideStream:
         with torch.cuda.stream(self._stream), torch.no_grad(), exact:
             task()
 
-    def close(self) -> None:
+    def close(self, patience: float = _PATIENCE) -> bool:
         self._stream.synchronize()
+        return True
 
 
 def executor_for(device: torch.device) -> Executor:

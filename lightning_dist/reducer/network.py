@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.wait_limit import WaitLimit
 from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Tree, route, rows_of
@@ -39,13 +40,18 @@ class Network:
         return self.topology.rank
 
     @property
+    def limit(self) -> WaitLimit:
+        """Of every wait for a collective of the network."""
+        return self.data.limit
+
+    @property
     def rows(self) -> Rows:
         """How the state of all ranks is put together."""
         return Rows(self.row_of or tuple(range(self.world_size)), self.rank)
 
     @property
     def channels(self) -> list[Channel]:
-        """All that this rank exchanges over in a step: payloads from the inside out, flags."""
+        """Used by this rank in a step: of payloads from the inside out, and of flags."""
         if self.within is None:
             return [self.data, self.control]
         across = self.within.across
@@ -73,10 +79,10 @@ def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup
     outer = new_group(way.outer) if way.outer else None
     across = None
     if outer is not None:
-        channel = Channel(outer, name=_name(len(groups)))
+        channel = Channel(outer, name=_name(len(groups)), limit=network.limit)
         across = replace(network, data=channel, topology=topology.among(way.outer))
     for number, level in reversed(list(enumerate(way.levels))):
-        channel = Channel(groups[number], name=_name(number))
+        channel = Channel(groups[number], name=_name(number), limit=network.limit)
         inside = topology.among(level.members)
         within = Within(channel, inside, level.owners, level.weight, level.beyond, across)
         across = replace(network, data=channel, topology=inside, within=within)

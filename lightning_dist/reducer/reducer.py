@@ -37,6 +37,8 @@ from lightning_dist.reducer.verdict import Verdict, settle_lane, sum_of_bits
 from lightning_dist.settings import Settings
 
 _COMPARED_EVERY = 100
+_PATIENCE = 0.5
+"""Seconds that a step under way is given where the reducer is closed."""
 
 
 class Reducer:
@@ -72,6 +74,7 @@ class Reducer:
         """Changes local gradients before they are compressed, and says from when on they are."""
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
+        self.generation = 0  # networks before this one
         self.closed = False
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
@@ -86,14 +89,7 @@ class Reducer:
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        self.planner = Planner(
-            network,
-            self.state,
-            error_feedback=settings.error_feedback,
-            intra=settings.intra,
-            whole=matrices(self._policy, self._shapes),
-            immediate=self.immediate,
-        )
+        self.planner = self._make_planner()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
@@ -107,6 +103,16 @@ class Reducer:
         self.failure: BaseException | None = None
         """The first error of an exchange; nothing is exchanged after it."""
         self._pending = PendingCommit(names)
+
+    def _make_planner(self) -> Planner:
+        return Planner(
+            self.network,
+            self.state,
+            error_feedback=self.settings.error_feedback,
+            intra=self.settings.intra,
+            whole=matrices(self._policy, self._shapes),
+            immediate=self.immediate,
+        )
 
     def start(
         self,
@@ -405,16 +411,48 @@ class Reducer:
         self.state.load(as_laid_out_here(state, self.names), self.network.rows)
         self.step = int(state["step"])
 
+    def rebind(self, network: Network) -> None:
+        """Go on in other groups, with other members or another hierarchy. Collective there.
+
+        What is under way in the old ones is given up, whatever has failed is forgotten, and the
+        next step is the one that comes next. State is kept; what ranks that are gone were owed is
+        lost. Where one of the two networks is hierarchical every rank goes on from the mean
+        residual.
+        """
+        self._stop(patience=0.0)
+        for handle in self._in_flight:
+            if not handle.done.done():
+                handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
+        self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
+        self._pending.drop()
+        self.stats.drop_step()
+        self._plans.clear()
+        old, self.network = self.network, network
+        self.failure = None
+        self.generation += 1
+        if old.within is not None or network.within is not None:
+            self.state.average(network.data.group, old.rows, device=network.device)
+        self.planner = self._make_planner()
+        self._scale = self._scale.to(network.device)
+        self._executor = executor_for(network.device)
+
+    def _stop(self, patience: float = _PATIENCE) -> None:
+        """End the worker; if it waits for other ranks, it gives up after ``patience`` seconds."""
+        if not self._executor.close(patience):
+            self.network.limit.give_up()
+            self._executor.close()
+
     def close(self) -> None:
         """Stop the worker and take the residuals off the accelerator.
 
-        The process groups stay, and so does :meth:`state_dict`.
+        The process groups stay, and so does :meth:`state_dict`. A step that is under way has half a
+        second to end; then it is given up, and the groups are not to be used again.
         """
         self.closed = True
         for call in self.at_close:
             call()
         self.at_close.clear()
-        self._executor.close()
+        self._stop()
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))

@@ -128,10 +128,31 @@ class ReducerState:
             for name, (left, right) in gathered.get("factors", {}).items()
         }
 
+    def average(self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device) -> None:
+        """Go on from the mean over the rows that the ranks of ``group`` hold. Collective.
+
+        Args:
+            rows: of before, in which ranks that are gone may have had a part.
+        """
+        of_ranks = [
+            facts["row"] for facts in all_facts({"row": rows.own}, group=group, device=device)
+        ]
+        first = of_ranks.index(rows.own) == group.rank()
+        for store in (self.residuals, self.momenta):
+            store.average(group, count=len(set(of_ranks)), first=first, device=device)
+        factors = self._factors_of_all(group, device=device, on_all=True)
+        self.factors, self._loaded = (
+            {},
+            {name: (pair[0], pair[1]) for name, pair in factors.items()},
+        )
+
     def _factors_of_all(
-        self, group: dist.ProcessGroup, *, device: torch.device
+        self, group: dist.ProcessGroup, *, device: torch.device, on_all: bool = False
     ) -> dict[str, list[Tensor]]:
-        """Factors of every matrix; on a host with several ranks only its owner works with them."""
+        """Factors of every matrix, on rank 0 or on all ranks.
+
+        On a host with several ranks only the owner of a matrix works with them.
+        """
         held = self._loaded | self.factors
         own = {
             name: [[*left.shape], [*right.shape], left.dtype == torch.float64, name in self.factors]
@@ -148,7 +169,7 @@ class ReducerState:
             if group.rank() == holder:
                 for factor, mine in zip(pair, held[name], strict=True):
                     factor.copy_(mine)
-            for factor in pair if holder else ():
+            for factor in pair if holder or on_all else ():
                 dist.broadcast(factor, group_src=holder, group=group)
             found[name] = [factor.cpu() for factor in pair]
         return found

@@ -149,12 +149,27 @@ class Store:
         first = group.rank() == 0
         gathered = {}
         for name in sorted(self.names()):
-            mine = self._row(name, rows).to(device)
+            mine = self._whole_row(name, first=rows.first).to(device)
             of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if first else None
             dist.gather(mine, of_ranks, group=group, group_dst=0)
             if of_ranks is not None:
                 gathered[name] = _added([part.cpu() for part in of_ranks], rows)
         return gathered if first else None
+
+    def average(
+        self, group: dist.ProcessGroup, *, count: int, first: bool, device: torch.device
+    ) -> None:
+        """Go on from the mean of ``count`` rows, of which this rank has a part. Collective.
+
+        Args:
+            first: whether it is the first of its row: what was loaded is the same on all of them.
+        """
+        loaded = {}
+        for name in sorted(self.names()):
+            mine = self._whole_row(name, first=first).to(device, copy=True)
+            dist.all_reduce(mine, group=group)
+            loaded[name] = mine.div_(count).cpu()
+        self._parts, self._whole, self._loaded = {}, {}, loaded
 
     def striped(self, rows: Rows) -> dict[str, Stripes]:
         """What :meth:`gather` returns, left where it is. On every rank, without communication."""
@@ -179,11 +194,11 @@ class Store:
             for name, found in gathered.items()
         }
 
-    def _row(self, name: str, rows: Rows) -> Tensor:
+    def _whole_row(self, name: str, *, first: bool) -> Tensor:
         """This rank's part of its row, zeros where others of the row hold it."""
         loaded = self._loaded.get(name)
         if loaded is not None:
-            return loaded if rows.first else torch.zeros_like(loaded)
+            return loaded if first else torch.zeros_like(loaded)
         numel, dtype = self._whole[name]
         parts = self._parts[name]
         if len(parts.get(0, ())) == numel:

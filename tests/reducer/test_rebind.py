@@ -1,0 +1,171 @@
+"""Other groups under a live reducer, after a rank is silent, is gone, or hosts are others."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from feeding import FakeBucket, Tensors, digest, feed, held
+from layouts import PAIRS, UNEVEN
+from processes import port, run_together
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology
+
+SHAPES = {"first": (40, 48), "second": (33, 50)}
+HERE = Path(__file__).parent
+CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5"]
+
+
+class Model:
+    """A reducer and a bucket for each of two parameters."""
+
+    def __init__(
+        self,
+        network: Network,
+        codec: str = "int8",
+        *,
+        commit: Literal["immediate", "deferred"] = "deferred",
+    ) -> None:
+        self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
+        settings = Settings.check(codec, min_compress_numel=0, commit=commit)
+        self.reducer = Reducer(names, settings=settings, network=network)
+        self.buckets = DDPBuckets(self.reducer)
+
+    def begin(self, given: Tensors) -> list[torch.futures.Future[Tensor]]:
+        """Hand over both buckets of a step."""
+        return [
+            self.buckets.reduce(FakeBucket(given[name].flatten().clone(), [p], i, last=i == 1))
+            for i, (name, p) in enumerate(self.parameters.items())
+        ]
+
+    def step(self, rank: int, step: int) -> list[Tensor]:
+        return [future.wait() for future in self.begin(feed(rank, step, SHAPES))]
+
+
+def among(rank: Rank, members: list[int], name: str) -> Network:
+    """A flat network of ``members``; each of them asks for it."""
+    channels = [Channel(rank.group(f"{name} {which}", members)) for which in ("data", "control")]
+    topology = Topology(tuple(f"host{m}" for m in members), members.index(rank.rank))
+    return Network(channels[0], channels[1], topology, torch.device("cpu"))
+
+
+def failed(futures: list[torch.futures.Future[Tensor]], match: str) -> None:
+    for future in futures:
+        with pytest.raises(RuntimeError, match=match):
+            future.wait()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
+    """With the state that they have, which the failed step has left as it was."""
+    left: list[Tensors] = [{}, {}]
+    two = threading.Barrier(2, timeout=60)
+
+    def body(rank: Rank) -> list[str]:
+        model = Model(rank.network(), codec)
+        model.step(rank.rank, 0)
+        if rank.rank == 2:
+            return []  # silent from now on, with its sockets open
+        model.reducer.network.limit.seconds = 0.3
+        before = digest(held(model.reducer))
+        failed(model.begin(feed(rank.rank, 1, SHAPES)), r"no answer.*within 0\.3 s|earlier")
+        assert digest(held(model.reducer)) == before
+        kept = model.reducer.residuals
+        left[rank.rank] = {name: kept[name].clone() for name in kept.names()}
+        two.wait()
+        start = time.monotonic()
+        model.reducer.rebind(among(rank, [0, 1], "second"))
+        assert time.monotonic() - start < 1.0
+        assert model.reducer.generation == 1
+        twin = Model(among(rank, [0, 1], "twin"), codec)
+        state: dict[str, Any] = {"version": 1, "step": model.reducer.step, "residuals": {}}
+        state["residuals"] = {name: torch.stack([of[name] for of in left]) for name in left[0]}
+        factors = {n: [f.clone() for f in both] for n, both in model.reducer.state.factors.items()}
+        twin.reducer.load_state_dict({**state, "factors": factors})
+        digests = []
+        for step in range(1, 4):
+            got, expected = model.step(rank.rank, step), twin.step(rank.rank, step)
+            assert digest(got) == digest(expected)
+            digests.append(digest(got))
+        assert digest(held(model.reducer)) == digest(held(twin.reducer))
+        for each in (model, twin):
+            each.reducer.close()
+        return digests
+
+    first, second, _ = run_threads(body, 3)
+    assert first == second
+
+
+@pytest.mark.parametrize("commit", ["deferred", "immediate"])
+def test_a_reducer_that_waits_for_a_silent_rank_is_closed_in_a_second(
+    commit: Literal["immediate", "deferred"],
+) -> None:
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), commit=commit)
+        model.step(rank.rank, 0)
+        if rank.rank == 1:
+            return
+        futures = model.begin(feed(rank.rank, 1, SHAPES))
+        start = time.monotonic()
+        model.reducer.close()
+        assert time.monotonic() - start < 1.0
+        assert not model.reducer.in_step
+        failed(futures, "gave up")
+
+    run_threads(body, 2)
+
+
+def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:
+    state = model.reducer.state_dict()
+    if state is None:
+        return {}
+    return {name: rows.double().mean(0) for name, rows in state["residuals"].items()}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("old", "new"), [(None, PAIRS), (PAIRS, None), (UNEVEN, PAIRS)], ids=str)
+def test_another_hierarchy_keeps_what_is_owed(codec: str, old: Any, new: Any) -> None:
+    def body(rank: Rank) -> list[str]:
+        model = Model(rank.network(old, leader=old is UNEVEN), codec)
+        for step in range(3):
+            model.step(rank.rank, step)
+        before = mean_residual(rank, model)
+        model.reducer.rebind(rank.network(new))
+        after = mean_residual(rank, model)
+        assert before.keys() == after.keys()
+        for name, owed in before.items():
+            assert owed.abs().max() > 0
+            torch.testing.assert_close(after[name], owed, rtol=1e-5, atol=1e-7)
+        digests = [digest(model.step(rank.rank, step)) for step in range(3, 6)]
+        model.reducer.close()
+        return digests
+
+    ranks = run_threads(body, 4)
+    assert all(digests == ranks[0] for digests in ranks)
+
+
+def test_survivors_of_a_killed_rank_take_the_next_step(quick_python: list[str]) -> None:
+    command = [*quick_python, HERE / "rebind_after_a_kill.py"]
+    environments = [
+        {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at}
+        for at in [str(port())]
+        for rank in range(3)
+    ]
+    *survivors, killed = run_together([command] * 3, environments, limit=60)
+    assert killed.returncode == -signal.SIGKILL
+    said = [each.require_success().output.split()[-2:] for each in survivors]
+    assert said[0] == said[1]
+    assert said[0][0] == "after"
