@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint.tables import checkpoint, crash_campaign
-from benchmarks.codecs.tables import MEMORY, kernels
+from benchmarks.codecs import MEMORY, kernels
 from benchmarks.convergence.tables import convergence, time_to_accuracy
 from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.tables import Result, Rows
+from benchmarks.harness.tables import Result
 from benchmarks.profiler.tables import (
     CLOCKS,
     COST,
@@ -78,13 +78,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""
-
-
-def print_tables(meta: Mapping[str, Any], rows: Rows, *names: str) -> None:
-    """Sections of results that were just measured, as they would be in a document."""
-    for name in names:
-        if text := SECTIONS[name][1]({"meta": meta, "rows": rows}):
-            print(f"\n{text}", flush=True)
 
 
 _SECTION = re.compile(

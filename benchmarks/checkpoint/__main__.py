@@ -21,14 +21,13 @@ the file is removed after it, so nothing is overwritten. Rows:
     held_ms        what the next optimizer step waited for the copy, after a forward and backward
     step_ms        that training step; plain_step_ms: the same without a save
     slowdown_pct   steps of some ms while a checkpoint is written, beside steps before and after
-    memory_mb      growth of the memory of all processes, see benchmarks/checkpoint/memory.py
+    memory_mb      growth of the memory of all processes, see benchmarks/checkpoint/processes.py
 
-Two ranks: benchmarks/checkpoint/ranks.py. The goals are those that the checkpoints were built for.
+Two ranks save there too. The goals are those that the checkpoints were built for.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -43,17 +42,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkpoint.memory import memory_growth
-from benchmarks.checkpoint.ranks import measure_ranks
+from benchmarks.checkpoint.processes import memory_growth, save_in_ranks
+from benchmarks.checkpoint.tables import checkpoint, ranks_table
 from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
+from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.results import parser_of, recording
 
 _SEED = 1
 _STEPS = 40
 """Training steps without a save, before and after those with one."""
 _FEWEST = 8
+_RANKS_S = 1800.0
 
 Samples = dict[str, list[float | None]]
 """Of a row, by name in the JSON: a value for every round; None where there is no such thing."""
@@ -83,55 +82,44 @@ Of memory more than the state takes. What is in ms may also be 1 % of a training
 """
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What a checkpoint costs, beside other ways.")
+def main(argv: list[str] | None = None) -> None:
+    """Measure, show, and write."""
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--mb", type=float, default=419, help="size of the state (%(default)s)")
     add("--rounds", type=int, default=5, help="after one that warms up (%(default)s)")
     add("--row", action="append", choices=list(ROWS), help="repeatable (all)")
     add("--dir", type=Path, default=Path(), help="a folder on the disk to write to (here)")
     add("--skip", action="append", choices=("memory", "ranks"), default=[], help="repeatable")
-    add("--json", type=Path)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Measure, show, and write."""
-    arguments = parse_arguments(argv)
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("json", "dir")}
-    meta = collect_meta(seed=_SEED, arguments=settings)
-    names, mb = arguments.row or list(ROWS), arguments.mb
+    names, size = given.row or list(ROWS), {"mb": given.mb, "seed": _SEED}
     memory: dict[str, float] = {}
     ranks: Samples = {}
-    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=arguments.dir) as temporary:
+    with (
+        recording(given, seed=_SEED) as record,
+        tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=given.dir) as temporary,
+    ):
         folder = Path(temporary).resolve()
-        if "memory" not in arguments.skip:
-            for index, name in enumerate(names):
-                if not name.startswith("limit"):
-                    target = folder / f"memory{index}"
-                    nbytes = memory_growth(name, mb=mb, seed=_SEED, folder=target)
-                    memory[name] = nbytes / 1e6
-                    print(f"  memory, {name}: {memory[name]:.0f} MB", flush=True)
-        if "ranks" not in arguments.skip:
-            ranks = samples_of_ranks(
-                measure_ranks(folder / "ranks", mb=mb, rounds=arguments.rounds, seed=_SEED)
-            )
-        samples, state_mb = measure(folder, names, mb=mb, rounds=arguments.rounds)
-    rows = [{"row": name, "rounds": arguments.rounds, **figures(samples[name])} for name in names]
-    for row in rows:
-        row["memory_mb"] = memory.get(row["row"])
-    everything = {name: {**samples[name], "memory_mb": [memory.get(name)]} for name in names}
-    goals = goals_of(everything | {RANKS: ranks}, state_mb=state_mb)
-    meta |= {"state_mb": state_mb, "goals": goals}
-    print_tables(meta, rows, "checkpoint")
-    if ranks:
-        of_ranks = figures(ranks)
-        rows.append({"row": RANKS, "rounds": arguments.rounds, **of_ranks})
-        cells = [[key, f"{of['median']:.2f} ({of['min']:.2f})"] for key, of in of_ranks.items()]
-        print_table(RANKS, columns=["", "median (least)"], rows=cells)
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+        for index, name in enumerate([] if "memory" in given.skip else names):
+            if not name.startswith("limit"):
+                nbytes = memory_growth(name, folder=folder / f"memory{index}", **size)
+                memory[name] = nbytes / 1e6
+                print(f"  memory, {name}: {memory[name]:.0f} MB", flush=True)
+        if "ranks" not in given.skip:
+            (folder / "ranks").mkdir()
+            place = {"folder": str(folder / "ranks"), "rounds": given.rounds}
+            seconds = run_ranks(save_in_ranks, ranks=2, timeout_s=_RANKS_S, **place, **size)[0]
+            ranks = samples_of_ranks(seconds)
+        samples, state_mb = measure(folder, names, mb=given.mb, rounds=given.rounds)
+        everything = {name: {**samples[name], "memory_mb": [memory.get(name)]} for name in names}
+        goals = goals_of(everything | {RANKS: ranks}, state_mb=state_mb)
+        record.meta |= {"state_mb": state_mb, "goals": goals}
+        known = {name: {**figures(samples[name]), "memory_mb": memory.get(name)} for name in names}
+        if ranks:
+            known[RANKS] = figures(ranks)
+        record.rows = [{"row": row, "rounds": given.rounds, **of} for row, of in known.items()]
+        record.show(checkpoint, ranks_table)
 
 
 def measure(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.tables import NA, Column, Result, Row, caption, markdown
+from benchmarks.harness.tables import NA, Column, Result, Row, Table, caption, markdown
 
 
 def checkpoint(result: Result) -> str | None:
@@ -77,3 +77,16 @@ _GOALS: list[Column] = [
     ("at most", partial(_goal, key="goal")),
     ("", lambda goal: "met" if goal["met"] else "missed"),
 ]
+
+
+_COMPARED = ("memcpy_ms", "alone_ms", "rank0_ms", "rank1_ms", "over_memcpy", "over_alone")
+
+ranks_table = Table(
+    has="over_memcpy",
+    columns=[
+        ("", "{row}"),
+        *((key, f"{{{key}[median]:.2f}} ({{{key}[min]:.2f}})") for key in _COMPARED),
+    ],
+    text="Stalls of two ranks that save together, beside one that copies or saves alone: median "
+    "and least.",
+)

@@ -1,18 +1,12 @@
-"""One rank of `__main__.py` and of `time_to_accuracy.py`: trains rows over gloo.
-
-Settings are JSON on the command line; rank 0 appends a line of JSON for every training to a file.
-"""
+"""One rank of `__main__.py` and of `time_to_accuracy.py`: trains rows over gloo."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,8 +18,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.tasks import WARM_SHARE, GptTask, Job, Task, make_task
-from benchmarks.step_time.rank import tx_bytes_of
-from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
+from benchmarks.step_time.rank import (
+    BASELINES,
+    COMPUTE_ROW,
+    DDP_ROW,
+    FP16_ROW,
+    digest_of,
+    tx_bytes_of,
+)
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.networks import Groups, new_groups
@@ -37,11 +37,10 @@ _TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a launcher tells every rank.
+    """What is trained.
 
     Args:
         jobs: the rows, each of which is trained with every one of ``seeds``.
-        output: where rank 0 appends a line for every training.
         tasks: settings of tasks that are not their own, by name of the task.
         interleaved: the jobs of a seed take turns in blocks of steps. Else they follow each other.
         evaluate_every: steps of a block, after which a training is evaluated; None: all of them.
@@ -53,7 +52,6 @@ class Settings:
 
     jobs: Sequence[Mapping[str, Any]]
     seeds: Sequence[int]
-    output: str
     tasks: Mapping[str, Mapping[str, Any]]
     interleaved: bool = False
     evaluate_every: int | None = None
@@ -172,10 +170,7 @@ class Training:
 
 def same_on_all_ranks(model: nn.Module) -> bool:
     """Whether every rank holds the same parameters, bit by bit. Collective."""
-    digest = hashlib.blake2b(digest_size=8)
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().data)
-    mine = torch.tensor([int.from_bytes(digest.digest(), "little") >> 1])
+    mine = torch.tensor([digest_of(model)])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return all(bool(other == mine) for other in everyone)
@@ -207,11 +202,11 @@ def race(trainings: Sequence[Training], settings: Settings) -> float | None:
     return target
 
 
-def run(settings: Settings) -> None:
-    """Every job with every seed."""
+def train(**given: Any) -> Iterator[dict[str, Any]]:
+    """Every job with every seed: its curve and what came of it, or why it was refused."""
+    settings = Settings(**given)
     # That compression does not pay on a loopback is no news here.
     logging.getLogger("lightning_dist").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
     jobs = [Job(**job) for job in settings.jobs]
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     tasks = {
@@ -223,29 +218,16 @@ def run(settings: Settings) -> None:
         heats = [[(job, seed) for job in jobs] for seed in settings.seeds]
     # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
     groups = [new_groups(dist.group.WORLD, timeout=_TIMEOUT) for _ in heats[0]]
-
-    def report(job: Job, seed: int, result: dict[str, Any]) -> None:
-        if dist.get_rank() == 0:
-            line = {**job.named, "seed": seed, **result}
-            with open(settings.output, "a") as file:
-                file.write(json.dumps(line) + "\n")
-
     for heat in heats:
         trainings = []
         for (job, seed), own in zip(heat, groups, strict=True):
             try:
                 training = Training(tasks[job.task], job, seed=seed, settings=settings, groups=own)
             except ValueError as error:
-                report(job, seed, {"reason": str(error)})
+                yield {**job.named, "seed": seed, "reason": str(error)}
             else:
                 trainings.append(training)
         if trainings:
             target = race(trainings, settings)
-            for training in trainings:
-                report(training.job, training.seed, {**training.end(), "target": target})
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(Settings(**json.loads(sys.argv[1])))
+            for each in trainings:
+                yield {**each.job.named, "seed": each.seed, **each.end(), "target": target}

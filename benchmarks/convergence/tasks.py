@@ -29,7 +29,7 @@ class Job:
     """One row of one task: everything but the seed."""
 
     task: str
-    codec: str  # of lightning_dist, or one of `step_time.rows.BASELINES`
+    codec: str  # of lightning_dist, or one of `step_time.rank.BASELINES`
     error_feedback: bool = True  # False: switched off; True: as the codec has it by default
     warm: bool = False  # uncompressed for the first steps
     onebit: bool = False  # OneBitAdam in place of AdamW

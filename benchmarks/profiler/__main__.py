@@ -10,16 +10,15 @@ files take to be made.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import network
-from benchmarks.harness.results import collect
+from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import Testbed
+from benchmarks.profiler import rank
 from benchmarks.profiler.link_packets import noted, packets_of
 from benchmarks.profiler.outputs import outputs
 from benchmarks.profiler.rows import ROWS, Row, medians_of
@@ -44,15 +43,15 @@ _SIZES = ((2, 100), (2, 5000), (8, 100), (8, 5000))
 _LINKS = ((50.0, None), (50.0, "cubic"), (200.0, None), (1000.0, None))
 """Mbit/s and TCP's congestion control, None: the machine's own. At 50 Mbit/s steps are long, and
 bbr does not fill the link all the time; cubic does."""
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _STEPS_MS = {"ddp": (20.0, 50.0, 200.0), "int8": (50.0, 200.0)}
 _BUCKETS = (1, 8, 40)
 _LIMIT_S = 400.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--json", type=Path)
     add("--only", dest="kinds", action="append", choices=KINDS, help="repeatable")
     add("--renew", action="store_true", help="keep what FILE has of other kinds")
     add("--rounds", type=int, default=6, help="blocks with and without, of cost")
@@ -61,14 +60,10 @@ def main() -> None:
     given.kinds = given.kinds or [*KINDS]
     if given.renew and not (given.json and given.json.exists()):
         parser.error("--renew needs the results to renew: --json with a file that exists")
-    groups = (rows for kind in given.kinds for rows in _measured(kind, given.rounds, given.runs))
-    collect(
-        "profiler",
-        given,
-        groups,
-        tables=[TRUTH, wire, CLOCKS, COST, OUTPUTS],
-        renew=given.renew,
-    )
+    with recording(given, renew=given.renew) as record:
+        for kind in given.kinds:
+            for rows in _measured(kind, given.rounds, given.runs):
+                record.add(rows, TRUTH, wire, CLOCKS, COST, OUTPUTS)
 
 
 def _measured(kind: str, rounds: int, runs: int) -> Iterator[list[Row]]:
@@ -98,7 +93,7 @@ def _cost_cases(codec: str, rounds: int) -> list[Case]:
 
 def _wire_runs() -> Iterator[Row]:
     """Each link once: what disturbs the machine for a while disturbs all settings."""
-    own = network.own_congestion_control()
+    own = _CONGESTION_CONTROL.read_text().strip()
     for link, control in dict.fromkeys((link, control or own) for link, control in _LINKS):
         with Testbed(hosts=2, link_mbit=link, congestion_control=control) as testbed:
             for row in run_cases(testbed, "wire", _CASES["wire"]):
@@ -114,7 +109,7 @@ def run_cases(testbed: Testbed, kind: str, cases: Sequence[Case]) -> list[Row]:
             folder.mkdir()
         given = {"kind": kind, "folders": [str(folder) for folder in folders], "cases": cases}
         with noted(testbed, parent) if kind == "wire" else nullcontext():
-            of_ranks = testbed.run("benchmarks.profiler.rank", given, timeout_s=_LIMIT_S)
+            of_ranks = testbed.run(rank.run, timeout_s=_LIMIT_S, **given)
         truths: list[Any] = list(zip(*of_ranks, strict=True))
         if kind == "wire":
             truths = [packets_of(parent, hosts=testbed.hosts)] * len(cases)

@@ -17,21 +17,19 @@ from typing import Any
 import numpy as np
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.results import parser_of, recording
+from benchmarks.restart.tables import OVERHEAD
 
 _WARM_UP = 10
 _HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=1024)
-    arguments = parser.parse_args()
-    meta = collect_meta(seed=0, arguments={**vars(arguments), "json": None})
+    given = parser.parse_args()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,11 +40,9 @@ def main() -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        rows = elastic_launch(config, measure)(arguments, Path(folder))[0]
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
-    print_tables(meta, rows, "elastic-overhead")
+    with recording(given) as record, tempfile.TemporaryDirectory() as folder:
+        record.rows = elastic_launch(config, measure)(given, Path(folder))[0]
+        record.show(OVERHEAD)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

@@ -9,10 +9,8 @@ their end, that failed, and that were still running after --bound seconds.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,10 +24,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.launch import REPOSITORY, free_port
+from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
+from benchmarks.restart.tables import RENDEZVOUS
 
 BACKENDS = ("c10d", "static", "standalone")
 STRATEGIES = ("compressed_ddp", "ddp")
@@ -99,10 +97,10 @@ def _without_paths(text: str) -> str:
 
 
 def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
-    address = f"127.0.0.1:{_free_port()}"
+    port = free_port()
     backend = {
-        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job"],
-        "static": [f"--master-port={address.partition(':')[2]}"],
+        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"],
+        "static": [f"--master-port={port}"],
         "standalone": ["--standalone"],
     }[trial.backend]
     launcher = [sys.executable, "-m", "torch.distributed.run", *backend]
@@ -117,12 +115,6 @@ def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _kill(job: subprocess.Popen[bytes]) -> None:
@@ -189,7 +181,7 @@ def main() -> None:
     if "RANK" in os.environ:
         train(*sys.argv[1:])
         return
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=20, help="of every backend and strategy")
     parser.add_argument("--stock", type=int, help="trials of ddp, if not as many")
     parser.add_argument("--seed", type=int, default=1)
@@ -197,25 +189,23 @@ def main() -> None:
     parser.add_argument("--max-restarts", type=int, default=1)
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeatable")
     parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="repeatable")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    meta = collect_meta(
-        seed=given.seed, arguments={k: v for k, v in vars(given).items() if k != "json"}
-    )
-    meta["versions"]["lightning"] = version("lightning")
-    backends, strategies = given.backend or [*BACKENDS], given.strategy or [*STRATEGIES]
-    stock = given.trials if given.stock is None else given.stock
     jobs = planned(
-        given.trials, stock=stock, seed=given.seed, backends=backends, strategies=strategies
+        given.trials,
+        stock=given.trials if given.stock is None else given.stock,
+        seed=given.seed,
+        backends=given.backend or [*BACKENDS],
+        strategies=given.strategy or [*STRATEGIES],
     )
     done = []
-    with exit_on_signals():
+    with recording(given, seed=given.seed) as record, exit_on_signals():
+        record.meta["versions"]["lightning"] = version("lightning")
         for number, job in enumerate(jobs, start=1):
             done.append(run(job, restarts=given.max_restarts, bound=given.bound))
             print(number, "of", len(jobs), done[-1], flush=True)
-            if given.json:  # what is known so far, should the rest be interrupted
-                write_json(given.json, meta=meta, rows=summarize(done))
-    print_tables(meta, summarize(done), "restart-rendezvous")
+            record.rows = summarize(done)
+            record.write()
+        record.show(RENDEZVOUS)
 
 
 if __name__ == "__main__":

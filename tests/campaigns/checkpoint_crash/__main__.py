@@ -13,7 +13,6 @@ inexact, hang, torn, leak, touched, report.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import random
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.results import parser_of, recording
 from tests.campaigns.checkpoint_crash import damage, trials, writer
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict, pretrained
 from tests.campaigns.checkpoint_crash.trainer import reference
@@ -145,26 +144,23 @@ def summarize(verdicts: list[Verdict]) -> list[dict[str, Any]]:
 
 def main() -> None:
     kinds = [*_SHARES, *_BOUNDARY.values(), _EVERY_BIT]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=1000, help="random ones")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--kind", action="append", choices=kinds, help="repeatable; default all")
     parser.add_argument("--every", type=int, default=1, help="of the boundaries, each n-th")
     parser.add_argument("--number", type=int, help="only the trial of this number")
-    parser.add_argument("--folder", help="where to write; default the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; default the system's temporary folder"
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    hidden = ("json", "folder")
-    meta = collect_meta(
-        seed=arguments.seed, arguments={k: v for k, v in vars(arguments).items() if k not in hidden}
-    )
     chosen = set(arguments.kind or kinds)
     if os.geteuid() != 0:
         chosen -= {kind for kind in chosen if kind.startswith("full disk")}  # cannot mount
     began = time.monotonic()
-    with ExitStack() as stack:
+    with recording(arguments, seed=arguments.seed) as record, ExitStack() as stack:
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else arguments.folder
         root, memory = (
             stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="crash"))
@@ -177,14 +173,12 @@ def main() -> None:
         if arguments.number is not None:
             tasks = [task for task in tasks if task.number == arguments.number]
         verdicts = in_forks(campaign.run, tasks, workers=arguments.workers)
-    rows = summarize(verdicts)
-    meta["seconds"] = round(time.monotonic() - began, 1)
-    show(f"crashes; {meta['seconds']} s", ["kind", "trials", *PROBLEMS, "mean_s"], rows)
-    for row in rows:
-        for failure in row["failures"][:1]:
-            print(f"{row['kind']}: trial {failure['number']}: {failure['problems'][:3]}")
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+        record.rows = summarize(verdicts)
+        seconds = record.meta["seconds"] = round(time.monotonic() - began, 1)
+        show(f"crashes; {seconds} s", ["kind", "trials", *PROBLEMS, "mean_s"], record.rows)
+        for row in record.rows:
+            for failure in row["failures"][:1]:
+                print(f"{row['kind']}: trial {failure['number']}: {failure['problems'][:3]}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
-import math
 import os
 import shutil
 import statistics
@@ -39,7 +38,7 @@ import psutil
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.results import Record, parser_of, recording
 from lightning_dist import CompressedDDPStrategy
 from tests.campaigns.restart_faults.drawing import (
     EPOCHS,
@@ -55,77 +54,60 @@ from tests.campaigns.verdicts import by_kind, in_forks, show
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
     parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--number", type=int, help="only the trial of this number")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after that")
-    parser.add_argument("--folder", help="where to write, and to keep what failed")
+    parser.add_argument("--seconds", type=float, help="begin no trial after that")
+    parser.add_argument("--folder", type=Path, help="where to write, and to keep what failed")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--figures", action="store_true", help="after the trials, if any")
     parser.add_argument("--rounds", type=int, default=3, help="of figures")
-    arguments = parser.parse_args()
-    hidden = ("json", "folder")
-    meta = collect_meta(
-        seed=arguments.seed,
-        arguments={name: str(value) for name, value in vars(arguments).items()
-                   if name not in hidden},
-    )  # fmt: skip
-    drawn = arguments.trials
+    given = parser.parse_args()
+    drawn = given.trials
     if drawn is None:
-        drawn = 0 if arguments.figures else 100
+        drawn = 0 if given.figures else 100
+    is_loop = given.trainer == "loop"
     trials = [
-        draw(
-            number,
-            seed=arguments.seed,
-            kinds=arguments.kinds,
-            is_loop=arguments.trainer == "loop",
-        )
+        draw(number, seed=given.seed, kinds=given.kinds, is_loop=is_loop)
         for number in range(drawn)
-        if arguments.number in (None, number)
+        if given.number in (None, number)
     ]
-    rows, failed = _run_trials(trials, arguments, meta) if trials else ([], 0)
-    if arguments.figures:
-        rows += _measure(arguments.rounds)
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+    with recording(given, seed=given.seed) as record:
+        failed = _run_trials(trials, given, record) if trials else 0
+        if given.figures:
+            figures = run_figures(given.rounds, stops=max(1, given.rounds // 3))
+            show("from the fault to the first new step", _FIGURES, figures)
+            record.rows += figures
     return 1 if failed else 0
 
 
-def _run_trials(
-    trials: Sequence[Trial], arguments: argparse.Namespace, meta: dict[str, Any]
-) -> tuple[list[dict[str, Any]], int]:
+_COLUMNS = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
+_COLUMNS += ["new_step_s", "new_step_max_s"]
+_FIGURES = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone"]
+_FIGURES += ["samples_missed", "samples_twice", "ids_exact", "step_s"]
+
+
+def _run_trials(trials: Sequence[Trial], given: argparse.Namespace, record: Record) -> int:
+    """The number of trials that failed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults") as temporary:
-        root = arguments.folder or temporary
-        Path(root).mkdir(parents=True, exist_ok=True)
-        run = Campaign(root, began + arguments.seconds).run
-        workers = arguments.workers
-        found = in_forks(run, trials, workers=workers, initializer=adopt_orphans)
+        root = given.folder or Path(temporary)
+        root.mkdir(parents=True, exist_ok=True)
+        run = Campaign(str(root), None if given.seconds is None else began + given.seconds).run
+        found = in_forks(run, trials, workers=given.workers, initializer=adopt_orphans)
     verdicts: list[Verdict] = [verdict for verdict in found if verdict is not None]
-    meta["seconds"] = round(time.monotonic() - began, 1)
-    meta["trials"] = len(verdicts)
-    meta["trials_per_minute"] = round(len(verdicts) * 60 / meta["seconds"], 1)
-    rows = summarize(verdicts)
-    columns = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
-    columns += ["new_step_s", "new_step_max_s"]
-    title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
-    show(title, columns, rows)
+    seconds = round(time.monotonic() - began, 1)
+    per_minute = round(len(verdicts) * 60 / seconds, 1)
+    record.meta |= {"seconds": seconds, "trials": len(verdicts), "trials_per_minute": per_minute}
+    record.rows = summarize(verdicts)
+    show(f"restart: {len(verdicts)} trials in {seconds} s", _COLUMNS, record.rows)
     failed = [verdict for verdict in verdicts if verdict.problems]
     for verdict in failed:
         print(f"trial {verdict.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
-    return rows, len(failed)
-
-
-def _measure(rounds: int) -> list[dict[str, Any]]:
-    rows = run_figures(rounds, stops=max(1, rounds // 3))
-    columns = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone",
-               "samples_missed", "samples_twice", "ids_exact", "step_s"]  # fmt: skip
-    show("from the fault to the first new step", columns, rows)
-    return rows
+    return len(failed)
 
 
 _LINGER_S = 10.0
@@ -190,7 +172,7 @@ class Campaign:
     """What all trials share."""
 
     root: str
-    deadline: float
+    deadline: float | None
     """Trials that have not begun by then (time.monotonic) are left out."""
 
     def reference(self, setup: Setup, *, is_loop: bool) -> Path:
@@ -208,7 +190,7 @@ class Campaign:
 
     def run(self, trial: Trial) -> Verdict | None:
         """One trial, judged."""
-        if time.monotonic() > self.deadline:
+        if self.deadline is not None and time.monotonic() > self.deadline:
             return None
         verdict = Verdict(trial.kind, trial.number, trial=trial)
         folder, result = Path(self.root) / str(trial.number), {"seconds": 0.0}
