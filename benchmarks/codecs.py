@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.results import parser_of, recording
-from benchmarks.harness.tables import Result, Table, pivot
+from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
@@ -158,7 +158,7 @@ def main() -> None:
         backend = "nccl" if given.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         cases = make_cases(given.codec or list(CODECS), device)
-        record.add(measure_speed(cases, rounds=5 if given.quick else 15, device=device), kernels)
+        record.add(measure_speed(cases, rounds=5 if given.quick else 15, device=device), KERNELS)
         dist.destroy_process_group()
         if not given.codec and device.type == "cpu":
             steps = 600 if given.quick else 1300
@@ -168,15 +168,12 @@ def main() -> None:
             record.add([of_ranks[0][0] for of_ranks in of_worlds], MEMORY)
 
 
-def kernels(result: Result) -> str | None:
-    """Speed of encode and settle beside a copy; fused kernels, where a codec has them."""
-    rows = [row for row in result["rows"] if "mode" in row]
-    of_mode = pivot(rows, of=["codec", "error_feedback"], by="mode")
-    lines = [row["by"].get("fused", row) for row in of_mode]
-    return _KERNELS({**result, "rows": lines})
-
-
-_KERNELS = Table(
+KERNELS = Table(
+    has="mode",
+    lines=lambda rows: [
+        row["by"].get("fused", row)
+        for row in pivot(rows, of=["codec", "error_feedback"], by="mode")
+    ],
     columns=[
         ("codec", "`{codec}`"),
         ("error feedback", "{error_feedback!y}"),

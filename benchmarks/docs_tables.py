@@ -24,21 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint.tables import checkpoint, crash_campaign
-from benchmarks.codecs import MEMORY, kernels
+from benchmarks import codecs
+from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import convergence, time_to_accuracy
 from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
-from benchmarks.profiler.tables import (
-    CLOCKS,
-    COST,
-    OUTPUTS,
-    TRUTH,
-    whatif_errors,
-    whatif_scaling,
-    wire,
-)
-from benchmarks.restart.tables import CAMPAIGN, FIGURES, OVERHEAD, RENDEZVOUS, loop_campaign
+from benchmarks.profiler import tables as profiler
+from benchmarks.restart import tables as restart
 from benchmarks.step_time.tables import curve, forms, step_times
 
 DOCUMENTS = (
@@ -56,25 +48,25 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "hierarchical": ("hierarchical", forms),
     "hierarchical-curve": ("hierarchical_model", curve),
-    "kernels": ("codecs", kernels),
-    "memory": ("codecs", MEMORY),
+    "kernels": ("codecs", codecs.KERNELS),
+    "memory": ("codecs", codecs.MEMORY),
     "convergence-gpt": ("convergence", partial(convergence, task="gpt")),
     "convergence-gpt-long": ("convergence_long", partial(convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
-    "checkpoint": ("checkpoint", checkpoint),
-    "crash-campaign": ("crash_campaign", crash_campaign),
-    "restart-campaign": ("faults_restart", CAMPAIGN),
-    "restart-loop": ("faults_restart_loop", loop_campaign),
-    "restart-figures": ("faults_figures", FIGURES),
-    "restart-rendezvous": ("restart_rendezvous", RENDEZVOUS),
-    "elastic-overhead": ("elastic_overhead", OVERHEAD),
-    "profile-truth": ("profiling", TRUTH),
-    "profile-wire": ("profiling", wire),
-    "profile-clocks": ("profiling", CLOCKS),
-    "profile-cost": ("profiling", COST),
-    "profile-outputs": ("profiling", OUTPUTS),
-    "whatif-errors": ("whatif", whatif_errors),
-    "whatif-scaling": ("whatif", whatif_scaling),
+    "checkpoint": ("checkpoint", checkpoint.checkpoint),
+    "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),
+    "restart-campaign": ("faults_restart", restart.CAMPAIGN),
+    "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
+    "restart-figures": ("faults_figures", restart.FIGURES),
+    "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),
+    "elastic-overhead": ("elastic_overhead", restart.OVERHEAD),
+    "profile-truth": ("profiling", profiler.TRUTH),
+    "profile-wire": ("profiling", profiler.WIRE),
+    "profile-clocks": ("profiling", profiler.CLOCKS),
+    "profile-cost": ("profiling", profiler.COST),
+    "profile-outputs": ("profiling", profiler.OUTPUTS),
+    "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
+    "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""

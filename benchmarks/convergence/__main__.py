@@ -26,20 +26,15 @@ The batch is divided among the ranks. Rows:
                 Not clipped, unlike AdamW
 
 All rows of a task start a seed with the same weights and see the same batches with the same
-learning rates, which nobody has tuned for any row; so differences to ddp are paired by seed. A
-codec that brings momentum of its own (dgc) runs with SGD without momentum, and not in gpt: beside
-AdamW it is refused.
-`min_compress_numel` is lowered to 256 (or to the codec's own, if that is lower): with the defaults
-some of these small matrices would travel uncompressed, and the codecs would look better than they
-are.
-
-What is reported, for each row, task and number of ranks:
+learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings
+momentum of its own (dgc) runs with SGD without momentum, and not in gpt: beside AdamW it is
+refused. `min_compress_numel` is lowered to 256 (or to the codec's own, if that is lower): with the
+defaults some of these small matrices would travel uncompressed. In a row of the JSON:
 
     metrics              the values of all seeds after the last step, their mean and standard
-                         deviation
-    diff_pct_of_ddp      the mean, and the standard deviation, of (row - ddp) / ddp x 100 over seeds
-    within_ddp_spread    whether |mean(row - ddp)| <= the standard deviation of ddp over seeds. A
-                         large spread makes that easy: read it with the difference
+                         deviation; diff_pct_of_ddp: of (row - ddp) / ddp x 100 over seeds;
+                         within_ddp_spread: whether |mean(row - ddp)| <= the standard deviation of
+                         ddp over seeds. A large spread makes that easy
     bytes_ratio          fp32 DDP's bytes divided by those sent, by rank 0's own counter
     replicas_identical   whether after every run all ranks held the same parameters, bit by bit
     seconds_per_run      set-up and evaluation included; ranks share cores, so no measure of speed
@@ -185,14 +180,15 @@ def summarize(results: Sequence[Result]) -> list[Row]:
 def _row(found: Sequence[Result], reference: Sequence[Result]) -> Row:
     runs = [result for result in found if "curve" in result]
     names = [name for name in runs[0]["curve"][-1] if name not in _COUNTED] if runs else []
+    mean_s = _mean([run["seconds"] for run in runs])
     return {
         **{key: found[0][key] for key in ("task", "ranks", "row", "codec")},
         "error_feedback": runs[0]["error_feedback"] if runs else None,
         "seeds": [run["seed"] for run in runs],
         "metrics": {name: _metric(name, runs, reference) for name in names},
-        "bytes_ratio": mean(run["bytes_ratio"] for run in runs) if runs else None,
+        "bytes_ratio": _mean([run["bytes_ratio"] for run in runs]),
         "replicas_identical": all(run["identical"] for run in runs) if runs else None,
-        "seconds_per_run": round(mean(run["seconds"] for run in runs), 2) if runs else None,
+        "seconds_per_run": mean_s and round(mean_s, 2),
         "reason": next((result["reason"] for result in found if "reason" in result), None),
     }
 
@@ -203,18 +199,17 @@ _COUNTED = ("step", "seconds", "tx_bytes")
 def _metric(name: str, runs: Sequence[Result], reference: Sequence[Result]) -> dict[str, Any]:
     """Statistics of one metric; None for what an infinite or missing value leaves undefined."""
     ours, ddp = ({run["seed"]: run["curve"][-1][name] for run in of} for of in (runs, reference))
-    both = [seed for seed in ours if seed in ddp]
-    percent = [100 * (ours[seed] - ddp[seed]) / ddp[seed] for seed in both]
-    spread = _std(list(ddp.values()))
-    difference = _mean([ours[seed] - ddp[seed] for seed in both])
+    off = {seed: ours[seed] - ddp[seed] for seed in ours if seed in ddp}
+    percent = [100 * off[seed] / ddp[seed] for seed in off]
+    spread, difference = _std([*ddp.values()]), _mean([*off.values()])
     within = difference is not None and spread is not None and abs(difference) <= spread
     return {
         "values": [value if math.isfinite(value) else None for value in ours.values()],
-        "mean": _mean(list(ours.values())),
-        "std": _std(list(ours.values())),
+        "mean": _mean([*ours.values()]),
+        "std": _std([*ours.values()]),
         "diff_pct_of_ddp": _mean(percent),
         "diff_pct_std": _std(percent),
-        "within_ddp_spread": None if spread is None or not both else within,
+        "within_ddp_spread": None if spread is None or not off else within,
     }
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.tasks import WARM_SHARE, GptTask, Job, Task, make_task
+from benchmarks.convergence.tasks import WARM_SHARE, Job, Task, make_task
 from benchmarks.step_time.rank import (
     BASELINES,
     COMPUTE_ROW,
@@ -83,7 +83,7 @@ class Training:
         self._ddp = DistributedDataParallel(self.model)
         self._feedback: bool | None = None
         self._handle: Any = None
-        own_momentum = False
+        own_momentum, warm_steps = False, round(WARM_SHARE * task.settings.steps)
         if job.codec == FP16_ROW:
             self._ddp.register_comm_hook(None, fp16_compress_hook)
         elif job.codec not in BASELINES:
@@ -96,20 +96,16 @@ class Training:
                 error_feedback="auto" if job.error_feedback else False,
                 # Not above the codec's own limit: casts compress everything, also here.
                 min_compress_numel=None if least is None else min(least, codec.min_numel),
-                start_step=self._warm_steps if job.warm else 0,
+                start_step=warm_steps if job.warm else 0,
                 compile_kernels=settings.compile_kernels,
                 groups=groups,
             )
-        self._optimizer, self._schedule = task.optimizer(self.model, own_momentum=own_momentum)
+        adam = {"freeze_step": warm_steps} if job.onebit else {}
+        made = task.optimizer(self.model, own_momentum=own_momentum, **adam)
+        self._optimizer, self._schedule = made
         if job.onebit:
-            assert isinstance(task, GptTask)
-            self._optimizer, self._schedule = task.onebit_adam(self._warm_steps, self._schedule)
             self._optimizer.attach(self._handle)
         self._batches = task.batches(seed)
-
-    @property
-    def _warm_steps(self) -> int:
-        return round(WARM_SHARE * self.task.settings.steps)
 
     def run(self, steps: int) -> None:
         """Train on, timed between two barriers, then evaluate, which is not timed."""

@@ -11,16 +11,12 @@ AdamW with warm-up and clipping, then a constant learning rate, the same for all
     torch-fp16-hook  with torch's own `fp16_compress_hook`
     NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, all other settings default
 
-Every seed trains all rows from the same weights over the same batches. One run holds all rows: they
-take turns in blocks of `--every` steps, a different one first in each round, so that what else the
-machine does meets all alike. After each block the row is evaluated on 64 fixed windows of files
-that nobody trains on; its loss is the mean of the last three evaluations, because a single one goes
-up and down. The target of a seed is the loss of ddp after `--steps` steps plus 0.2 %, without which
-rows that follow ddp to the fifth digit would need one block more by chance; ddp itself counts from
-where it first meets it. Rows that are not there by then train on until they have done four times as
-many steps.
-
-What is measured:
+Every seed trains all rows from the same weights over the same batches, in blocks of `--every` steps
+by turns. After each block the row is evaluated on 64 fixed windows of files that nobody trains on;
+its loss is the mean of the last three evaluations, because a single one goes up and down. The
+target of a seed is the loss of ddp after `--steps` steps plus 0.2 %, without which rows that follow
+ddp to the fifth digit would need one block more by chance. Rows that are not there by then train on
+until they have done four times as many steps. In a row of the JSON:
 
     seconds_to_target    the training steps up to the first evaluation with a loss <= target, of the
                          slowest rank. Not counted: evaluations, set-up, compiling of kernels
@@ -31,12 +27,9 @@ What is measured:
     speedup_vs_fp32, speedup_vs_fp16
                          ddp's, and the hook's, seconds_to_target divided by this row's: geometric
                          mean over seeds; null where a seed did not reach its target
-    communication_share_pct (in meta)
-                         (ddp - no-comm) / ddp of step_ms. The link is chosen so that it is above
-                         80: these are figures for training that waits for its network
 
-Hosts share the machine's cores, one each on two: compute, codecs and the kernel's network code
-compete.
+and in meta communication_share_pct, (ddp - no-comm) / ddp of step_ms: the link is chosen so that it
+is above 80, training that waits for its network. Hosts share the machine's cores.
 """
 
 from __future__ import annotations

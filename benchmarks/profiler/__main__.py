@@ -22,7 +22,7 @@ from benchmarks.profiler import rank
 from benchmarks.profiler.link_packets import noted, packets_of
 from benchmarks.profiler.outputs import outputs
 from benchmarks.profiler.rows import ROWS, Row, medians_of
-from benchmarks.profiler.tables import CLOCKS, COST, OUTPUTS, TRUTH, wire
+from benchmarks.profiler.tables import CLOCKS, COST, OUTPUTS, TRUTH, WIRE
 
 Case = Mapping[str, Any]
 """Arguments of the function in `rank.py` that has the name of the kind."""
@@ -63,7 +63,7 @@ def main() -> None:
     with recording(given, renew=given.renew) as record:
         for kind in given.kinds:
             for rows in _measured(kind, given.rounds, given.runs):
-                record.add(rows, TRUTH, wire, CLOCKS, COST, OUTPUTS)
+                record.add(rows, TRUTH, WIRE, CLOCKS, COST, OUTPUTS)
 
 
 def _measured(kind: str, rounds: int, runs: int) -> Iterator[list[Row]]:

@@ -96,11 +96,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
                 continue
             kept.append(1000 * float(np.median(np.diff(clock.times[_WARM_UP:]))))
             if is_ours:
-                took = [
-                    profiler.recorded_durations[f"[Callback]{restart.state_key}.{hook}"][_WARM_UP:]
-                    for hook in _HOOKS
-                ]
-                in_hooks += (1000 * np.sum(took, axis=0)).tolist()
+                took = profiler.recorded_durations
+                of_hooks = [took[f"[Callback]{restart.state_key}.{hook}"] for hook in _HOOKS]
+                in_hooks += (1000 * np.sum([of[_WARM_UP:] for of in of_hooks], axis=0)).tolist()
     rows: list[dict[str, Any]] = [
         {"fit": n, "step_ms": float(np.median(m)), "least": min(m), "most": max(m), "all": m}
         for n, m in medians.items()

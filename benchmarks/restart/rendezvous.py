@@ -9,6 +9,7 @@ their end, that failed, and that were still running after --bound seconds.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
@@ -39,7 +40,7 @@ _LINES = 40
 
 @dataclass(frozen=True)
 class Trial:
-    """One job, and what became of it."""
+    """One job, and what became of it; ``said``: the last lines of one that did not finish."""
 
     backend: str
     strategy: str
@@ -48,7 +49,6 @@ class Trial:
     outcome: str = ""
     seconds: float = 0.0
     said: tuple[str, ...] = ()
-    """The last lines of a job that did not finish."""
 
 
 def planned(
@@ -63,37 +63,29 @@ def planned(
     for number in range(trials):
         wanted = [each for each in strategies if each != "ddp" or number < stock]
         victim, step = draw.randrange(_RANKS), draw.randrange(1, _STEPS)
-        turn = [(backend, strategy) for backend in backends for strategy in wanted]
+        turn = [Trial(*each, victim, step) for each in itertools.product(backends, wanted)]
         draw.shuffle(turn)
-        jobs += [Trial(backend, strategy, victim, step) for backend, strategy in turn]
+        jobs += turn
     return jobs
 
 
 def run(trial: Trial, *, restarts: int, bound: float) -> Trial:
     """The trial with its outcome; nothing of the job is left."""
     began = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="restart") as folder,
-        _job(trial, restarts, folder) as job,
-    ):
+    with tempfile.TemporaryDirectory(prefix="restart") as folder:
+        job = _job(trial, restarts, folder)
         try:
             outcome = "failed" if job.wait(bound) else "finished"
         except subprocess.TimeoutExpired:
             outcome = "hung"
         finally:
             _kill(job)
-        if not (Path(folder) / "died").exists():
-            raise RuntimeError(f"no rank died in {trial}: {(Path(folder) / 'output').read_text()}")
         output = (Path(folder) / "output").read_text(errors="replace")
-    said = () if outcome == "finished" else _without_paths(output).splitlines()[-_LINES:]
+        if not (Path(folder) / "died").exists():
+            raise RuntimeError(f"no rank died in {trial}: {output}")
+    said = () if outcome == "finished" else tuple(output.splitlines()[-_LINES:])
     seconds = round(time.monotonic() - began, 2)
-    return replace(trial, outcome=outcome, seconds=seconds, said=tuple(said))
-
-
-def _without_paths(text: str) -> str:
-    for path in (str(REPOSITORY), sys.prefix, tempfile.gettempdir()):
-        text = text.replace(path, "...")
-    return text
+    return replace(trial, outcome=outcome, seconds=seconds, said=said)
 
 
 def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
@@ -125,23 +117,19 @@ def _kill(job: subprocess.Popen[bytes]) -> None:
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
+    job.wait()
 
 
 def summarize(trials: list[Trial]) -> list[dict[str, Any]]:
     """Counts of every backend and strategy, and the seconds of the jobs that finished."""
     rows = []
-    for backend, strategy in sorted({(each.backend, each.strategy) for each in trials}):
-        of_row = [each for each in trials if (each.backend, each.strategy) == (backend, strategy)]
+    for key in sorted({(each.backend, each.strategy) for each in trials}):
+        of_row = [each for each in trials if (each.backend, each.strategy) == key]
+        outcomes = [each.outcome for each in of_row]
         seconds = [each.seconds for each in of_row if each.outcome == "finished"]
-        rows.append(
-            {
-                "backend": backend,
-                "strategy": strategy,
-                "trials": len(of_row),
-                **{name: sum(each.outcome == name for each in of_row) for name in OUTCOMES},
-                "median_s": statistics.median(seconds) if seconds else None,
-            }
-        )
+        row = dict(zip(("backend", "strategy"), key, strict=True))
+        row |= {"trials": len(of_row), **{name: outcomes.count(name) for name in OUTCOMES}}
+        rows.append({**row, "median_s": statistics.median(seconds) if seconds else None})
     return rows
 
 

@@ -8,14 +8,15 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.tables import print_table
+from benchmarks.harness.tables import markdown
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -84,8 +85,7 @@ def by_kind(
 def show(title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
     """A table of these columns on stdout."""
 
-    def cell(value: Any) -> Any:
-        return f"{value:.2f}" if isinstance(value, float) else value
+    def cell(row: Mapping[str, Any], *, key: str) -> str:
+        return f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key])
 
-    cells = [[cell(row[column]) for column in columns] for row in rows]
-    print_table(title, columns=columns, rows=cells)
+    print(f"\n{title}\n\n{markdown([(key, partial(cell, key=key)) for key in columns], rows)}")
