@@ -9,8 +9,7 @@ Measures nothing. A document says where a table belongs:
     ... whatever stands here is replaced ...
     <!-- /measured:NAME -->
 
-NAME is one of `SECTIONS`. Where the results of a section are missing, what stands in the document
-stays, and a line on stderr says so. What the figures mean is in the benchmark that measured them.
+NAME is one of `SECTIONS`. What the figures mean is in the benchmark that measured them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import codecs
 from benchmarks.checkpoint import tables as checkpoint
@@ -79,33 +77,27 @@ _SECTION = re.compile(
 _MARKER = re.compile(r"<!-- /?measured:")
 
 
-def render(text: str, results: Mapping[str, Result]) -> tuple[str, list[str]]:
-    """The document with fresh tables, and why some sections were left as they are.
+def render(text: str, results: Mapping[str, Result]) -> str:
+    """The document with fresh tables.
 
-    results: the content of the JSON files by name without `.json`, those that exist.
+    results: the content of the JSON files by name without `.json`.
     """
-    left: list[str] = []
 
     def fresh(match: re.Match[str]) -> str:
-        name = match["name"]
-        source, make = SECTIONS[name]
-        body = make(results[source]) if source in results else None
+        source, make = SECTIONS[match["name"]]
+        body = make(results[source])
         if body is None:
-            why = "has no such rows" if source in results else "does not exist"
-            left.append(f"{name}: {source}.json {why}")
-            return match[0]
+            raise ValueError(f"{source}.json has no rows for the table {match['name']}")
         return f"{match['start']}{body}\n{match['end']}"
 
     if len(_MARKER.findall(text)) != 2 * len(_SECTION.findall(text)):
         raise ValueError("a <!-- measured:NAME --> and its <!-- /measured:NAME --> do not pair")
-    return _SECTION.sub(fresh, text), left
+    return _SECTION.sub(fresh, text)
 
 
-def load_results(directory: Path) -> dict[str, dict[str, Any]]:
+def load_results(directory: Path) -> dict[str, Result]:
     """The results that exist."""
-    names = sorted({source for source, _ in SECTIONS.values()})
-    paths = {name: directory / f"{name}.json" for name in names}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    return {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
 
 
 def main() -> None:
@@ -117,9 +109,7 @@ def main() -> None:
     stale = []
     for path in (REPOSITORY / name for name in DOCUMENTS):
         before = path.read_text()
-        after, left = render(before, results)
-        for line in left:
-            print(f"{path.name}: left as it is: {line}", file=sys.stderr)
+        after = render(before, results)
         if after != before:
             stale.append(path.name)
             if not check:

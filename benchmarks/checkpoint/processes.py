@@ -48,22 +48,22 @@ def memory_growth(name: str, *, mb: float, seed: int, folder: Path) -> int:
     assert child.stdin is not None
     assert child.stdout is not None
     with child:
-        _expect(child.stdout.readline(), "ready")
-        before = _tree_nbytes(child.pid)
-        peaks, done = [before], threading.Event()
-        watcher = threading.Thread(target=_watch, args=(child.pid, peaks, done))
+        child.stdout.readline()  # it is ready
+        peaks, done = [_tree_nbytes(child.pid)], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_INTERVAL_S):
+                peaks.append(_tree_nbytes(child.pid))
+
+        watcher = threading.Thread(target=watch)
         watcher.start()
         print("save", file=child.stdin, flush=True)
         answer = child.stdout.readline()
         done.set()
         watcher.join()
-        _expect(answer, "done")
-    return max(peaks) - before
-
-
-def _watch(pid: int, peaks: list[int], done: threading.Event) -> None:
-    while not done.wait(_INTERVAL_S):
-        peaks.append(_tree_nbytes(pid))
+    if answer != "done\n":
+        raise RuntimeError(f"{name}: the process that saves failed")
+    return max(peaks) - peaks[0]
 
 
 def _tree_nbytes(root: int) -> int:
@@ -83,11 +83,6 @@ def _nbytes(pid: int) -> tuple[int, int]:
         return fields["Pss"] - fields["Pss_Shmem"], fields["RssShmem"]
     except (OSError, KeyError):  # it has ended
         return 0, 0
-
-
-def _expect(line: str, word: str) -> None:
-    if line.strip() != word:
-        raise RuntimeError(f"the process should have said {word!r} and said {line!r}")
 
 
 def _save_when_told(name: str, mb: float, seed: int, folder: Path) -> None:

@@ -53,12 +53,11 @@ from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.rank import train
+from benchmarks.convergence.rank import ONEBIT_PREFIX, WARM_SUFFIX, Job, train
 from benchmarks.convergence.tables import convergence
-from benchmarks.convergence.tasks import Job
 from benchmarks.harness.launch import RankFailed, run_ranks
 from benchmarks.harness.results import Record, parser_of, positive, recording, say
-from benchmarks.step_time.rank import DDP_ROW
+from benchmarks.step_time.rank import DDP_ROW, NO_FEEDBACK_SUFFIX
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")
@@ -69,7 +68,6 @@ MIN_COMPRESS_NUMEL = 256
 """Codecs leave tensors below some thousand elements alone, which are most of these small models."""
 
 _START_S, _RUN_S = 300.0, 120.0  # imports on a busy machine, and a run; only a hang gets there
-_LONGEST_REASON = 500
 
 Row = dict[str, Any]
 Result = Mapping[str, Any]
@@ -78,24 +76,23 @@ Result = Mapping[str, Any]
 
 def jobs_of(task: str, codecs: Sequence[str], *, ranks: int) -> Iterator[Job]:
     """DDP first, then every codec as it is, and the rows that show what its setting does."""
-    make = partial(Job, task=task)
-    yield make(codec=DDP_ROW)
+    yield Job(task, DDP_ROW)
     for name in codecs:
         try:
             codec = resolve_codec(name)
         except ValueError:
-            yield make(codec=name)  # the row itself will say why
+            yield Job(task, name)  # the row itself will say why
             continue
         if codec.momentum_correction and task == "gpt":
             continue
-        yield make(codec=name)
+        yield Job(task, name)
         if codec.name in WARM_CODECS:
-            yield make(codec=name, warm=True)
+            yield Job(task, name + WARM_SUFFIX)
         has_feedback = codec.keeps_residual and not codec.lossless
         if has_feedback and not codec.momentum_correction and ranks == 2:
-            yield make(codec=name, error_feedback=False)
+            yield Job(task, name + NO_FEEDBACK_SUFFIX)
         if task == "gpt" and codec.name in ONEBIT_CODECS:
-            yield make(codec=name, onebit=True)
+            yield Job(task, ONEBIT_PREFIX + name)
 
 
 def measure(given: argparse.Namespace, record: Record) -> None:
@@ -130,9 +127,7 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                 if not results:
                     raise  # nothing runs here
                 broken = (len(results) - before) // given.seeds
-                first, *_, last = str(error).splitlines()
-                reason = f"broke: {first}: {last}"[:_LONGEST_REASON]
-                add({**left[broken].named, "seed": None, "reason": reason}, ranks)
+                add({**left[broken].named, "seed": None, "reason": f"broke: {error.reason}"}, ranks)
                 left = left[broken + 1 :]
 
 

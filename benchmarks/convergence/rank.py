@@ -14,19 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.tasks import WARM_SHARE, Job, Task, make_task
+from benchmarks.convergence.tasks import Task, make_task
 from benchmarks.step_time.rank import (
     BASELINES,
     COMPUTE_ROW,
     DDP_ROW,
-    FP16_ROW,
+    NO_FEEDBACK_SUFFIX,
+    attach,
     digest_of,
     tx_bytes_of,
 )
-from lightning_dist import compress_ddp
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.networks import Groups, new_groups
 
@@ -35,12 +34,36 @@ _LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a 
 _TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
 
 
+WARM_SHARE = 0.2
+"""Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
+WARM_SUFFIX, ONEBIT_PREFIX = "-warm", "onebit-adam:"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of one task: everything but the seed."""
+
+    task: str
+    row: str
+
+    @property
+    def codec(self) -> str:
+        """A codec of lightning_dist, or one of `BASELINES`."""
+        name = self.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
+        return name.removesuffix(NO_FEEDBACK_SUFFIX)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What results say of it."""
+        return {"task": self.task, "row": self.row, "codec": self.codec}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is trained.
 
     Args:
-        jobs: the rows, each of which is trained with every one of ``seeds``.
+        jobs: fields of the rows, each of which is trained with every one of ``seeds``.
         tasks: settings of tasks that are not their own, by name of the task.
         interleaved: the jobs of a seed take turns in blocks of steps. Else they follow each other.
         evaluate_every: steps of a block, after which a training is evaluated; None: all of them.
@@ -82,28 +105,29 @@ class Training:
         self.curve: list[dict[str, Any]] = []
         self._ddp = DistributedDataParallel(self.model)
         self._feedback: bool | None = None
-        self._handle: Any = None
-        own_momentum, warm_steps = False, round(WARM_SHARE * task.settings.steps)
-        if job.codec == FP16_ROW:
-            self._ddp.register_comm_hook(None, fp16_compress_hook)
-        elif job.codec not in BASELINES:
+        onebit = job.row.startswith(ONEBIT_PREFIX)
+        warm_steps = round(WARM_SHARE * task.settings.steps)
+        self._clips = not onebit  # it would clip momenta
+        optimizing: dict[str, Any] = {"own_momentum": False}
+        if onebit:
+            optimizing["freeze_step"] = warm_steps
+        options: dict[str, Any] = {}
+        if job.codec not in BASELINES:
             codec, least = resolve_codec(job.codec), settings.min_compress_numel
-            own_momentum = codec.momentum_correction > 0
-            self._feedback = job.error_feedback and codec.keeps_residual and not codec.lossless
-            self._handle = compress_ddp(
-                self._ddp,
-                codec,
-                error_feedback="auto" if job.error_feedback else False,
+            optimizing["own_momentum"] = codec.momentum_correction > 0
+            chosen = not job.row.endswith(NO_FEEDBACK_SUFFIX)
+            self._feedback = chosen and codec.keeps_residual and not codec.lossless
+            options = {
                 # Not above the codec's own limit: casts compress everything, also here.
-                min_compress_numel=None if least is None else min(least, codec.min_numel),
-                start_step=warm_steps if job.warm else 0,
-                compile_kernels=settings.compile_kernels,
-                groups=groups,
-            )
-        adam = {"freeze_step": warm_steps} if job.onebit else {}
-        made = task.optimizer(self.model, own_momentum=own_momentum, **adam)
-        self._optimizer, self._schedule = made
-        if job.onebit:
+                "min_compress_numel": None if least is None else min(least, codec.min_numel),
+                "start_step": warm_steps if job.row.endswith(WARM_SUFFIX) else 0,
+                "compile_kernels": settings.compile_kernels,
+                "groups": groups,
+            }
+        row = job.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
+        self._handle = attach(self._ddp, row, **options)
+        self._optimizer, self._schedule = task.optimizer(self.model, **optimizing)
+        if onebit:
             self._optimizer.attach(self._handle)
         self._batches = task.batches(seed)
 
@@ -158,7 +182,7 @@ class Training:
         self._optimizer.zero_grad()
         with silent:
             self.task.loss(self._ddp, next(self._batches)).backward()
-        if not self.job.onebit:  # it would clip momenta
+        if self._clips:
             self.task.before_step(self.model)
         self._optimizer.step()
         self._schedule.step()

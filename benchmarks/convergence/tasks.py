@@ -1,4 +1,4 @@
-"""What is trained: models, data and optimizers of the convergence benchmarks, and their rows."""
+"""What is trained: models, data and optimizers of the convergence benchmarks."""
 
 from __future__ import annotations
 
@@ -19,33 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples.byte_gpt.data import ByteWindows, stdlib_files
 from examples.byte_gpt.model import ByteGPT
 from lightning_dist import OneBitAdam
-
-WARM_SHARE = 0.2
-"""Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One row of one task: everything but the seed."""
-
-    task: str
-    codec: str  # of lightning_dist, or one of `step_time.rank.BASELINES`
-    error_feedback: bool = True  # False: switched off; True: as the codec has it by default
-    warm: bool = False  # uncompressed for the first steps
-    onebit: bool = False  # OneBitAdam in place of AdamW
-
-    @property
-    def row(self) -> str:
-        """The row's name in the table."""
-        if self.onebit:
-            return f"onebit-adam:{self.codec}"
-        suffix = "-warm" if self.warm else ""
-        return self.codec + suffix + ("" if self.error_feedback else "-noef")
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """What results say of it."""
-        return {"task": self.task, "row": self.row, "codec": self.codec}
 
 
 class Task(ABC):
@@ -124,7 +97,7 @@ class GptTask(Task):
         return ByteGPT(s.context, d_model=s.d_model, n_layers=s.n_layers, n_heads=s.n_heads)
 
     def optimizer(
-        self, model: nn.Module, *, own_momentum: bool = False, freeze_step: int | None = None
+        self, model: nn.Module, *, own_momentum: bool, freeze_step: int | None = None
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
         """The demo's AdamW, a linear warm-up, a linear decay; freeze_step: of 1-bit Adam instead.
 

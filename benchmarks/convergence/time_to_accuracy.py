@@ -41,9 +41,8 @@ from dataclasses import asdict
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from benchmarks.convergence.rank import smoothed, train
+from benchmarks.convergence.rank import Job, smoothed, train
 from benchmarks.convergence.tables import time_to_accuracy
-from benchmarks.convergence.tasks import Job
 from benchmarks.harness.results import parser_of, positive, recording
 from benchmarks.harness.testbed import Testbed
 from benchmarks.step_time.rank import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
@@ -77,7 +76,7 @@ Result = Mapping[str, Any]
 
 def measure(given: argparse.Namespace) -> list[Result]:
     """All trainings of all seeds."""
-    jobs = [Job(task="gpt", codec=name) for name in (*BASELINES, *given.codec)]
+    jobs = [Job("gpt", name) for name in (*BASELINES, *given.codec)]
     with Testbed(HOSTS, link_mbit=given.link) as testbed:
         return testbed.run(
             train,

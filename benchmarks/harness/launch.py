@@ -32,6 +32,10 @@ _TAIL_LINES = 30
 _RESULTS = "BENCHMARK_RESULTS"
 _GROUP_TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
 
+_TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
+_CONSEQUENCE = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
+_LONGEST_REASON = 300
+
 RankFunction = Callable[..., Iterable[Any]]
 
 
@@ -73,23 +77,21 @@ class Layout:
 
     @property
     def name(self) -> str:
-        if self.even:
-            return f"{self.hosts}x{self.counts[0]}"
-        return "+".join(map(str, self.counts))
-
-    @property
-    def title(self) -> str:
-        """For the head of a table."""
-        ranks = self.counts[0] if self.even else " and ".join(map(str, self.counts))
-        return f"{self.hosts} hosts x {ranks} ranks"
+        return f"{self.hosts}x{self.counts[0]}" if self.even else "+".join(map(str, self.counts))
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an error; the message holds the end of every rank's output."""
+    """A rank ended with an error, or not in time; the message has the end of all outputs."""
 
-
-class RanksTimedOut(RankFailed):
-    """The ranks were still running at the end of the time allowed."""
+    @property
+    def reason(self) -> str:
+        """One line: what ended, and the last line of the output that looks like the cause."""
+        ended, *lines = str(self).splitlines()
+        errors = [line.strip() for line in lines if _TELLING.search(line)]
+        telling = (
+            [line for line in errors if not _CONSEQUENCE.search(line)] if "status" in ended else []
+        )
+        return f"{ended}: {telling[-1]}"[:_LONGEST_REASON] if telling else ended
 
 
 class RankGroup:
@@ -182,7 +184,7 @@ class RankGroup:
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
                     message = f"ranks {running} were still running after {timeout_s:g} s"
-                    raise RanksTimedOut(f"{message}\n{self.tail()}")
+                    raise RankFailed(f"{message}\n{self.tail()}")
                 look()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.processes[running[0]].wait(timeout=_POLL_S)

@@ -21,8 +21,6 @@ from benchmarks.harness.tables import Result, Rows
 from benchmarks.harness.testbed import TestbedUnavailable
 from lightning_dist import __version__
 
-_GIT_TIMEOUT_S = 10.0
-
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """A command line with --json, described by the first line of the module's docstring."""
@@ -136,15 +134,12 @@ def error_sizes(errors: Sequence[float]) -> dict[str, float]:
 def _git_commit() -> str | None:
     """The commit of this checkout, with `-dirty` where files differ from it."""
     # Read only: without --no-optional-locks git would rewrite the index.
-    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *describe]
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), "describe"]
+    command += ["--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
-        )
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()
 
 
 def _cpu_model() -> str:

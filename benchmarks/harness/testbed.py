@@ -15,7 +15,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -54,7 +53,7 @@ class Testbed:
 
     Raises `TestbedUnavailable` on entry where root, `ip`, `tc` or the kernel's support is missing.
     On exit, also by an exception, SIGINT, SIGTERM or SIGHUP, every process in the namespaces is
-    killed and the namespaces are removed. What a SIGKILL left behind is removed by the next entry.
+    killed and the namespaces are removed. What is left behind is removed by the next entry.
     """
 
     __test__ = False
@@ -80,20 +79,19 @@ class Testbed:
         self._output_root = Path()
 
     def __enter__(self) -> Testbed:
-        if missing := _missing_requirement():
-            raise TestbedUnavailable(f"no test-bed on this machine: {missing}")
         with contextlib.ExitStack() as stack:
             stack.enter_context(exit_on_signals())
             self._output_root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.callback(self._remove)
             try:
                 for name in _namespaces(rf"{_PREFIX}-(\d+)-"):  # of test-beds that were killed
                     if not Path(f"/proc/{name.split('-')[1]}").exists():
                         with contextlib.suppress(CommandFailed):  # another may be faster
                             _remove_namespace(name)
+                stack.callback(self._remove)
                 self._create_network()
             except CommandFailed as error:
-                raise TestbedUnavailable(f"no test-bed on this machine: {error}") from error
+                why = f"no test-bed on this machine, which takes root and iproute2: {error}"
+                raise TestbedUnavailable(why) from error
             self._stack = stack.pop_all()
         return self
 
@@ -163,8 +161,8 @@ class Testbed:
     ) -> list[str]:
         """Run `argv` once per rank and return what each rank printed.
 
-        Raises `RankFailed` when a rank exits with an error and `RanksTimedOut` after `timeout_s`
-        seconds; both kill all ranks and carry the end of their output.
+        Raises `RankFailed` when a rank exits with an error, and after `timeout_s` seconds; all
+        ranks are killed then.
         """
         return self.start(argv, ranks_per_host=ranks_per_host).wait(timeout_s=timeout_s)
 
@@ -213,16 +211,6 @@ class Testbed:
             _remove_namespace(name)
 
 
-def _missing_requirement() -> str | None:
-    """What this machine lacks for network namespaces with shaped links; None: nothing known."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            return f"the program `{tool}` is not installed (Debian package iproute2)"
-    return None
-
-
 def _run(commands: str) -> str:
     """Run a command, or one in each line, and return what they printed.
 
@@ -230,14 +218,17 @@ def _run(commands: str) -> str:
     """
     printed = []
     for command in filter(None, map(str.split, commands.splitlines())):
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_TIMEOUT_S,
-            start_new_session=True,
-            check=False,
-        )
+        try:
+            result = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_TIMEOUT_S,
+                start_new_session=True,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise CommandFailed(f"the program `{command[0]}` is not installed") from error
         if result.returncode != 0:
             reason = result.stderr.strip() or f"exit status {result.returncode}"
             raise CommandFailed(f"`{' '.join(command)}`: {reason}")
@@ -274,22 +265,17 @@ def _remove_namespace(name: str) -> None:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into an exception and ignore those that follow.
+    """Have SIGTERM and SIGHUP end the block with an exception, as SIGINT does.
 
-    Ignoring them until the block is left keeps an impatient second Ctrl-C out of the clean-up.
     A signal that the process was started to ignore stays ignored. For the main thread only.
     """
 
-    def handler(number: int, frame: FrameType | None) -> None:
-        for each in previous:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
 
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {each: signal.getsignal(each) for each in caught}
-    previous = {each: old for each, old in handlers.items() if old is not signal.SIG_IGN}
-    for each in previous:
-        signal.signal(each, handler)
+    previous = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for each, old in previous.items():
+        signal.signal(each, signal.SIG_IGN if old is signal.SIG_IGN else leave)
     try:
         yield
     finally:

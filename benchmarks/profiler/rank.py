@@ -240,23 +240,20 @@ def batch_of(training: Training, step_ms: float) -> tuple[int, float]:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "skew": skew,
-    "codec": codec,
-    "wire": wire,
-    "clocks": clocks,
-    "cost": cost,
+    each.__name__: each for each in (skew, codec, wire, clocks, cost)
 }
-"""Each is called with the folder and the arguments, and returns what this rank knows."""
 
 
-def run(*, kind: str, folders: Sequence[str], cases: Sequence[dict[str, Any]]) -> Iterator[Any]:
+def run(*, kind: str, folder: str, cases: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """All cases of a kind, arguments of its function, in one process group.
 
-    Yields what this rank knows that the profile in FOLDER/run-0 has to find out.
+    Yields what this rank knows that the profile in FOLDER/NUMBER/run-0 has to find out.
     """
     torch.set_num_threads(1)
-    for folder, case in zip(folders, cases, strict=True):
-        yield KINDS[kind](Path(folder), **case)
+    for number, case in enumerate(cases):
+        place = Path(folder, str(number))
+        place.mkdir(exist_ok=True)
+        yield KINDS[kind](place, **case)
         dist.barrier()
         if dist.get_rank() == 0:
             print(kind, case, flush=True)

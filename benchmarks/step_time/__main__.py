@@ -60,7 +60,6 @@ upper bound. A rank takes about 700 MB of memory and 170 MB for every row.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import median
@@ -68,7 +67,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.launch import Layout, RankFailed, RanksTimedOut
+from benchmarks.harness.launch import Layout, RankFailed
 from benchmarks.harness.results import parser_of, positive, rate, recording, say
 from benchmarks.harness.testbed import Testbed
 from benchmarks.step_time.rank import (
@@ -162,7 +161,7 @@ def impossible(row: str, layout: Layout) -> str | None:
 
 def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
     """Rows of the JSON: all links in this layout."""
-    say(layout.title)
+    say(f"layout {layout.name}")
     reasons = {row: why for row in given.row if (why := impossible(row, layout))}
     risky = [row for row in given.row if row in RISKY_BASELINES]
     with Testbed(layout.hosts, link_mbit=None) as testbed:
@@ -175,7 +174,7 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
             try:
                 launch(timeout_s=45.0, echo=False, **alone)
             except RankFailed as error:
-                reasons[row] = reason_of(error)
+                reasons[row] = error.reason
         for row, why in reasons.items():
             say(f"  {row}: {why}")
 
@@ -194,7 +193,7 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
         except RankFailed as error:
             # What worked alone may still meet the wrong collective among twenty others: without it
             # the rest is measured again, and an error of ours then ends the run as it should.
-            ended = f"worked alone, ended the common run: {reason_of(error)}"
+            ended = f"worked alone, ended the common run: {error.reason}"
             worked = [row for row in risky if row not in reasons]
             if not worked:
                 raise
@@ -203,23 +202,6 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
             samples = together()
     for link, of_link in zip(given.link, samples, strict=True):
         yield from summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
-
-
-_TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
-_RESULT = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
-_PREFIX = re.compile(
-    r"^(\[rank\d+\]: |what\(\): +|\w+Error: (?=Got the following)"
-    r"|Got the following error when running the callback: )+"
-)
-
-
-def reason_of(error: RankFailed) -> str:
-    """One line of what the ranks said: the last that looks like the cause, else what ended."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    causes = [each for each in lines[1:] if _TELLING.search(each) and not _RESULT.search(each)]
-    if isinstance(error, RanksTimedOut) or not causes:
-        return lines[0]
-    return _PREFIX.sub("", causes[-1])[:240]
 
 
 def summarize(

@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import shape
+from lightning_dist import compress_ddp
+from lightning_dist.codecs import BlockCodec, resolve_codec
 
 COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")
 POWERSGD_ROW, ONE_BUCKET_ROW = "torch-powersgd", "torch-powersgd-one-bucket"
-PER_TENSOR_ROW, PER_CHANNEL_ROW = "torch-quant-pertensor", "torch-quant-perchannel"
-RISKY_BASELINES = (POWERSGD_ROW, ONE_BUCKET_ROW, PER_TENSOR_ROW, PER_CHANNEL_ROW)
+RISKY_BASELINES = (POWERSGD_ROW, ONE_BUCKET_ROW, "torch-quant-pertensor", "torch-quant-perchannel")
 """torch's hooks of more than one collective. They may end or hang the process, so each is tried in
 processes of its own before it joins the others."""
 NO_FEEDBACK_SUFFIX = "-noef"
@@ -202,43 +203,45 @@ class Row:
             self.handle.close()
 
 
-def attach(ddp: DistributedDataParallel, row: str) -> Any | None:
-    """Let the row's method communicate for the model; our handle, or None for torch's own."""
+def attach(ddp: DistributedDataParallel, row: str, **options: Any) -> Any | None:
+    """Let the row's method communicate for the model; our handle, or None for torch's own.
+
+    options: of `compress_ddp`, beside those that the row names.
+    """
     if row in BASELINES + RISKY_BASELINES:
         _attach_torch(ddp, row)
         return None
-    from lightning_dist import compress_ddp
-    from lightning_dist.codecs import BlockCodec, resolve_codec
-
     form, name = split_row(row)
     codec = name.removesuffix(NO_FEEDBACK_SUFFIX)
-    options: dict[str, Any] = {"error_feedback": False} if codec != name else {}
+    if codec != name:
+        options["error_feedback"] = False
     if form is not None:
         options["hierarchical"] = FORMS[form]
     intra, inter = levels(codec)
     if isinstance(resolve_codec(inter), BlockCodec):
-        options["compile_kernels"] = True  # what a model of this size gets by default, but certain
-    chosen: Any = inter if intra is None else {"intra": intra, "inter": inter}
-    return compress_ddp(ddp, chosen, **options)
+        # What a model of the size of ours gets by default, but certain.
+        options.setdefault("compile_kernels", True)
+    return compress_ddp(ddp, {"intra": intra, "inter": inter} if intra else inter, **options)
 
 
 def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:
     # Imported where needed: only the risky rows use what these load.
+    state, hook = None, None
     if row == FP16_ROW:
-        ddp.register_comm_hook(None, fp16_compress_hook)
+        hook = fp16_compress_hook
     elif row in (POWERSGD_ROW, ONE_BUCKET_ROW):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
+        hook = powersgd.powerSGD_hook
         state = powersgd.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=_POWERSGD_RANK,
             start_powerSGD_iter=_POWERSGD_START,
         )
-        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-    elif row in (PER_TENSOR_ROW, PER_CHANNEL_ROW):
+    elif row in RISKY_BASELINES:
         import torch.ao.quantization  # noqa: F401 - the hooks use it and do not import it
         from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 
-        per_tensor = row == PER_TENSOR_ROW
-        name = "quantization_pertensor_hook" if per_tensor else "quantization_perchannel_hook"
-        ddp.register_comm_hook(None, getattr(quantization, name))
+        hook = getattr(quantization, f"quantization_{row.removeprefix('torch-quant-')}_hook")
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
