@@ -1,8 +1,10 @@
-"""What the campaigns share: verdicts on trials, which run in forks, summed up by kind."""
+"""Harness of the campaigns: trials in forks, verdicts on them, and their sums by kind."""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Record, parser_of
 from benchmarks.harness.tables import markdown
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,27 +62,55 @@ def without_paths(text: str) -> str:
     return text
 
 
-def in_forks(
+def parser_of_trials(doc: str | None, *, folder: str) -> argparse.ArgumentParser:
+    """A command line with what all campaigns know. folder: what it is for."""
+    parser = parser_of(doc)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, help="only the trial of this number")
+    parser.add_argument("--folder", type=Path, help=folder)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    return parser
+
+
+def run_trials(
+    title: str,
     run: Callable[[Any], Any],
     trials: Iterable[Any],
     *,
-    workers: int,
+    given: argparse.Namespace,
+    record: Record,
+    problems: Sequence[str],
+    figures: Callable[[list[Any]], dict[str, Any]],
     initializer: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Results of trials that run side by side, in forks of this process, which has imported all."""
+    """Verdicts of trials that run side by side, in forks of this process, which has imported all.
+
+    The record gets a row for each kind; a trial counts once under each problem that it has.
+
+    Args:
+        run: gives a verdict; or None: the trial was left out.
+        figures: what else the row of a kind has, of its verdicts; numbers and texts are shown.
+    """
+    began = time.monotonic()
+    wanted = [trial for trial in trials if given.number in (None, trial.number)]
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=initializer) as pool:
-        return list(pool.map(run, trials))
-
-
-def by_kind(
-    verdicts: Sequence[Any], problems: Sequence[str]
-) -> Iterator[tuple[str, list[Any], dict[str, int]]]:
-    """Verdicts of each kind, and how many have each problem: a trial counts once under each."""
+    with ProcessPoolExecutor(given.workers, context, initializer) as pool:
+        verdicts = [verdict for verdict in pool.map(run, wanted) if verdict is not None]
+    seconds, count = round(time.monotonic() - began, 1), len(verdicts)
+    record.meta |= {"seconds": seconds, "trials": count}
+    record.meta["trials_per_minute"] = round(count * 60 / max(seconds, 0.1), 1)
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         found = [verdict for verdict in verdicts if verdict.kind == kind]
         counts = Counter(name for each in found for name in {name for name, _ in each.problems})
-        yield kind, found, {problem: counts[problem] for problem in problems}
+        row = {"kind": kind, "trials": len(found), **{name: counts[name] for name in problems}}
+        record.rows.append(row | figures(found))
+    if record.rows:
+        columns = [k for k, v in record.rows[0].items() if not isinstance(v, list)]
+        show(f"{title}: {count} trials in {seconds} s", columns, record.rows)
+    for verdict in verdicts:
+        if verdict.problems:
+            print(f"{verdict.kind}: trial {verdict.number}: {verdict.problems[:3]}")
+    return verdicts
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
