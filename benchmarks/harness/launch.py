@@ -34,7 +34,11 @@ _GROUP_TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to co
 
 _TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
 _CONSEQUENCE = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
-_LONGEST_REASON = 300
+_PREFIX = re.compile(
+    r"^(\[rank\d+\]: |what\(\): +|\w+Error: (?=Got the following)"
+    r"|Got the following error when running the callback: )+"
+)
+_LONGEST_REASON = 240
 
 RankFunction = Callable[..., Iterable[Any]]
 
@@ -85,13 +89,12 @@ class RankFailed(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """One line: what ended, and the last line of the output that looks like the cause."""
+        """One line: the last of the output that looks like the cause, else what ended."""
         ended, *lines = str(self).splitlines()
-        errors = [line.strip() for line in lines if _TELLING.search(line)]
-        telling = (
-            [line for line in errors if not _CONSEQUENCE.search(line)] if "status" in ended else []
-        )
-        return f"{ended}: {telling[-1]}"[:_LONGEST_REASON] if telling else ended
+        causes = [each for each in lines if _TELLING.search(each) and not _CONSEQUENCE.search(each)]
+        if not causes or "still running" in ended:
+            return ended
+        return _PREFIX.sub("", causes[-1].strip())[:_LONGEST_REASON]
 
 
 class RankGroup:
