@@ -9,8 +9,7 @@ Measures nothing. A document says where a table belongs:
     ... whatever stands here is replaced ...
     <!-- /measured:NAME -->
 
-NAME is one of `SECTIONS`. Where the results of a section are missing, what stands in the document
-stays, and a line on stderr says so. What the figures mean is in the benchmark that measured them.
+NAME is one of `SECTIONS`. What the figures mean is in the benchmark that measured them.
 """
 
 from __future__ import annotations
@@ -22,23 +21,14 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.checkpoint.tables import checkpoint, crash_campaign
-from benchmarks.codecs.tables import MEMORY, kernels
+from benchmarks import codecs
+from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import convergence, time_to_accuracy
 from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.tables import Result, Rows
-from benchmarks.profiler.tables import (
-    CLOCKS,
-    COST,
-    OUTPUTS,
-    TRUTH,
-    whatif_errors,
-    whatif_scaling,
-    wire,
-)
-from benchmarks.restart.tables import CAMPAIGN, FIGURES, OVERHEAD, RENDEZVOUS, loop_campaign
+from benchmarks.harness.tables import Result
+from benchmarks.profiler import tables as profiler
+from benchmarks.restart import tables as restart
 from benchmarks.step_time.tables import curve, forms, step_times
 
 DOCUMENTS = (
@@ -56,35 +46,28 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "hierarchical": ("hierarchical", forms),
     "hierarchical-curve": ("hierarchical_model", curve),
-    "kernels": ("codecs", kernels),
-    "memory": ("codecs", MEMORY),
+    "kernels": ("codecs", codecs.KERNELS),
+    "memory": ("codecs", codecs.MEMORY),
     "convergence-gpt": ("convergence", partial(convergence, task="gpt")),
     "convergence-gpt-long": ("convergence_long", partial(convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
-    "checkpoint": ("checkpoint", checkpoint),
-    "crash-campaign": ("crash_campaign", crash_campaign),
-    "restart-campaign": ("faults_restart", CAMPAIGN),
-    "restart-loop": ("faults_restart_loop", loop_campaign),
-    "restart-figures": ("faults_figures", FIGURES),
-    "restart-rendezvous": ("restart_rendezvous", RENDEZVOUS),
-    "elastic-overhead": ("elastic_overhead", OVERHEAD),
-    "profile-truth": ("profiling", TRUTH),
-    "profile-wire": ("profiling", wire),
-    "profile-clocks": ("profiling", CLOCKS),
-    "profile-cost": ("profiling", COST),
-    "profile-outputs": ("profiling", OUTPUTS),
-    "whatif-errors": ("whatif", whatif_errors),
-    "whatif-scaling": ("whatif", whatif_scaling),
+    "checkpoint": ("checkpoint", checkpoint.checkpoint),
+    "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),
+    "restart-campaign": ("faults_restart", restart.CAMPAIGN),
+    "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
+    "restart-figures": ("faults_figures", restart.FIGURES),
+    "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),
+    "elastic-overhead": ("elastic_overhead", restart.OVERHEAD),
+    "profile-truth": ("profiling", profiler.TRUTH),
+    "profile-wire": ("profiling", profiler.WIRE),
+    "profile-clocks": ("profiling", profiler.CLOCKS),
+    "profile-cost": ("profiling", profiler.COST),
+    "profile-outputs": ("profiling", profiler.OUTPUTS),
+    "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
+    "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""
-
-
-def print_tables(meta: Mapping[str, Any], rows: Rows, *names: str) -> None:
-    """Sections of results that were just measured, as they would be in a document."""
-    for name in names:
-        if text := SECTIONS[name][1]({"meta": meta, "rows": rows}):
-            print(f"\n{text}", flush=True)
 
 
 _SECTION = re.compile(
@@ -94,33 +77,27 @@ _SECTION = re.compile(
 _MARKER = re.compile(r"<!-- /?measured:")
 
 
-def render(text: str, results: Mapping[str, Result]) -> tuple[str, list[str]]:
-    """The document with fresh tables, and why some sections were left as they are.
+def render(text: str, results: Mapping[str, Result]) -> str:
+    """The document with fresh tables.
 
-    results: the content of the JSON files by name without `.json`, those that exist.
+    results: the content of the JSON files by name without `.json`.
     """
-    left: list[str] = []
 
     def fresh(match: re.Match[str]) -> str:
-        name = match["name"]
-        source, make = SECTIONS[name]
-        body = make(results[source]) if source in results else None
+        source, make = SECTIONS[match["name"]]
+        body = make(results[source])
         if body is None:
-            why = "has no such rows" if source in results else "does not exist"
-            left.append(f"{name}: {source}.json {why}")
-            return match[0]
+            raise ValueError(f"{source}.json has no rows for the table {match['name']}")
         return f"{match['start']}{body}\n{match['end']}"
 
     if len(_MARKER.findall(text)) != 2 * len(_SECTION.findall(text)):
         raise ValueError("a <!-- measured:NAME --> and its <!-- /measured:NAME --> do not pair")
-    return _SECTION.sub(fresh, text), left
+    return _SECTION.sub(fresh, text)
 
 
-def load_results(directory: Path) -> dict[str, dict[str, Any]]:
+def load_results(directory: Path) -> dict[str, Result]:
     """The results that exist."""
-    names = sorted({source for source, _ in SECTIONS.values()})
-    paths = {name: directory / f"{name}.json" for name in names}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    return {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
 
 
 def main() -> None:
@@ -132,9 +109,7 @@ def main() -> None:
     stale = []
     for path in (REPOSITORY / name for name in DOCUMENTS):
         before = path.read_text()
-        after, left = render(before, results)
-        for line in left:
-            print(f"{path.name}: left as it is: {line}", file=sys.stderr)
+        after = render(before, results)
         if after != before:
             stale.append(path.name)
             if not check:

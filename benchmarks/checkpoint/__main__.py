@@ -21,14 +21,14 @@ the file is removed after it, so nothing is overwritten. Rows:
     held_ms        what the next optimizer step waited for the copy, after a forward and backward
     step_ms        that training step; plain_step_ms: the same without a save
     slowdown_pct   steps of some ms while a checkpoint is written, beside steps before and after
-    memory_mb      growth of the memory of all processes, see benchmarks/checkpoint/memory.py
+    memory_mb      growth of the memory of all processes, see benchmarks/checkpoint/processes.py
 
-Two ranks: benchmarks/checkpoint/ranks.py. The goals are those that the checkpoints were built for.
+Two ranks save there too. The goals are those that the checkpoints were built for.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import shutil
 import tempfile
@@ -43,20 +43,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkpoint.memory import memory_growth
-from benchmarks.checkpoint.ranks import measure_ranks
+from benchmarks.checkpoint import tables
+from benchmarks.checkpoint.processes import memory_growth, save_in_ranks
 from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.tables import print_table
+from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.results import parser_of, recording
 
 _SEED = 1
 _STEPS = 40
 """Training steps without a save, before and after those with one."""
 _FEWEST = 8
+_RANKS_S = 1800.0
 
-Samples = dict[str, list[float | None]]
-"""Of a row, by name in the JSON: a value for every round; None where there is no such thing."""
+Samples = dict[str, list[float]]
+"""Of a row, by name in the JSON: a value for every round; NaN where there is no such thing."""
 
 RANKS = "ours blocking, 2 ranks"
 _BASES = ("write + fsync", "early write + fsync")
@@ -83,55 +83,45 @@ Of memory more than the state takes. What is in ms may also be 1 % of a training
 """
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What a checkpoint costs, beside other ways.")
+def main(argv: list[str] | None = None) -> None:
+    """Measure, show, and write."""
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--mb", type=float, default=419, help="size of the state (%(default)s)")
     add("--rounds", type=int, default=5, help="after one that warms up (%(default)s)")
     add("--row", action="append", choices=list(ROWS), help="repeatable (all)")
     add("--dir", type=Path, default=Path(), help="a folder on the disk to write to (here)")
     add("--skip", action="append", choices=("memory", "ranks"), default=[], help="repeatable")
-    add("--json", type=Path)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Measure, show, and write."""
-    arguments = parse_arguments(argv)
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("json", "dir")}
-    meta = collect_meta(seed=_SEED, arguments=settings)
-    names, mb = arguments.row or list(ROWS), arguments.mb
+    names, size = given.row or list(ROWS), {"mb": given.mb, "seed": _SEED}
     memory: dict[str, float] = {}
     ranks: Samples = {}
-    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=arguments.dir) as temporary:
+    with (
+        recording(given, seed=_SEED) as record,
+        tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=given.dir) as temporary,
+    ):
         folder = Path(temporary).resolve()
-        if "memory" not in arguments.skip:
-            for index, name in enumerate(names):
-                if not name.startswith("limit"):
-                    target = folder / f"memory{index}"
-                    nbytes = memory_growth(name, mb=mb, seed=_SEED, folder=target)
-                    memory[name] = nbytes / 1e6
-                    print(f"  memory, {name}: {memory[name]:.0f} MB", flush=True)
-        if "ranks" not in arguments.skip:
-            ranks = samples_of_ranks(
-                measure_ranks(folder / "ranks", mb=mb, rounds=arguments.rounds, seed=_SEED)
-            )
-        samples, state_mb = measure(folder, names, mb=mb, rounds=arguments.rounds)
-    rows = [{"row": name, "rounds": arguments.rounds, **figures(samples[name])} for name in names]
-    for row in rows:
-        row["memory_mb"] = memory.get(row["row"])
-    everything = {name: {**samples[name], "memory_mb": [memory.get(name)]} for name in names}
-    goals = goals_of(everything | {RANKS: ranks}, state_mb=state_mb)
-    meta |= {"state_mb": state_mb, "goals": goals}
-    print_tables(meta, rows, "checkpoint")
-    if ranks:
-        of_ranks = figures(ranks)
-        rows.append({"row": RANKS, "rounds": arguments.rounds, **of_ranks})
-        cells = [[key, f"{of['median']:.2f} ({of['min']:.2f})"] for key, of in of_ranks.items()]
-        print_table(RANKS, columns=["", "median (least)"], rows=cells)
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+        for index, name in enumerate([] if "memory" in given.skip else names):
+            if not name.startswith("limit"):
+                nbytes = memory_growth(name, folder=folder / f"memory{index}", **size)
+                memory[name] = nbytes / 1e6
+                print(f"  memory, {name}: {memory[name]:.0f} MB", flush=True)
+        if "ranks" not in given.skip:
+            (folder / "ranks").mkdir()
+            place = {"folder": str(folder / "ranks"), "rounds": given.rounds}
+            seconds = run_ranks(save_in_ranks, ranks=2, timeout_s=_RANKS_S, **place, **size)[0]
+            ranks = samples_of_ranks(seconds)
+        samples, state_mb = measure(folder, names, mb=given.mb, rounds=given.rounds)
+        for name in names:
+            samples[name]["memory_mb"] = [memory.get(name, math.nan)]
+        goals = goals_of(samples | {RANKS: ranks}, state_mb=state_mb)
+        record.meta |= {"state_mb": state_mb, "goals": goals}
+        known = {name: {**figures(samples[name]), "memory_mb": memory.get(name)} for name in names}
+        if ranks:
+            known[RANKS] = figures(ranks)
+        record.rows = [{"row": row, "rounds": given.rounds, **of} for row, of in known.items()]
+        record.show(tables.checkpoint, tables.RANKS)
 
 
 def measure(
@@ -163,7 +153,7 @@ def measure(
             row.close()
 
 
-def measure_once(row: Row, folder: Path, small: Training) -> dict[str, float | None]:
+def measure_once(row: Row, folder: Path, small: Training) -> dict[str, float]:
     """One round of one row: a save at rest, one before a training step, one beside small steps."""
     saved = partial(saved_in, folder)
     with saved() as target:
@@ -173,14 +163,14 @@ def measure_once(row: Row, folder: Path, small: Training) -> dict[str, float | N
         row.wait()
         ended = time.perf_counter()
     write_s = row.write_s
-    held = step = plain = None
+    held = step = plain = math.nan
     if row.fenced:
         plain = _step(row)
         with saved() as target:
-            before = row.held_back_s()
+            before = row.held_s
             row.save(target)
             step = _step(row)
-            held = row.held_back_s() - before
+            held = row.held_s - before
             row.wait()
     with saved() as target:
         usual = small.steps(lambda done: done < _STEPS)
@@ -188,18 +178,15 @@ def measure_once(row: Row, folder: Path, small: Training) -> dict[str, float | N
         meanwhile = small.steps(lambda _: not row.is_done())[:-1]  # the last ran on
         row.wait()
         usual += small.steps(lambda done: done < _STEPS)
-    seconds = {
-        "stall_ms": stalled - began,
-        "total_ms": ended - began,
-        "write_ms": write_s,
-        "held_ms": held,
-        "step_ms": step,
-        "plain_step_ms": plain,
-    }
-    slower = median(meanwhile) / median(usual) - 1 if len(meanwhile) >= _FEWEST else None
+    enough = len(meanwhile) >= _FEWEST
     return {
-        **{key: None if value is None else 1e3 * value for key, value in seconds.items()},
-        "slowdown_pct": None if slower is None else 100 * slower,
+        "stall_ms": 1e3 * (stalled - began),
+        "total_ms": 1e3 * (ended - began),
+        "write_ms": 1e3 * write_s,
+        "held_ms": 1e3 * held,
+        "step_ms": 1e3 * step,
+        "plain_step_ms": 1e3 * plain,
+        "slowdown_pct": 100 * (median(meanwhile) / median(usual) - 1) if enough else math.nan,
     }
 
 
@@ -234,38 +221,31 @@ def samples_of_ranks(rounds: Sequence[dict[str, float]]) -> Samples:
 
 def figures(samples: Samples) -> dict[str, dict[str, Any] | None]:
     """Medians of all that was measured, the least, and the first and third quartile."""
-    known = {key: [v for v in values if v is not None] for key, values in samples.items()}
-    return {
-        key: {
-            "median": median(values),
-            "min": min(values),
-            "spread": (np.quantile(values, 0.25), np.quantile(values, 0.75)),
-        }
-        if values
-        else None
-        for key, values in known.items()
-    }
+    found: dict[str, dict[str, Any] | None] = dict.fromkeys(samples)
+    for key, values in samples.items():
+        if known := [value for value in values if not math.isnan(value)]:
+            low, middle, high = np.quantile(known, (0.25, 0.5, 0.75)).tolist()
+            found[key] = {"median": middle, "min": min(known), "spread": (low, high)}
+    return found
 
 
 def goals_of(samples: dict[str, Samples], *, state_mb: float) -> list[dict[str, Any]]:
     """Every goal whose rows were measured, and what was reached, in one unit."""
     found = []
     for name, row, key, base, goal, unit in GOALS:
-        values = samples.get(row, {}).get(key, [])
+        values = np.array(samples.get(row, {}).get(key, [math.nan]))
         if base is not None:
-            pairs = zip(values, samples.get(base, {}).get("total_ms", []), strict=False)
-            values = [one / other for one, other in pairs if one is not None]
-        values = [value for value in values if value is not None]
-        if not values:
+            values = values / np.array(samples.get(base, {}).get("total_ms", math.nan))
+        if np.isnan(values).all():
             continue
         if unit == "ms":
-            steps = [ms for ms in samples[row]["plain_step_ms"] if ms is not None]
-            goal = max(goal, 0.01 * median(steps)) if steps else goal
+            goal = np.nanmax([goal, 0.01 * median(samples[row]["plain_step_ms"])])
         elif unit == "MB":
             goal += state_mb
-        measured = median(values)
-        found.append({"name": name, "measured": measured, "goal": goal, "unit": unit,
-                      "met": measured <= goal})  # fmt: skip
+        got, goal = float(np.nanmedian(values)), float(goal)
+        found.append(
+            {"name": name, "measured": got, "goal": goal, "unit": unit, "met": got <= goal}
+        )
     return found
 
 

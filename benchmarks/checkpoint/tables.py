@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.tables import NA, Column, Result, Row, caption, markdown
+from benchmarks.harness.tables import NA, Column, Result, Row, Rows, Table, caption, markdown
 
 
 def checkpoint(result: Result) -> str | None:
@@ -25,20 +25,20 @@ def checkpoint(result: Result) -> str | None:
     )
 
 
-def crash_campaign(result: Result) -> str | None:
-    """What was done to checkpoints, how often, and what went wrong."""
-    rows, meta = result["rows"], result["meta"]
-    if not rows:
-        return None
-    counts = [name for name, value in rows[0].items() if isinstance(value, int)]
-    text = (
+def _counts(rows: Rows) -> list[Column]:
+    names = [name for name, value in rows[0].items() if isinstance(value, int)]
+    return [("", "{kind}"), *((name, f"{{{name}:,}}") for name in names)]
+
+
+CRASH_CAMPAIGN = Table(
+    columns=_counts,
+    text=lambda meta, rows: (
         "After every trial: the newest checkpoint that was reported complete, or a later one, is "
         "found and whole; damaged ones are detected; files of others are as they were; a resumed "
         "training ends with the same bits as one that was not disturbed. A trial counts under "
         f"every problem it had. {meta['seconds'] / 60:.0f} minutes, seed {meta['seed']}."
-    )
-    columns = [("", "{kind}"), *((name, f"{{{name}:,}}") for name in counts)]
-    return f"{markdown(columns, rows)}\n\n{caption(text, meta)}"
+    ),
+)
 
 
 def _figure(value: Mapping[str, Any] | None, unit: str = " ms") -> str:
@@ -77,3 +77,16 @@ _GOALS: list[Column] = [
     ("at most", partial(_goal, key="goal")),
     ("", lambda goal: "met" if goal["met"] else "missed"),
 ]
+
+
+_COMPARED = ("memcpy_ms", "alone_ms", "rank0_ms", "rank1_ms", "over_memcpy", "over_alone")
+
+RANKS = Table(
+    has="over_memcpy",
+    columns=[
+        ("", "{row}"),
+        *((key, f"{{{key}[median]:.2f}} ({{{key}[min]:.2f}})") for key in _COMPARED),
+    ],
+    text="Stalls of two ranks that save together, beside one that copies or saves alone: median "
+    "and least.",
+)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.utils._pytree import tree_leaves
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Failed
@@ -64,13 +66,9 @@ class Training:
         return seconds
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from tensors_of(inner)
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def nbytes_of(state: Any) -> int:
@@ -87,8 +85,10 @@ class Row:
 
     fenced = False
     """Whether the optimizer step must wait for the rest of a copy."""
-    write_s: float | None = None
+    write_s = math.nan
     """Seconds that the last write took by its own account, without the copy."""
+    held_s = 0.0
+    """Seconds that optimizer steps were held back, in total."""
 
     def __init__(self, training: Training, save: Callable[[Path], None]) -> None:
         self.training, self.save = training, save
@@ -104,11 +104,7 @@ class Row:
         """Wait until it is."""
 
     def before_step(self) -> None:
-        """What the user must call before an optimizer step."""
-
-    def held_back_s(self) -> float:
-        """Seconds that optimizer steps were held back, in total."""
-        return 0.0
+        """Call of the user before an optimizer step."""
 
     def close(self) -> None:
         """End what it has started."""
@@ -168,42 +164,45 @@ def lightning(training: Training) -> Row:
     return Row(training, lambda target: io.save_checkpoint(training.state(), target))
 
 
-Method = Literal["save", "async", "reused", "staging", "process"]
+def dcp_save(training: Training) -> Row:
+    """``torch.distributed.checkpoint.save``."""
+    _one_rank()
+    return Row(training, lambda target: dcp.save(training.state(), checkpoint_id=str(target)))
+
+
+def _one_rank() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class DcpRow(Row):
-    """``save``, or ``async_save`` with its default or a kept stager, to a thread or a process.
+    """``async_save`` to a thread or a process, with its default or a kept stager.
 
-    ``"staging"`` copies in the background; nothing but the caller then keeps the optimizer from
-    changing what is being copied. ``"process"`` keeps a stager in shared memory.
+    Args:
+        kept: the stager is kept, and copies in shared memory, or beside training.
     """
 
-    def __init__(self, training: Training, *, method: Method) -> None:
+    def __init__(
+        self, training: Training, *, kept: bool = True, process: bool = False, staging: bool = False
+    ) -> None:
         super().__init__(training, self._save)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.fenced = method == "staging"
-        self._method = method
+        _one_rank()
+        self.fenced = staging
         self._options: dict[str, Any] = {}
-        if method in ("reused", "staging", "process"):
-            self._options["async_stager"] = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=False,
-                    use_shared_memory=method == "process",
-                    use_async_staging=method == "staging",
-                    use_non_blocking_copy=False,
-                )
+        if kept:
+            options = StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=process,
+                use_async_staging=staging,
+                use_non_blocking_copy=False,
             )
-        if method == "process":
+            self._options["async_stager"] = DefaultStager(options)
+        if process:
             self._options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
         self._staged: Future[Any] | None = None
         self._written: Future[Any] | None = None
-        self._held = 0.0
 
     def _save(self, target: Path) -> None:
-        if self._method == "save":
-            dcp.save(self.training.state(), checkpoint_id=str(target))
-            return
         response = dcp.async_save(self.training.state(), checkpoint_id=str(target), **self._options)
         if isinstance(response, AsyncSaveResponse):
             self._staged, self._written = response.staging_completion, response.upload_completion
@@ -221,10 +220,7 @@ class DcpRow(Row):
         if self._staged is not None:
             began = time.perf_counter()
             self._staged.result()
-            self._held += time.perf_counter() - began
-
-    def held_back_s(self) -> float:
-        return self._held
+            self.held_s += time.perf_counter() - began
 
     def close(self) -> None:
         if "async_stager" in self._options:
@@ -234,18 +230,13 @@ class DcpRow(Row):
 class OurRow(Row):
     """A :class:`Checkpointer` of its own, in its own folder."""
 
-    def __init__(
-        self,
-        training: Training,
-        *,
-        snapshot: Literal["overlap", "blocking", "sync"],
-        writer: Literal["process", "thread"] = "process",
-    ) -> None:
+    def __init__(self, training: Training, **settings: Any) -> None:
         super().__init__(training, self._save)
-        self.fenced = snapshot == "overlap"
-        self._checkpointer = Checkpointer(CheckpointSettings(snapshot=snapshot, writer=writer))
+        self.fenced = settings["snapshot"] == "overlap"
+        self._checkpointer = Checkpointer(CheckpointSettings(**settings))
         self._checkpointer.watch([training.optimizer])
         self._saves = 0
+        self.close = self._checkpointer.close
 
     def _save(self, target: Path) -> None:
         self._saves += 1
@@ -264,12 +255,10 @@ class OurRow(Row):
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
 
-    def held_back_s(self) -> float:
+    @property
+    def held_s(self) -> float:
         self._checkpointer.poll()
         return self._checkpointer.metrics.fence_s
-
-    def close(self) -> None:
-        self._checkpointer.close()
 
 
 class LightningAsyncRow(Row):
@@ -287,6 +276,7 @@ class LightningAsyncRow(Row):
 
         self._io = AsyncCheckpointIO(Noticed())
         self._done = True
+        self.wait = self._io.teardown
 
     def _save(self, target: Path) -> None:
         self._done = False
@@ -294,9 +284,6 @@ class LightningAsyncRow(Row):
 
     def is_done(self) -> bool:
         return self._done
-
-    def wait(self) -> None:
-        self._io.teardown()
 
 
 ROWS: dict[str, Callable[[Training], Row]] = {
@@ -308,11 +295,11 @@ ROWS: dict[str, Callable[[Training], Row]] = {
     "torch.save + fsync": partial(torch_save, fsync=True),
     "Lightning": lightning,
     "Lightning async": LightningAsyncRow,
-    "dcp.save": partial(DcpRow, method="save"),
-    "dcp.async_save": partial(DcpRow, method="async"),
-    "dcp.async_save, reused": partial(DcpRow, method="reused"),
-    "dcp.async_save, async staging": partial(DcpRow, method="staging"),
-    "dcp.async_save, process": partial(DcpRow, method="process"),
+    "dcp.save": dcp_save,
+    "dcp.async_save": partial(DcpRow, kept=False),
+    "dcp.async_save, reused": DcpRow,
+    "dcp.async_save, async staging": partial(DcpRow, staging=True),
+    "dcp.async_save, process": partial(DcpRow, process=True),
     "limit: memcpy": copy,
     "limit: write + fsync": partial(write, early=False),
     "limit: early write + fsync": partial(write, early=True),

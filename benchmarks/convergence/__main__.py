@@ -26,20 +26,15 @@ The batch is divided among the ranks. Rows:
                 Not clipped, unlike AdamW
 
 All rows of a task start a seed with the same weights and see the same batches with the same
-learning rates, which nobody has tuned for any row; so differences to ddp are paired by seed. A
-codec that brings momentum of its own (dgc) runs with SGD without momentum, and not in gpt: beside
-AdamW it is refused.
-`min_compress_numel` is lowered to 256 (or to the codec's own, if that is lower): with the defaults
-some of these small matrices would travel uncompressed, and the codecs would look better than they
-are.
-
-What is reported, for each row, task and number of ranks:
+learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings
+momentum of its own (dgc) runs with SGD without momentum, and not in gpt: beside AdamW it is
+refused. `min_compress_numel` is lowered to 256 (or to the codec's own, if that is lower): with the
+defaults some of these small matrices would travel uncompressed. In a row of the JSON:
 
     metrics              the values of all seeds after the last step, their mean and standard
-                         deviation
-    diff_pct_of_ddp      the mean, and the standard deviation, of (row - ddp) / ddp x 100 over seeds
-    within_ddp_spread    whether |mean(row - ddp)| <= the standard deviation of ddp over seeds. A
-                         large spread makes that easy: read it with the difference
+                         deviation; diff_pct_of_ddp: of (row - ddp) / ddp x 100 over seeds;
+                         within_ddp_spread: whether |mean(row - ddp)| <= the standard deviation of
+                         ddp over seeds. A large spread makes that easy
     bytes_ratio          fp32 DDP's bytes divided by those sent, by rank 0's own counter
     replicas_identical   whether after every run all ranks held the same parameters, bit by bit
     seconds_per_run      set-up and evaluation included; ranks share cores, so no measure of speed
@@ -51,24 +46,18 @@ The JSON is written after every row, so that an interrupted run keeps what it fi
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import socket
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.rank import Settings
-from benchmarks.convergence.tasks import Job
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.launch import Layout, RankFailed, RankGroup, rank_environment
-from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.step_time.rows import DDP_ROW
+from benchmarks.convergence.rank import ONEBIT_PREFIX, WARM_SUFFIX, Job, train
+from benchmarks.convergence.tables import convergence
+from benchmarks.harness.launch import RankFailed, run_ranks
+from benchmarks.harness.results import Record, parser_of, positive, recording, say
+from benchmarks.step_time.rank import DDP_ROW, NO_FEEDBACK_SUFFIX
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")
@@ -79,7 +68,6 @@ MIN_COMPRESS_NUMEL = 256
 """Codecs leave tensors below some thousand elements alone, which are most of these small models."""
 
 _START_S, _RUN_S = 300.0, 120.0  # imports on a busy machine, and a run; only a hang gets there
-_LONGEST_REASON = 500
 
 Row = dict[str, Any]
 Result = Mapping[str, Any]
@@ -88,138 +76,88 @@ Result = Mapping[str, Any]
 
 def jobs_of(task: str, codecs: Sequence[str], *, ranks: int) -> Iterator[Job]:
     """DDP first, then every codec as it is, and the rows that show what its setting does."""
-    make = partial(Job, task=task)
-    yield make(codec=DDP_ROW)
+    yield Job(task, DDP_ROW)
     for name in codecs:
         try:
             codec = resolve_codec(name)
         except ValueError:
-            yield make(codec=name)  # the row itself will say why
+            yield Job(task, name)  # the row itself will say why
             continue
         if codec.momentum_correction and task == "gpt":
             continue
-        yield make(codec=name)
+        yield Job(task, name)
         if codec.name in WARM_CODECS:
-            yield make(codec=name, warm=True)
+            yield Job(task, name + WARM_SUFFIX)
         has_feedback = codec.keeps_residual and not codec.lossless
         if has_feedback and not codec.momentum_correction and ranks == 2:
-            yield make(codec=name, error_feedback=False)
+            yield Job(task, name + NO_FEEDBACK_SUFFIX)
         if task == "gpt" and codec.name in ONEBIT_CODECS:
-            yield make(codec=name, onebit=True)
+            yield Job(task, ONEBIT_PREFIX + name)
 
 
-def measure(arguments: argparse.Namespace, meta: dict[str, Any]) -> list[Row]:
-    """All rows; the JSON grows with every one. One that breaks its ranks does not stop the rest."""
+def measure(given: argparse.Namespace, record: Record) -> None:
+    """Add all rows as they come. One that breaks its ranks does not stop the rest."""
     results: list[Result] = []
 
-    def add(ranks: int, result: Result) -> None:
+    def add(result: Result, ranks: int) -> None:
         results.append({"ranks": ranks, **result})
-        if result["seed"] in (None, arguments.seeds - 1):
+        if result["seed"] in (None, given.seeds - 1):
             outcome = result.get("reason", "done")
-            print(f"{ranks} ranks, {result['task']}, {result['row']}: {outcome}", file=sys.stderr)
-            if arguments.json:
-                write_json(arguments.json, meta=meta, rows=summarize(results))
+            say(f"{ranks} ranks, {result['task']}, {result['row']}: {outcome}")
+            record.rows = summarize(results)
+            record.write()
 
-    for ranks in arguments.ranks:
-        left = [
-            job for task in arguments.task for job in jobs_of(task, arguments.codec, ranks=ranks)
-        ]
+    for ranks in given.ranks:
+        left = [job for task in given.task for job in jobs_of(task, given.codec, ranks=ranks)]
         while left:
             before = len(results)
             try:
-                launch(left, arguments, ranks=ranks, add=partial(add, ranks))
+                run_ranks(
+                    train,
+                    ranks=ranks,
+                    timeout_s=_START_S + _RUN_S * len(left) * given.seeds,
+                    on_result=partial(add, ranks=ranks),
+                    jobs=[asdict(job) for job in left],
+                    seeds=list(range(given.seeds)),
+                    tasks={task: {"steps": given.steps} for task in TASKS if given.steps},
+                    min_compress_numel=MIN_COMPRESS_NUMEL,
+                )
                 left = []
             except RankFailed as error:
                 if not results:
                     raise  # nothing runs here
-                broken = (len(results) - before) // arguments.seeds
-                first, *_, last = str(error).splitlines()
-                reason = f"broke: {first}: {last}"[:_LONGEST_REASON]
-                add(ranks, {**left[broken].named, "seed": None, "reason": reason})
+                broken = (len(results) - before) // given.seeds
+                add({**left[broken].named, "seed": None, "reason": f"broke: {error.reason}"}, ranks)
                 left = left[broken + 1 :]
-    return summarize(results)
-
-
-def launch(
-    jobs: Sequence[Job], arguments: argparse.Namespace, *, ranks: int, add: Callable[[Result], None]
-) -> None:
-    """Ranks that train these jobs; results are added as they come. Raises `RankFailed`."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "results.jsonl"
-        settings = Settings(
-            jobs=[asdict(job) for job in jobs],
-            seeds=list(range(arguments.seeds)),
-            output=str(output),
-            tasks={task: {"steps": arguments.steps} for task in TASKS if arguments.steps},
-            min_compress_numel=MIN_COMPRESS_NUMEL,
-        )
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        group = RankGroup(Path(directory) / "ranks")
-        for rank in range(ranks):
-            environment = rank_environment(
-                rank,
-                layout=Layout((ranks,)),
-                interface="lo",
-                master_address="127.0.0.1",
-                master_port=port,
-            )
-            command = [sys.executable, "-m", "benchmarks.convergence.rank"]
-            group.start([*command, json.dumps(asdict(settings))], env=environment)
-        output.touch()
-        with output.open() as lines:
-
-            def read() -> None:
-                for line in lines:
-                    add(json.loads(line))
-
-            runs = len(jobs) * arguments.seeds
-            try:
-                group.wait(timeout_s=_START_S + _RUN_S * runs, on_poll=read)
-            finally:
-                read()
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults that depend on --quick filled in."""
-    parser = argparse.ArgumentParser(
-        description="Final loss of small trainings with compressed gradients, beside fp32 DDP's."
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     quick_codecs = ", ".join(QUICK_CODECS)
     add("--quick", action="store_true", help=f"two minutes: 2 seeds, 2 ranks, {quick_codecs}")
-    add("--json", type=Path, metavar="PATH", help="write the rows here, after every row")
     add("--codec", action="append", metavar="NAME", help="default: all there are; repeatable")
     add("--task", action="append", choices=TASKS, help="default: both; repeatable")
     add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
     add("--steps", type=int, metavar="N", help="of every training; default: the task's own")
-    add("--seeds", type=int, metavar="N", help="5, quick: 2; seeds are 0 to N - 1")
-    arguments = parser.parse_args(argv)
-    quick = arguments.quick
-    codecs = arguments.codec or (QUICK_CODECS if quick else [*CODECS, "powersgd:two_phase=true"])
-    arguments.codec = list(dict.fromkeys(codecs))
-    arguments.task = list(dict.fromkeys(arguments.task or TASKS))
-    arguments.ranks = list(dict.fromkeys(arguments.ranks or ([2] if quick else [2, 4])))
-    arguments.seeds = arguments.seeds or (2 if quick else 5)
-    if arguments.seeds < 1:
-        parser.error(f"--seeds must be at least 1, got {arguments.seeds}")
-    return arguments
+    add("--seeds", type=positive, metavar="N", help="5, quick: 2; seeds are 0 to N - 1")
+    given = parser.parse_args(argv)
+    quick = given.quick
+    codecs = given.codec or (QUICK_CODECS if quick else [*CODECS, "powersgd:two_phase=true"])
+    given.codec = list(dict.fromkeys(codecs))
+    given.task = list(dict.fromkeys(given.task or TASKS))
+    given.ranks = list(dict.fromkeys(given.ranks or ([2] if quick else [2, 4])))
+    given.seeds = given.seeds or (2 if quick else 5)
+    return given
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, show, and write."""
-    arguments = parse_arguments(argv)
-    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
-    meta = collect_meta(seed=0, arguments=listed)
-    try:
-        rows = measure(arguments, meta)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RankFailed as error:
-        sys.exit(f"convergence: {error}")
-    print_tables(meta, rows, *(f"convergence-{task}" for task in arguments.task))
-    if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
-        sys.exit(f"convergence: replicas differ with {', '.join(differing)}")
+    given = parse_arguments(argv)
+    with recording(given) as record:
+        measure(given, record)
+        record.show(*(partial(convergence, task=task) for task in given.task))
 
 
 def summarize(results: Sequence[Result]) -> list[Row]:
@@ -237,14 +175,15 @@ def summarize(results: Sequence[Result]) -> list[Row]:
 def _row(found: Sequence[Result], reference: Sequence[Result]) -> Row:
     runs = [result for result in found if "curve" in result]
     names = [name for name in runs[0]["curve"][-1] if name not in _COUNTED] if runs else []
+    mean_s = _mean([run["seconds"] for run in runs])
     return {
         **{key: found[0][key] for key in ("task", "ranks", "row", "codec")},
         "error_feedback": runs[0]["error_feedback"] if runs else None,
         "seeds": [run["seed"] for run in runs],
         "metrics": {name: _metric(name, runs, reference) for name in names},
-        "bytes_ratio": mean(run["bytes_ratio"] for run in runs) if runs else None,
+        "bytes_ratio": _mean([run["bytes_ratio"] for run in runs]),
         "replicas_identical": all(run["identical"] for run in runs) if runs else None,
-        "seconds_per_run": round(mean(run["seconds"] for run in runs), 2) if runs else None,
+        "seconds_per_run": mean_s and round(mean_s, 2),
         "reason": next((result["reason"] for result in found if "reason" in result), None),
     }
 
@@ -255,18 +194,17 @@ _COUNTED = ("step", "seconds", "tx_bytes")
 def _metric(name: str, runs: Sequence[Result], reference: Sequence[Result]) -> dict[str, Any]:
     """Statistics of one metric; None for what an infinite or missing value leaves undefined."""
     ours, ddp = ({run["seed"]: run["curve"][-1][name] for run in of} for of in (runs, reference))
-    both = [seed for seed in ours if seed in ddp]
-    percent = [100 * (ours[seed] - ddp[seed]) / ddp[seed] for seed in both]
-    spread = _std(list(ddp.values()))
-    difference = _mean([ours[seed] - ddp[seed] for seed in both])
+    off = {seed: ours[seed] - ddp[seed] for seed in ours if seed in ddp}
+    percent = [100 * off[seed] / ddp[seed] for seed in off]
+    spread, difference = _std([*ddp.values()]), _mean([*off.values()])
     within = difference is not None and spread is not None and abs(difference) <= spread
     return {
         "values": [value if math.isfinite(value) else None for value in ours.values()],
-        "mean": _mean(list(ours.values())),
-        "std": _std(list(ours.values())),
+        "mean": _mean([*ours.values()]),
+        "std": _std([*ours.values()]),
         "diff_pct_of_ddp": _mean(percent),
         "diff_pct_std": _std(percent),
-        "within_ddp_spread": None if spread is None or not both else within,
+        "within_ddp_spread": None if spread is None or not off else within,
     }
 
 

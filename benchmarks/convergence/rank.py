@@ -1,18 +1,12 @@
-"""One rank of `__main__.py` and of `time_to_accuracy.py`: trains rows over gloo.
-
-Settings are JSON on the command line; rank 0 appends a line of JSON for every training to a file.
-"""
+"""One rank of `__main__.py` and of `time_to_accuracy.py`: trains rows over gloo."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,13 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.tasks import WARM_SHARE, GptTask, Job, Task, make_task
-from benchmarks.step_time.rank import tx_bytes_of
-from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
-from lightning_dist import compress_ddp
+from benchmarks.convergence.tasks import Task, make_task
+from benchmarks.step_time.rank import (
+    BASELINES,
+    COMPUTE_ROW,
+    DDP_ROW,
+    NO_FEEDBACK_SUFFIX,
+    attach,
+    digest_of,
+    tx_bytes_of,
+)
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.networks import Groups, new_groups
 
@@ -35,13 +34,36 @@ _LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a 
 _TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
 
 
+WARM_SHARE = 0.2
+"""Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
+WARM_SUFFIX, ONEBIT_PREFIX = "-warm", "onebit-adam:"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of one task: everything but the seed."""
+
+    task: str
+    row: str
+
+    @property
+    def codec(self) -> str:
+        """A codec of lightning_dist, or one of `BASELINES`."""
+        name = self.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
+        return name.removesuffix(NO_FEEDBACK_SUFFIX)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What results say of it."""
+        return {"task": self.task, "row": self.row, "codec": self.codec}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a launcher tells every rank.
+    """What is trained.
 
     Args:
-        jobs: the rows, each of which is trained with every one of ``seeds``.
-        output: where rank 0 appends a line for every training.
+        jobs: fields of the rows, each of which is trained with every one of ``seeds``.
         tasks: settings of tasks that are not their own, by name of the task.
         interleaved: the jobs of a seed take turns in blocks of steps. Else they follow each other.
         evaluate_every: steps of a block, after which a training is evaluated; None: all of them.
@@ -53,7 +75,6 @@ class Settings:
 
     jobs: Sequence[Mapping[str, Any]]
     seeds: Sequence[int]
-    output: str
     tasks: Mapping[str, Mapping[str, Any]]
     interleaved: bool = False
     evaluate_every: int | None = None
@@ -84,34 +105,31 @@ class Training:
         self.curve: list[dict[str, Any]] = []
         self._ddp = DistributedDataParallel(self.model)
         self._feedback: bool | None = None
-        self._handle: Any = None
-        own_momentum = False
-        if job.codec == FP16_ROW:
-            self._ddp.register_comm_hook(None, fp16_compress_hook)
-        elif job.codec not in BASELINES:
+        onebit = job.row.startswith(ONEBIT_PREFIX)
+        warm_steps = round(WARM_SHARE * task.settings.steps)
+        self._clips = not onebit  # it would clip momenta
+        optimizing: dict[str, Any] = {"own_momentum": False}
+        if onebit:
+            optimizing["freeze_step"] = warm_steps
+        options: dict[str, Any] = {}
+        if job.codec not in BASELINES:
             codec, least = resolve_codec(job.codec), settings.min_compress_numel
-            own_momentum = codec.momentum_correction > 0
-            self._feedback = job.error_feedback and codec.keeps_residual and not codec.lossless
-            self._handle = compress_ddp(
-                self._ddp,
-                codec,
-                error_feedback="auto" if job.error_feedback else False,
+            optimizing["own_momentum"] = codec.momentum_correction > 0
+            chosen = not job.row.endswith(NO_FEEDBACK_SUFFIX)
+            self._feedback = chosen and codec.keeps_residual and not codec.lossless
+            options = {
                 # Not above the codec's own limit: casts compress everything, also here.
-                min_compress_numel=None if least is None else min(least, codec.min_numel),
-                start_step=self._warm_steps if job.warm else 0,
-                compile_kernels=settings.compile_kernels,
-                groups=groups,
-            )
-        self._optimizer, self._schedule = task.optimizer(self.model, own_momentum=own_momentum)
-        if job.onebit:
-            assert isinstance(task, GptTask)
-            self._optimizer, self._schedule = task.onebit_adam(self._warm_steps, self._schedule)
+                "min_compress_numel": None if least is None else min(least, codec.min_numel),
+                "start_step": warm_steps if job.row.endswith(WARM_SUFFIX) else 0,
+                "compile_kernels": settings.compile_kernels,
+                "groups": groups,
+            }
+        row = job.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
+        self._handle = attach(self._ddp, row, **options)
+        self._optimizer, self._schedule = task.optimizer(self.model, **optimizing)
+        if onebit:
             self._optimizer.attach(self._handle)
         self._batches = task.batches(seed)
-
-    @property
-    def _warm_steps(self) -> int:
-        return round(WARM_SHARE * self.task.settings.steps)
 
     def run(self, steps: int) -> None:
         """Train on, timed between two barriers, then evaluate, which is not timed."""
@@ -164,7 +182,7 @@ class Training:
         self._optimizer.zero_grad()
         with silent:
             self.task.loss(self._ddp, next(self._batches)).backward()
-        if not self.job.onebit:  # it would clip momenta
+        if self._clips:
             self.task.before_step(self.model)
         self._optimizer.step()
         self._schedule.step()
@@ -172,10 +190,7 @@ class Training:
 
 def same_on_all_ranks(model: nn.Module) -> bool:
     """Whether every rank holds the same parameters, bit by bit. Collective."""
-    digest = hashlib.blake2b(digest_size=8)
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().data)
-    mine = torch.tensor([int.from_bytes(digest.digest(), "little") >> 1])
+    mine = torch.tensor([digest_of(model)])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return all(bool(other == mine) for other in everyone)
@@ -207,11 +222,11 @@ def race(trainings: Sequence[Training], settings: Settings) -> float | None:
     return target
 
 
-def run(settings: Settings) -> None:
-    """Every job with every seed."""
+def train(**given: Any) -> Iterator[dict[str, Any]]:
+    """Every job with every seed: its curve and what came of it, or why it was refused."""
+    settings = Settings(**given)
     # That compression does not pay on a loopback is no news here.
     logging.getLogger("lightning_dist").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
     jobs = [Job(**job) for job in settings.jobs]
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     tasks = {
@@ -223,29 +238,16 @@ def run(settings: Settings) -> None:
         heats = [[(job, seed) for job in jobs] for seed in settings.seeds]
     # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
     groups = [new_groups(dist.group.WORLD, timeout=_TIMEOUT) for _ in heats[0]]
-
-    def report(job: Job, seed: int, result: dict[str, Any]) -> None:
-        if dist.get_rank() == 0:
-            line = {**job.named, "seed": seed, **result}
-            with open(settings.output, "a") as file:
-                file.write(json.dumps(line) + "\n")
-
     for heat in heats:
         trainings = []
         for (job, seed), own in zip(heat, groups, strict=True):
             try:
                 training = Training(tasks[job.task], job, seed=seed, settings=settings, groups=own)
             except ValueError as error:
-                report(job, seed, {"reason": str(error)})
+                yield {**job.named, "seed": seed, "reason": str(error)}
             else:
                 trainings.append(training)
         if trainings:
             target = race(trainings, settings)
-            for training in trainings:
-                report(training.job, training.seed, {**training.end(), "target": target})
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(Settings(**json.loads(sys.argv[1])))
+            for each in trainings:
+                yield {**each.job.named, "seed": each.seed, **each.end(), "target": target}

@@ -1,4 +1,4 @@
-"""What is trained: models, data and optimizers of the convergence benchmarks, and their rows."""
+"""What is trained: models, data and optimizers of the convergence benchmarks."""
 
 from __future__ import annotations
 
@@ -20,36 +20,14 @@ from examples.byte_gpt.data import ByteWindows, stdlib_files
 from examples.byte_gpt.model import ByteGPT
 from lightning_dist import OneBitAdam
 
-WARM_SHARE = 0.2
-"""Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One row of one task: everything but the seed."""
-
-    task: str
-    codec: str  # of lightning_dist, or one of `step_time.rows.BASELINES`
-    error_feedback: bool = True  # False: switched off; True: as the codec has it by default
-    warm: bool = False  # uncompressed for the first steps
-    onebit: bool = False  # OneBitAdam in place of AdamW
-
-    @property
-    def row(self) -> str:
-        """The row's name in the table."""
-        if self.onebit:
-            return f"onebit-adam:{self.codec}"
-        suffix = "-warm" if self.warm else ""
-        return self.codec + suffix + ("" if self.error_feedback else "-noef")
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """What results say of it."""
-        return {"task": self.task, "row": self.row, "codec": self.codec}
-
 
 class Task(ABC):
-    """Model, optimizer, batches of one rank, and the measures of success."""
+    """Model, optimizer, batches of one rank, and the measures of success.
+
+    Subclasses have `model`, with weights from torch's global generator; `optimizer` with its
+    schedule, the same for all rows, but for a codec with momentum of its own; `batch` of samples
+    of this rank; `loss`, cross-entropy in nats; `evaluate`: metrics on data that no rank trains on.
+    """
 
     samples: int  # that this rank has to draw from
 
@@ -58,14 +36,7 @@ class Task(ABC):
         self._size = settings.batch // world_size
 
     @abstractmethod
-    def model(self) -> nn.Module:
-        """With weights from torch's global generator."""
-
-    @abstractmethod
-    def optimizer(
-        self, model: nn.Module, *, own_momentum: bool
-    ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """The same for all rows. own_momentum: the codec has momentum itself."""
+    def batch(self, chosen: Tensor) -> Any: ...
 
     def batches(self, seed: int) -> Iterator[Any]:
         """Endless batches of this rank's data."""
@@ -73,20 +44,8 @@ class Task(ABC):
         while True:
             yield self.batch(torch.randint(self.samples, (self._size,), generator=generator))
 
-    @abstractmethod
-    def batch(self, chosen: Tensor) -> Any:
-        """These of this rank's samples."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy in nats."""
-
     def before_step(self, model: nn.Module) -> None:  # noqa: B027  (most do nothing)
         """Between backward and the optimizer's step."""
-
-    @abstractmethod
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The metrics, on data that no rank trains on."""
 
 
 def make_task(name: str, chosen: Mapping[str, Any], *, rank: int, world_size: int) -> Task:
@@ -109,14 +68,12 @@ class GptSettings:
     lr: float = 3e-3
     warmup_steps: int = 40  # with 20 the end depends twice as much on the seed
     final_lr: float = 0.1  # share of `lr` at the end; 1: constant after the warm-up
-    weight_decay: float = 0.1
     clip_norm: float = 1.0
     hold_out_every: int = 20  # of the files, for validation
     val_windows: int = 256
 
 
 _VAL_BATCH = 32
-_BETAS = (0.9, 0.95)
 
 
 class GptTask(Task):
@@ -140,31 +97,26 @@ class GptTask(Task):
         return ByteGPT(s.context, d_model=s.d_model, n_layers=s.n_layers, n_heads=s.n_heads)
 
     def optimizer(
-        self, model: nn.Module, *, own_momentum: bool
+        self, model: nn.Module, *, own_momentum: bool, freeze_step: int | None = None
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """The demo's: AdamW, a linear warm-up, a linear decay; its moments stay in any case."""
+        """The demo's AdamW, a linear warm-up, a linear decay; freeze_step: of 1-bit Adam instead.
+
+        The moments stay in any case.
+        """
         s = self.settings
         groups = [
-            {"params": [p for p in model.parameters() if p.dim() >= 2]},
+            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=s.lr, betas=_BETAS, weight_decay=s.weight_decay)
+        options = {} if freeze_step is None else {"freeze_step": freeze_step}
+        adam = torch.optim.AdamW if freeze_step is None else OneBitAdam
 
         def factor(step: int) -> float:
             decayed = 1 - (1 - s.final_lr) * step / s.steps
             return min((step + 1) / s.warmup_steps, max(s.final_lr, decayed))
 
+        optimizer = adam(groups, lr=s.lr, betas=(0.9, 0.95), **options)
         return optimizer, LambdaLR(optimizer, factor)
-
-    def onebit_adam(self, freeze_step: int, schedule: LambdaLR) -> tuple[OneBitAdam, LambdaLR]:
-        """1-bit Adam with the hyperparameters and the schedule of :meth:`optimizer`."""
-        groups = [
-            {key: group[key] for key in ("params", "weight_decay")}
-            for group in schedule.optimizer.param_groups
-        ]
-        lr = self.settings.lr
-        optimizer = OneBitAdam(groups, lr=lr, betas=_BETAS, freeze_step=freeze_step)
-        return optimizer, LambdaLR(optimizer, schedule.lr_lambdas)
 
     def batch(self, chosen: Tensor) -> Tensor:
         """Windows ``(batch, context + 1)``."""
@@ -243,13 +195,8 @@ class DigitsTask(Task):
 
     def model(self) -> nn.Module:
         hidden = self.settings.hidden
-        return nn.Sequential(
-            nn.Linear(_PIXELS, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, _CLASSES),
-        )
+        first, second = nn.Linear(_PIXELS, hidden), nn.Linear(hidden, hidden)
+        return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, _CLASSES))
 
     def optimizer(
         self, model: nn.Module, *, own_momentum: bool

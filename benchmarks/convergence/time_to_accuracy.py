@@ -11,16 +11,12 @@ AdamW with warm-up and clipping, then a constant learning rate, the same for all
     torch-fp16-hook  with torch's own `fp16_compress_hook`
     NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, all other settings default
 
-Every seed trains all rows from the same weights over the same batches. One run holds all rows: they
-take turns in blocks of `--every` steps, a different one first in each round, so that what else the
-machine does meets all alike. After each block the row is evaluated on 64 fixed windows of files
-that nobody trains on; its loss is the mean of the last three evaluations, because a single one goes
-up and down. The target of a seed is the loss of ddp after `--steps` steps plus 0.2 %, without which
-rows that follow ddp to the fifth digit would need one block more by chance; ddp itself counts from
-where it first meets it. Rows that are not there by then train on until they have done four times as
-many steps.
-
-What is measured:
+Every seed trains all rows from the same weights over the same batches, in blocks of `--every` steps
+by turns. After each block the row is evaluated on 64 fixed windows of files that nobody trains on;
+its loss is the mean of the last three evaluations, because a single one goes up and down. The
+target of a seed is the loss of ddp after `--steps` steps plus 0.2 %, without which rows that follow
+ddp to the fifth digit would need one block more by chance. Rows that are not there by then train on
+until they have done four times as many steps. In a row of the JSON:
 
     seconds_to_target    the training steps up to the first evaluation with a loss <= target, of the
                          slowest rank. Not counted: evaluations, set-up, compiling of kernels
@@ -31,34 +27,25 @@ What is measured:
     speedup_vs_fp32, speedup_vs_fp16
                          ddp's, and the hook's, seconds_to_target divided by this row's: geometric
                          mean over seeds; null where a seed did not reach its target
-    communication_share_pct (in meta)
-                         (ddp - no-comm) / ddp of step_ms. The link is chosen so that it is above
-                         80: these are figures for training that waits for its network
 
-Hosts share the machine's cores, one each on two: compute, codecs and the kernel's network code
-compete.
+and in meta communication_share_pct, (ddp - no-comm) / ddp of step_ms: the link is chosen so that it
+is above 80, training that waits for its network. Hosts share the machine's cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from benchmarks.convergence.rank import Settings, smoothed
-from benchmarks.convergence.tasks import Job
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.launch import RankFailed
-from benchmarks.harness.results import collect_meta, write_json
-from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from benchmarks.step_time.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
+from benchmarks.convergence.rank import Job, smoothed, train
+from benchmarks.convergence.tables import time_to_accuracy
+from benchmarks.harness.results import parser_of, positive, recording
+from benchmarks.harness.testbed import Testbed
+from benchmarks.step_time.rank import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2
@@ -87,95 +74,69 @@ Result = Mapping[str, Any]
 """A training as `rank.py` reports it; ``reason``: why it was refused."""
 
 
-def measure(arguments: argparse.Namespace) -> list[Result]:
+def measure(given: argparse.Namespace) -> list[Result]:
     """All trainings of all seeds."""
-    jobs = [Job(task="gpt", codec=name) for name in (*BASELINES, *arguments.codec)]
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Testbed(HOSTS, link_mbit=arguments.link) as testbed,
-    ):
-        output = Path(directory) / "results.jsonl"
-        settings = Settings(
+    jobs = [Job("gpt", name) for name in (*BASELINES, *given.codec)]
+    with Testbed(HOSTS, link_mbit=given.link) as testbed:
+        return testbed.run(
+            train,
+            timeout_s=_SETUP_S + _STEP_S * given.seeds * len(jobs) * PATIENCE * given.steps,
             jobs=[asdict(job) for job in jobs],
-            seeds=list(range(arguments.seeds)),
-            output=str(output),
-            tasks={"gpt": {**TASK, "steps": arguments.steps}},
+            seeds=list(range(given.seeds)),
+            tasks={"gpt": {**TASK, "steps": given.steps}},
             interleaved=True,
-            evaluate_every=arguments.every,
+            evaluate_every=given.every,
             patience=PATIENCE,
-            compile_kernels=arguments.compile_kernels,
-        )
-        steps = arguments.seeds * len(jobs) * PATIENCE * arguments.steps
-        command = [sys.executable, "-m", "benchmarks.convergence.rank"]
-        testbed.launch(
-            [*command, json.dumps(asdict(settings))],
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR"},  # it warns that 10.77.0.1 has no name
-            timeout_s=_SETUP_S + _STEP_S * steps,
-            echo=True,
-        )
-        return [json.loads(line) for line in output.read_text().splitlines()]
+            compile_kernels=given.compile_kernels,
+        )[0]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults that depend on --quick filled in."""
-    parser = argparse.ArgumentParser(
-        description="Seconds of training to a given loss on a slow link, per codec."
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="two minutes: one seed, fewer steps, int8 and int4")
-    add("--json", type=Path, metavar="PATH", help="write the rows here")
     add("--link", type=float, default=100.0, metavar="MBIT", help="Mbit/s (100)")
     add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
-    add("--seeds", type=int, metavar="N", help="3, quick: 1; seeds are 0 to N - 1")
-    add("--steps", type=int, metavar="N", help="of ddp to the target (80, quick: 40)")
-    add("--every", type=int, default=5, metavar="N", help="steps between evaluations (5)")
+    add("--seeds", type=positive, metavar="N", help="3, quick: 1; seeds are 0 to N - 1")
+    add("--steps", type=positive, metavar="N", help="of ddp to the target (80, quick: 40)")
+    add("--every", type=positive, default=5, metavar="N", help="steps between evaluations (5)")
     add(
         "--compile-kernels",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="fuse the codecs' kernels before the start, 20 s each the first time",
     )
-    arguments = parser.parse_args(argv)
-    quick = arguments.quick
-    wanted = QUICK_CODECS if quick else WANTED_CODECS
+    given = parser.parse_args(argv)
+    wanted = QUICK_CODECS if given.quick else WANTED_CODECS
     there = [name for name in wanted if name.partition(":")[0] in CODECS]
-    arguments.codec = list(dict.fromkeys(arguments.codec or there))
-    arguments.seeds = arguments.seeds or (1 if quick else 3)
-    arguments.steps = arguments.steps or (40 if quick else 80)
-    if arguments.seeds < 1 or arguments.every < 1 or arguments.steps % arguments.every:
-        parser.error("--seeds and --every must be at least 1, and --steps a multiple of --every")
-    if taken := set(arguments.codec) & set(BASELINES):
+    given.codec = list(dict.fromkeys(given.codec or there))
+    given.seeds = given.seeds or (1 if given.quick else 3)
+    given.steps = given.steps or (40 if given.quick else 80)
+    if given.steps % given.every:
+        parser.error("--steps must be a multiple of --every")
+    if taken := set(given.codec) & set(BASELINES):
         parser.error(f"--codec: {', '.join(taken)} is always measured; name codecs of ours")
     try:
-        Testbed(HOSTS, link_mbit=arguments.link)
+        Testbed(HOSTS, link_mbit=given.link)
     except ValueError as error:
         parser.error(str(error))
-    return arguments
+    return given
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, show, and write."""
-    arguments = parse_arguments(argv)
-    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
-    meta = collect_meta(seed=0, arguments=listed)
-    try:
-        results = measure(arguments)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (TestbedUnavailable, RankFailed) as error:
-        sys.exit(f"time_to_accuracy: {error}")
-    rows = summarize(results, [*BASELINES, *arguments.codec])
-    step_ms = {row["row"]: row["step_ms"] for row in rows}
-    share = 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
-    parameters = next(result["parameters"] for result in results if "curve" in result)
-    meta |= {"parameters": parameters, "communication_share_pct": share}
-    print_tables(meta, rows, "time-to-accuracy")
-    if share < WANTED_SHARE_PCT:
-        print(f"less than {WANTED_SHARE_PCT:g} % communication: choose a slower --link")
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
-    if differing := [row["row"] for row in rows if row["replicas_identical"] is False]:
-        sys.exit(f"time_to_accuracy: replicas differ with {', '.join(differing)}")
+    given = parse_arguments(argv)
+    with recording(given) as record:
+        results = measure(given)
+        record.rows = summarize(results, [*BASELINES, *given.codec])
+        step_ms = {row["row"]: row["step_ms"] for row in record.rows}
+        share = 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
+        parameters = next(result["parameters"] for result in results if "curve" in result)
+        record.meta |= {"parameters": parameters, "communication_share_pct": share}
+        record.show(time_to_accuracy)
+        if share < WANTED_SHARE_PCT:
+            print(f"less than {WANTED_SHARE_PCT:g} % communication: choose a slower --link")
 
 
 _TO_TARGET = ("steps_to_target", "seconds_to_target", "wire_bytes_to_target")

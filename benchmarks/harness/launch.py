@@ -1,17 +1,26 @@
-"""Ranks as processes: how many each host has, their environment, and one group for each launch."""
+"""Ranks as processes: the number on each host, their environment, and what they send back.
+
+    python -m benchmarks.harness.launch MODULE FUNCTION SETTINGS
+
+is one rank: it calls a function with settings (JSON) in a gloo group, and sends what that yields.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +29,18 @@ _POLL_S = 0.1
 _GRACE_S = 2.0
 _KILL_TIMEOUT_S = 10.0
 _TAIL_LINES = 30
-_RESULT = "BENCHMARK_RESULT"
+_RESULTS = "BENCHMARK_RESULTS"
+_GROUP_TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
 
-RanksPerHost = int | Sequence[int]
+_TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
+_CONSEQUENCE = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
+_PREFIX = re.compile(
+    r"^(\[rank\d+\]: |what\(\): +|\w+Error: (?=Got the following)"
+    r"|Got the following error when running the callback: )+"
+)
+_LONGEST_REASON = 240
+
+RankFunction = Callable[..., Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -34,18 +52,6 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.counts or min(self.counts) < 1:
             raise ValueError(f"every host needs at least one rank, got {list(self.counts)}")
-
-    @classmethod
-    def of(cls, ranks_per_host: RanksPerHost, *, hosts: int) -> Layout:
-        """From one number for all hosts or one for each."""
-        if isinstance(ranks_per_host, int):
-            return cls((ranks_per_host,) * hosts)
-        if len(ranks_per_host) != hosts:
-            raise ValueError(
-                f"ranks_per_host needs one number for each of {hosts} hosts, "
-                f"got {list(ranks_per_host)}"
-            )
-        return cls(tuple(ranks_per_host))
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -75,81 +81,120 @@ class Layout:
 
     @property
     def name(self) -> str:
-        if self.even:
-            return f"{self.hosts}x{self.counts[0]}"
-        return "+".join(map(str, self.counts))
-
-    @property
-    def title(self) -> str:
-        """For the head of a table."""
-        ranks = self.counts[0] if self.even else " and ".join(map(str, self.counts))
-        return f"{self.hosts} hosts x {ranks} ranks"
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its number there."""
-        places = [(host, each) for host, count in enumerate(self.counts) for each in range(count)]
-        return places[rank]
+        return f"{self.hosts}x{self.counts[0]}" if self.even else "+".join(map(str, self.counts))
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an error; the message holds the end of every rank's output."""
+    """A rank ended with an error, or not in time; the message has the end of all outputs."""
 
-
-class RanksTimedOut(RankFailed):
-    """The ranks were still running at the end of the time allowed."""
+    @property
+    def reason(self) -> str:
+        """One line: the last of the output that looks like the cause, else what ended."""
+        ended, *lines = str(self).splitlines()
+        causes = [each for each in lines if _TELLING.search(each) and not _CONSEQUENCE.search(each)]
+        if not causes or "still running" in ended:
+            return ended
+        return _PREFIX.sub("", causes[-1].strip())[:_LONGEST_REASON]
 
 
 class RankGroup:
-    """The ranks of one launch, in rank order; the output of each goes to a file of its own."""
+    """The ranks of one launch, started here; the output of each goes to a file of its own.
 
-    def __init__(self, output_directory: Path) -> None:
-        output_directory.mkdir(parents=True)
+    They get our environment, torchrun's variables and one thread. Each leads a session, so that
+    Ctrl-C reaches only the launcher.
+
+    Args:
+        argv: the command of every rank.
+        folder: for what the ranks print and send; new.
+        interface: of the hosts, over which ranks meet; ``address`` is that of the first host.
+        prefix: of the command on a host, by its number.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        layout: Layout,
+        port: int,
+        interface: str = "lo",
+        address: str = "127.0.0.1",
+        prefix: Callable[[int], Sequence[str]] = lambda host: (),
+    ) -> None:
+        folder.mkdir(parents=True)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._directory = output_directory
-        self._echoed = 0
-
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str]) -> None:
-        """Start the next rank; it leads a session, so that Ctrl-C reaches only the launcher."""
-        rank = len(self.processes)
-        with self._path(rank).open("wb") as output:
-            process = subprocess.Popen(
-                list(argv),
-                env={**env, _RESULT: str(self._path(rank, ".json"))},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.processes.append(process)
+        self._folder = folder
+        search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        places = [(host, at) for host, count in enumerate(layout.counts) for at in range(count)]
+        for rank, (host, local_rank) in enumerate(places):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(layout.world_size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(layout.counts[host]),
+                "GROUP_RANK": str(host),
+                "NODE_RANK": str(host),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": interface,
+                "LIGHTNING_DIST_HOSTNAME": f"host{host}",  # namespaces share the machine's
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
+                "PYTHONUNBUFFERED": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that 10.77.0.1 has no name
+                _RESULTS: str(self._path(rank, ".jsonl")),
+            }
+            self._path(rank, ".jsonl").touch()
+            with self._path(rank).open("wb") as output:
+                process = subprocess.Popen(
+                    [*prefix(host), *argv],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.processes.append(process)
 
     def wait(
         self,
         *,
         timeout_s: float,
         echo: bool = False,
-        on_poll: Callable[[], None] = lambda: None,
+        on_result: Callable[[Any], None] = lambda result: None,
     ) -> list[str]:
         """Wait for all ranks and return their output; on the first failure kill the rest, raise.
 
-        echo: copy rank 0's output to stderr. on_poll: called about ten times a second.
+        echo: copy rank 0's output to stderr. on_result: called with each result that it sends.
         """
         deadline = time.monotonic() + timeout_s
+        echoed = passed_on = 0
+
+        def look() -> None:
+            nonlocal echoed, passed_on
+            if echo:
+                text = self.output(0)
+                print(text[echoed:], end="", file=sys.stderr, flush=True)
+                echoed = len(text)
+            *lines, _ = self._path(0, ".jsonl").read_text().split("\n")  # the last is not whole
+            for line in lines[passed_on:]:
+                on_result(json.loads(line))
+            passed_on = len(lines)
+
         try:
             while running := [r for r, p in enumerate(self.processes) if p.poll() is None]:
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
                     message = f"ranks {running} were still running after {timeout_s:g} s"
-                    raise RanksTimedOut(f"{message}\n{self.tail()}")
-                if echo:
-                    self._echo()
-                on_poll()
+                    raise RankFailed(f"{message}\n{self.tail()}")
+                look()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.processes[running[0]].wait(timeout=_POLL_S)
             self._raise_if_failed()
         finally:
             self.kill()
-        if echo:
-            self._echo()
+            look()
         return [self.output(rank) for rank in range(len(self.processes))]
 
     def kill(self) -> None:
@@ -164,10 +209,10 @@ class RankGroup:
         """What the rank has printed so far, stdout and stderr together."""
         return self._path(rank).read_text(errors="replace")
 
-    def results(self) -> list[Any]:
-        """What every rank has given to `send_result`; None: nothing."""
-        paths = [self._path(rank, ".json") for rank in range(len(self.processes))]
-        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+    def results(self) -> list[list[Any]]:
+        """All that every rank has sent."""
+        paths = [self._path(rank, ".jsonl") for rank in range(len(self.processes))]
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
     def tail(self) -> str:
         """The last lines of every rank's output."""
@@ -188,51 +233,56 @@ class RankGroup:
         status = self.processes[failed[0]].returncode
         raise RankFailed(f"rank {failed[0]} ended with exit status {status}\n{self.tail()}")
 
-    def _echo(self) -> None:
-        text = self.output(0)
-        sys.stderr.write(text[self._echoed :])
-        sys.stderr.flush()
-        self._echoed = len(text)
-
     def _path(self, rank: int, suffix: str = ".txt") -> Path:
-        return self._directory / f"rank{rank}{suffix}"
+        return self._folder / f"rank{rank}{suffix}"
 
 
-def send_result(result: Any) -> None:
-    """Give the launcher the result of this rank, something that JSON can hold."""
-    Path(os.environ[_RESULT]).write_text(json.dumps(result))
+def rank_command(function: RankFunction, settings: Mapping[str, Any]) -> list[str]:
+    """The command of a rank that calls a function of a module, and sends what it yields."""
+    spec = sys.modules[function.__module__].__spec__
+    assert spec is not None
+    names = [spec.name, function.__name__]
+    return [sys.executable, "-m", "benchmarks.harness.launch", *names, json.dumps(settings)]
 
 
-def rank_environment(
-    rank: int,
+def run_ranks(
+    function: RankFunction,
     *,
-    layout: Layout,
-    interface: str,
-    master_address: str,
-    master_port: int,
-    extra: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """The environment of one rank: ours, torchrun's variables, one thread, and `extra` on top.
+    ranks: int,
+    timeout_s: float,
+    on_result: Callable[[Any], None] = lambda result: None,
+    **settings: Any,
+) -> list[list[Any]]:
+    """Call a function on every one of ``ranks`` processes of this machine; what each has yielded.
 
-    LIGHTNING_DIST_HOSTNAME tells the hosts apart: all namespaces share the machine's host name.
+    Raises `RankFailed`. on_result: called with each result of rank 0 when it comes.
     """
-    host, local_rank = layout.place(rank)
-    search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(layout.world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(layout.counts[host]),
-        "GROUP_RANK": str(host),
-        "NODE_RANK": str(host),
-        "MASTER_ADDR": master_address,
-        "MASTER_PORT": str(master_port),
-        "GLOO_SOCKET_IFNAME": interface,
-        "LIGHTNING_DIST_HOSTNAME": f"host{host}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(part for part in search_path if part),
-        "PYTHONUNBUFFERED": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that 10.77.0.1 has no name
-        **(extra or {}),
-    }
+    command, layout = rank_command(function, settings), Layout((ranks,))
+    with tempfile.TemporaryDirectory() as folder:
+        group = RankGroup(command, Path(folder) / "ranks", layout=layout, port=free_port())
+        group.wait(timeout_s=timeout_s, on_result=on_result)
+        return group.results()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def main() -> None:
+    """One rank."""
+    import torch.distributed as dist
+
+    module, name, settings = sys.argv[1:]
+    function = getattr(importlib.import_module(module), name)
+    dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
+    with Path(os.environ[_RESULTS]).open("a", buffering=1) as results:
+        for result in function(**json.loads(settings)):
+            results.write(json.dumps(result) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows, shown and kept as they come, with what it ran on."""
+"""Results of a benchmark: rows with what they were measured on, shown as tables, kept as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -20,44 +21,73 @@ from benchmarks.harness.tables import Result, Rows
 from benchmarks.harness.testbed import TestbedUnavailable
 from lightning_dist import __version__
 
-_GIT_TIMEOUT_S = 10.0
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A command line with --json, described by the first line of the module's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result here")
+    return parser
 
 
-def collect(
-    program: str,
-    arguments: argparse.Namespace,
-    groups: Iterable[Rows],
-    *,
-    tables: Sequence[Callable[[Result], str | None]],
-    seed: int = 0,
-    renew: bool = False,
-) -> Rows:
-    """The rows of all groups, each of which is shown and written to ``--json`` when it is measured.
-
-    Where there is no test-bed, or a rank fails, the process ends with a message.
+class Record:
+    """``{"meta": ..., "rows": [...]}`` of one run.
 
     Args:
-        tables: make a section of a group; None where it has no rows for it.
-        renew: keep the rows of other kinds that the file has.
+        given: the command line; where it has no ``json`` nothing is written.
+        renew: the file keeps the rows of other kinds that it has.
     """
-    path = arguments.json
-    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
-    meta = collect_meta(seed=seed, arguments=listed)
-    kept = json.loads(path.read_text()) if renew else None
-    rows: list[Any] = []
+
+    def __init__(self, given: argparse.Namespace, *, seed: int = 0, renew: bool = False) -> None:
+        options = {k: v for k, v in vars(given).items() if k != "json" and not isinstance(v, Path)}
+        self.meta = collect_meta(seed=seed, arguments=options)
+        self.rows: list[Any] = []
+        self._path: Path | None = given.json
+        self._kept = json.loads(given.json.read_text()) if renew else None
+
+    def add(self, rows: Rows, *tables: Callable[[Result], str | None]) -> None:
+        """Show more rows, and write all: a failure of a later one loses nothing."""
+        self.rows += rows
+        self.show(*tables, rows=rows)
+        self.write()
+
+    def show(self, *tables: Callable[[Result], str | None], rows: Rows | None = None) -> None:
+        """Print the tables of all rows, or of some, that have rows for them."""
+        result = {"meta": self.meta, "rows": self.rows if rows is None else rows}
+        for text in filter(None, (table(result) for table in tables)):
+            print(f"\n{text}", flush=True)
+
+    def write(self) -> None:
+        """Write the JSON, a row in a line; never half a file."""
+        if self._path is None:
+            return
+        result: dict[str, Any] = {"meta": self.meta, "rows": self.rows}
+        if self._kept:
+            result = renewed(self._kept, result)
+        lines = ",\n".join(json.dumps(row) for row in result["rows"])
+        text = f'{{"meta": {json.dumps(result["meta"])},\n"rows": [\n{lines}\n]}}\n'
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        temporary.write_text(text)
+        temporary.replace(self._path)
+
+
+@contextmanager
+def recording(given: argparse.Namespace, *, seed: int = 0, renew: bool = False) -> Iterator[Record]:
+    """A record that is written when the block is left.
+
+    The process ends with a message where there is no test-bed, a rank fails, or replicas differ.
+    """
+    record = Record(given, seed=seed, renew=renew)
     try:
-        for group in groups:
-            rows += group
-            shown = (table({"meta": meta, "rows": group}) for table in tables)
-            print(*(f"\n{text}" for text in shown if text), sep="\n", flush=True)
-            if path:  # after each, so that a failure of a later one loses nothing
-                result = {"meta": meta, "rows": rows}
-                write_json(path, **(renewed(kept, result) if kept else result))
+        yield record
     except KeyboardInterrupt:
         sys.exit(130)
     except (TestbedUnavailable, RankFailed) as error:
-        sys.exit(f"{program}: {error}")
-    return rows
+        sys.exit(str(error))
+    record.write()
+    rows = [row for row in record.rows if row.get("replicas_identical") is False]
+    if differing := [row.get("row") or row["codec"] for row in rows]:
+        sys.exit(f"replicas differ with {', '.join(differing)}")
 
 
 def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,28 +110,19 @@ def collect_meta(*, seed: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, *, meta: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write {"meta": ..., "rows": [...]}, a row in a line; never half a file."""
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    text = f'{{"meta": {json.dumps(meta)},\n"rows": [\n{lines}\n]}}'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
-
-
-def renewed(kept: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+def renewed(kept: Result, result: Result) -> dict[str, Any]:
     """``kept`` with the rows of ``result`` in the place of those that are of the same kinds.
 
     The ``meta`` of these is under ``renewed`` in ``meta``, by kind.
     """
-    fresh = _by_kind(result["rows"])
+    kinds: dict[str, list[Any]] = {}
+    for row in kept["rows"]:
+        kinds.setdefault(row["kind"], []).append(row)
+    fresh = dict.fromkeys(row["kind"] for row in result["rows"])
+    kinds |= {kind: [row for row in result["rows"] if row["kind"] == kind] for kind in fresh}
     metas = {**kept["meta"].get("renewed", {}), **dict.fromkeys(fresh, result["meta"])}
-    kinds = {**_by_kind(kept["rows"]), **fresh}
-    return {
-        "meta": {**kept["meta"], "renewed": metas},
-        "rows": [row for rows in kinds.values() for row in rows],
-    }
+    rows = [row for of_kind in kinds.values() for row in of_kind]
+    return {"meta": {**kept["meta"], "renewed": metas}, "rows": rows}
 
 
 def error_sizes(errors: Sequence[float]) -> dict[str, float]:
@@ -110,25 +131,15 @@ def error_sizes(errors: Sequence[float]) -> dict[str, float]:
     return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
 
 
-def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        kinds.setdefault(row["kind"], []).append(row)
-    return kinds
-
-
 def _git_commit() -> str | None:
     """The commit of this checkout, with `-dirty` where files differ from it."""
     # Read only: without --no-optional-locks git would rewrite the index.
-    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *describe]
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), "describe"]
+    command += ["--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
-        )
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()
 
 
 def _cpu_model() -> str:

@@ -123,24 +123,9 @@ def pivot(rows: Iterable[Row], *, of: Sequence[str], by: str) -> list[Row]:
 
 def markdown(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     """A table of rows: the first column names the row, the others are right-aligned."""
-    return _markdown(
-        [column[0] for column in columns],
-        [[cell_of(column, row) for column in columns] for row in rows],
-    )
-
-
-def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table of cells on stdout: None is n/a and a float has one decimal."""
-    lines = [
-        [NA if v is None else f"{v:,.1f}" if isinstance(v, float) else str(v) for v in row]
-        for row in rows
-    ]
-    print(f"\n{title}\n\n{_markdown(columns, lines)}", flush=True)
-
-
-def _markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    table = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in table)
+    lines = [[column[0] for column in columns], ["---", *["---:"] * (len(columns) - 1)]]
+    lines += [[cell_of(column, row) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 
 
 def _escape(text: str) -> str:
@@ -169,31 +154,31 @@ class Table:
     """A section of one table and a caption.
 
     Args:
-        columns: a head and how a cell is made, each.
-        has: rows of the result that are in the table have this field;
-        kinds: or are of these kinds.
+        columns: a head and how a cell is made, each; or what makes them of the rows.
         text: the caption, or what makes it of the meta data and the rows.
-        total: what makes a last row of all rows.
+        has: rows of the result that are in the table have a value of this field;
+        kinds: or are of these kinds.
+        lines: what makes the lines of the table of these rows.
     """
 
-    columns: Sequence[Column]
+    columns: Sequence[Column] | Callable[[Rows], Sequence[Column]]
     text: str | Callable[[Mapping[str, Any], Rows], str]
     has: str | None = None
     kinds: Sequence[str] = ()
-    total: Callable[[Rows], Row] | None = None
+    lines: Callable[[Rows], Iterable[Row]] = list
 
     def __call__(self, result: Result) -> str | None:
         """The section; None where the result has no rows for it."""
-        rows = [row for row in result["rows"] if self.has is None or self.has in row]
-        if self.kinds:
-            rows = [row for row in rows if row["kind"] in self.kinds]
+        rows = [row for row in result["rows"] if not self.has or row.get(self.has) is not None]
+        rows = [row for row in rows if not self.kinds or row["kind"] in self.kinds]
         if not rows:
             return None
-        of_kind = result["meta"].get("renewed", {})
-        meta = of_kind.get(self.kinds[0], result["meta"]) if self.kinds else result["meta"]
+        meta = result["meta"]
+        if self.kinds:
+            meta = meta.get("renewed", {}).get(self.kinds[0], meta)
         text = self.text if isinstance(self.text, str) else self.text(meta, rows)
-        shown = [*rows, self.total(rows)] if self.total else rows
-        return f"{markdown(self.columns, shown)}\n\n{caption(text, meta)}"
+        columns = self.columns(rows) if callable(self.columns) else self.columns
+        return f"{markdown(columns, self.lines(rows))}\n\n{caption(text, meta)}"
 
 
 def links_of(rows: Rows) -> list[Any]:

@@ -16,26 +16,33 @@ import os
 import re
 import secrets
 import signal
-import sys
+import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.harness import network
-from benchmarks.harness.launch import Layout, RankGroup, RanksPerHost, rank_environment
+from benchmarks.harness.launch import Layout, RankFunction, RankGroup, rank_command
 
 INTERFACE = "eth0"
 _PREFIX = "ldist"
 _FIRST_PORT = 29500
 _SUBNET = "10.77.0.0/24"
+_COMMAND_TIMEOUT_S = 30.0
+_BURST_S = 0.010
+_MIN_BURST_BYTES = 128 * 1024
+_QUEUE_LATENCY_MS = 1000
 
 
 class TestbedUnavailable(RuntimeError):
     """This machine cannot hold the test-bed; the message says what is missing."""
 
     __test__ = False  # pytest takes every class called Test... for a test
+
+
+class CommandFailed(RuntimeError):
+    """A command for the network failed; the message holds it and what it printed."""
 
 
 class Testbed:
@@ -46,7 +53,7 @@ class Testbed:
 
     Raises `TestbedUnavailable` on entry where root, `ip`, `tc` or the kernel's support is missing.
     On exit, also by an exception, SIGINT, SIGTERM or SIGHUP, every process in the namespaces is
-    killed and the namespaces are removed. What a SIGKILL left behind is removed by the next entry.
+    killed and the namespaces are removed. What is left behind is removed by the next entry.
     """
 
     __test__ = False
@@ -60,7 +67,8 @@ class Testbed:
     ) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"hosts must be between 1 and 200, got {hosts}")
-        _check_link(link_mbit)
+        if link_mbit is not None and not 1 <= link_mbit <= 10_000:
+            raise ValueError(f"link_mbit must be 1 to 10000 Mbit/s, or None, got {link_mbit}")
         self.hosts = hosts
         self.link_mbit = link_mbit
         self.congestion_control = congestion_control
@@ -71,18 +79,19 @@ class Testbed:
         self._output_root = Path()
 
     def __enter__(self) -> Testbed:
-        if missing := network.missing_requirement():
-            raise TestbedUnavailable(f"no test-bed on this machine: {missing}")
         with contextlib.ExitStack() as stack:
             stack.enter_context(exit_on_signals())
             self._output_root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.callback(self._remove_network)
-            stack.callback(self._kill_ranks)
             try:
-                _remove_stale()
+                for name in _namespaces(rf"{_PREFIX}-(\d+)-"):  # of test-beds that were killed
+                    if not Path(f"/proc/{name.split('-')[1]}").exists():
+                        with contextlib.suppress(CommandFailed):  # another may be faster
+                            _remove_namespace(name)
+                stack.callback(self._remove)
                 self._create_network()
-            except network.CommandFailed as error:
-                raise TestbedUnavailable(f"no test-bed on this machine: {error}") from error
+            except CommandFailed as error:
+                why = f"no test-bed on this machine, which takes root and iproute2: {error}"
+                raise TestbedUnavailable(why) from error
             self._stack = stack.pop_all()
         return self
 
@@ -100,16 +109,16 @@ class Testbed:
     @property
     def shaped(self) -> list[tuple[str, str]]:
         """Namespace and device of both ends of every link; a rank may shape them too."""
-        ends = [
-            [(self._switch, f"h{h}"), (self.namespace(h), INTERFACE)] for h in range(self.hosts)
+        hosts = range(self.hosts)
+        return [
+            *((self._switch, f"h{host}") for host in hosts),
+            *((self.namespace(host), INTERFACE) for host in hosts),
         ]
-        return [end for of_host in ends for end in of_host]
 
     def set_link(self, link_mbit: float | None) -> None:
         """Change the rate of all links, in Mbit/s, while ranks run; None: not shaped."""
-        _check_link(link_mbit)
         for namespace, device in self.shaped:
-            network.shape(namespace, device, rate_mbit=link_mbit)
+            shape(namespace, device, rate_mbit=link_mbit)
         self.link_mbit = link_mbit
 
     def tx_bytes(self, host: int) -> int:
@@ -119,71 +128,68 @@ class Testbed:
         64 KB) counts one header. The shaper charges every 1,514-byte frame, so that TCP payload can
         reach 1448 / 1514 = 95.6 % of the rate.
         """
-        return network.tx_bytes(self.namespace(host), INTERFACE)
+        text = _run(f"ip -n {self.namespace(host)} -j -s link show {INTERFACE}")
+        return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
 
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        ranks_per_host: RanksPerHost = 1,
-        env: Mapping[str, str] | None = None,
-    ) -> RankGroup:
+    def start(self, argv: Sequence[str], *, ranks_per_host: int | Sequence[int] = 1) -> RankGroup:
         """Start `argv` once per rank with torchrun's environment variables; does not wait.
 
         ranks_per_host: one number for all hosts, or one for each.
         """
-        layout = Layout.of(ranks_per_host, hosts=self.hosts)
+        each = ranks_per_host
+        counts = (each,) * self.hosts if isinstance(each, int) else tuple(each)
+        assert len(counts) == self.hosts, counts
         launch = len(self._groups)
-        group = RankGroup(self._output_root / f"launch{launch}")
+        group = RankGroup(
+            argv,
+            self._output_root / f"launch{launch}",
+            layout=Layout(counts),
+            port=_FIRST_PORT + launch,
+            interface=INTERFACE,
+            address=self.address(0),
+            prefix=lambda host: ("ip", "netns", "exec", self.namespace(host)),
+        )
         self._groups.append(group)
-        for rank in range(layout.world_size):
-            environment = rank_environment(
-                rank,
-                layout=layout,
-                interface=INTERFACE,
-                master_address=self.address(0),
-                master_port=_FIRST_PORT + launch,
-                extra=env,
-            )
-            in_host = ["ip", "netns", "exec", self.namespace(layout.place(rank)[0])]
-            group.start([*in_host, *argv], env=environment)
         return group
 
     def launch(
         self,
         argv: Sequence[str],
         *,
-        ranks_per_host: RanksPerHost = 1,
-        env: Mapping[str, str] | None = None,
+        ranks_per_host: int | Sequence[int] = 1,
         timeout_s: float = 300.0,
-        echo: bool = False,
     ) -> list[str]:
         """Run `argv` once per rank and return what each rank printed.
 
-        Raises `RankFailed` when a rank exits with an error and `RanksTimedOut` after `timeout_s`
-        seconds; both kill all ranks and carry the end of their output. echo: show rank 0's output.
+        Raises `RankFailed` when a rank exits with an error, and after `timeout_s` seconds; all
+        ranks are killed then.
         """
-        group = self.start(argv, ranks_per_host=ranks_per_host, env=env)
-        return group.wait(timeout_s=timeout_s, echo=echo)
+        return self.start(argv, ranks_per_host=ranks_per_host).wait(timeout_s=timeout_s)
 
-    def run(self, module: str, settings: Any, *, echo: bool = True, **options: Any) -> list[Any]:
-        """Run ``python -m module`` with its settings as JSON, and return what each rank has sent.
-
-        A rank sends with `benchmarks.harness.launch.send_result`. options: of `launch`.
-        """
-        self.launch([sys.executable, "-m", module, json.dumps(settings)], echo=echo, **options)
-        return self._groups[-1].results()
+    def run(
+        self,
+        function: RankFunction,
+        *,
+        ranks_per_host: int | Sequence[int] = 1,
+        timeout_s: float = 300.0,
+        echo: bool = True,
+        **settings: Any,
+    ) -> list[list[Any]]:
+        """Call a function on every rank, in a gloo group, and return what each has yielded."""
+        group = self.start(rank_command(function, settings), ranks_per_host=ranks_per_host)
+        group.wait(timeout_s=timeout_s, echo=echo)
+        return group.results()
 
     def _create_network(self) -> None:
         # Without an address of IPv6, whose link-local chatter would show in the counters.
         switch, up = self._switch, "addrgenmode none up"
-        network.run(f"""
+        _run(f"""
             ip netns add {switch}
             ip -n {switch} link add br0 type bridge stp_state 0 mcast_snooping 0
             ip -n {switch} link set br0 {up}""")
         for host in range(self.hosts):
             name, port, address = self.namespace(host), f"h{host}", self.address(host)
-            network.run(f"""
+            _run(f"""
                 ip netns add {name}
                 ip -n {name} link set lo up
                 ip link add {port} netns {switch} type veth peer name {INTERFACE} netns {name}
@@ -192,55 +198,84 @@ class Testbed:
                 ip -n {switch} link set {port} {up}
                 ip -n {name} link set {INTERFACE} {up}""")
             if self.congestion_control is not None:  # some kernels allow it for a route only
-                network.run(
+                _run(
                     f"ip -n {name} route change {_SUBNET} dev {INTERFACE} proto kernel scope link "
                     f"src {address} congctl {self.congestion_control}"
                 )
         self.set_link(self.link_mbit)
 
-    def _kill_ranks(self) -> None:
+    def _remove(self) -> None:
         for group in self._groups:
             group.kill()
-
-    def _remove_network(self) -> None:
-        for name in network.namespaces():
-            if name.startswith(f"{self._name}-"):
-                network.remove_namespace(name)
+        for name in _namespaces(f"{self._name}-"):
+            _remove_namespace(name)
 
 
-def _check_link(link_mbit: float | None) -> None:
-    if link_mbit is not None and not 1 <= link_mbit <= 10_000:
-        raise ValueError(f"link_mbit must be between 1 and 10000 Mbit/s, or None, got {link_mbit}")
+def _run(commands: str) -> str:
+    """Run a command, or one in each line, and return what they printed.
+
+    They are out of reach of the terminal's Ctrl-C.
+    """
+    printed = []
+    for command in filter(None, map(str.split, commands.splitlines())):
+        try:
+            result = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_TIMEOUT_S,
+                start_new_session=True,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise CommandFailed(f"the program `{command[0]}` is not installed") from error
+        if result.returncode != 0:
+            reason = result.stderr.strip() or f"exit status {result.returncode}"
+            raise CommandFailed(f"`{' '.join(command)}`: {reason}")
+        printed.append(result.stdout)
+    return "".join(printed)
 
 
-def _remove_stale() -> None:
-    """Remove the namespaces of test-beds whose process is no more."""
-    for name in network.namespaces():
-        owner = re.match(rf"{_PREFIX}-(\d+)-", name)
-        if owner and not Path(f"/proc/{owner[1]}").exists():
-            # Another test-bed that starts now may be faster.
-            with contextlib.suppress(network.CommandFailed):
-                network.remove_namespace(name)
+def shape(namespace: str, device: str, *, rate_mbit: float | None) -> None:
+    """Limit what the device sends to `rate_mbit` Mbit/s (10^6 bit/s), Ethernet headers included.
+
+    None: no limit. A limit that is already there is replaced.
+    """
+    discipline = "noqueue"
+    if rate_mbit is not None:
+        rate_bit = int(rate_mbit * 1e6)
+        burst_bytes = max(_MIN_BURST_BYTES, int(rate_bit / 8 * _BURST_S))
+        discipline = f"tbf rate {rate_bit}bit burst {burst_bytes}b latency {_QUEUE_LATENCY_MS}ms"
+    _run(f"tc -n {namespace} qdisc replace dev {device} root {discipline}")
+
+
+def _namespaces(pattern: str) -> list[str]:
+    """The names of network namespaces of this machine that begin so."""
+    names = [line.split()[0] for line in _run("ip netns list").splitlines() if line]
+    return [name for name in names if re.match(pattern, name)]
+
+
+def _remove_namespace(name: str) -> None:
+    """Kill whatever runs in the namespace, then remove it."""
+    for pid in _run(f"ip netns pids {name}").split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _run(f"ip netns del {name}")
 
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into an exception and ignore those that follow.
+    """Have SIGTERM and SIGHUP end the block with an exception, as SIGINT does.
 
-    Ignoring them until the block is left keeps an impatient second Ctrl-C out of the clean-up.
     A signal that the process was started to ignore stays ignored. For the main thread only.
     """
 
-    def handler(number: int, frame: FrameType | None) -> None:
-        for each in previous:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
 
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {each: signal.getsignal(each) for each in caught}
-    previous = {each: old for each, old in previous.items() if old is not signal.SIG_IGN}
-    for each in previous:
-        signal.signal(each, handler)
+    previous = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for each, old in previous.items():
+        signal.signal(each, signal.SIG_IGN if old is signal.SIG_IGN else leave)
     try:
         yield
     finally:

@@ -10,27 +10,26 @@ files take to be made.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import network
-from benchmarks.harness.results import collect
+from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import Testbed
+from benchmarks.profiler import rank
 from benchmarks.profiler.link_packets import noted, packets_of
 from benchmarks.profiler.outputs import outputs
 from benchmarks.profiler.rows import ROWS, Row, medians_of
-from benchmarks.profiler.tables import CLOCKS, COST, OUTPUTS, TRUTH, wire
+from benchmarks.profiler.tables import CLOCKS, COST, OUTPUTS, TRUTH, WIRE
 
 Case = Mapping[str, Any]
 """Arguments of the function in `rank.py` that has the name of the kind."""
 
-KINDS = ("skew", "codec", "wire", "clocks", "outputs", "cost")
 CODECS = ("ddp", "int8")
-_CASES: dict[str, Sequence[Case]] = {
+CASES: dict[str, Sequence[Case]] = {
     "skew": [{"codec": codec, "late_ms": [50.0, 100.0] * 20} for codec in CODECS],
     "codec": [{"planted_ms": planted, "steps": 20} for planted in (2.0, 10.0)],
     "wire": [{"codec": "ddp", "steps": 7}, {"codec": "int8", "steps": 12}],
@@ -38,70 +37,63 @@ _CASES: dict[str, Sequence[Case]] = {
         {"load": load, "readings": readings}
         for load, readings in (("idle", 100), ("both ways", 20), ("one way", 20))
     ],
+    "outputs": [
+        {"ranks": ranks, "steps": steps} for ranks, steps in itertools.product((2, 8), (100, 5000))
+    ],
+    "cost": [
+        {"codec": codec, "buckets": buckets, "step_ms": step_ms}
+        for codec, steps_ms in (("ddp", (20.0, 50.0, 200.0)), ("int8", (50.0, 200.0)))
+        for buckets, step_ms in itertools.product((1, 8, 40), steps_ms)
+    ],
 }
-_SIZES = ((2, 100), (2, 5000), (8, 100), (8, 5000))
-"""Ranks and steps of profiles whose files are made."""
 _LINKS = ((50.0, None), (50.0, "cubic"), (200.0, None), (1000.0, None))
 """Mbit/s and TCP's congestion control, None: the machine's own. At 50 Mbit/s steps are long, and
 bbr does not fill the link all the time; cubic does."""
-_STEPS_MS = {"ddp": (20.0, 50.0, 200.0), "int8": (50.0, 200.0)}
-_BUCKETS = (1, 8, 40)
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _LIMIT_S = 400.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--json", type=Path)
-    add("--only", dest="kinds", action="append", choices=KINDS, help="repeatable")
+    add("--only", dest="kinds", action="append", choices=CASES, help="repeatable")
     add("--renew", action="store_true", help="keep what FILE has of other kinds")
     add("--rounds", type=int, default=6, help="blocks with and without, of cost")
     add("--runs", type=int, default=3, help="of wire")
     given = parser.parse_args()
-    given.kinds = given.kinds or [*KINDS]
+    given.kinds = given.kinds or [*CASES]
     if given.renew and not (given.json and given.json.exists()):
         parser.error("--renew needs the results to renew: --json with a file that exists")
-    groups = (rows for kind in given.kinds for rows in _measured(kind, given.rounds, given.runs))
-    collect(
-        "profiler",
-        given,
-        groups,
-        tables=[TRUTH, wire, CLOCKS, COST, OUTPUTS],
-        renew=given.renew,
-    )
+    with recording(given, renew=given.renew) as record:
+        for kind in given.kinds:
+            for rows in _measured(kind, given.rounds, given.runs):
+                record.add(rows, TRUTH, WIRE, CLOCKS, COST, OUTPUTS)
 
 
 def _measured(kind: str, rounds: int, runs: int) -> Iterator[list[Row]]:
     """The rows of a kind, in one group or several."""
+    cases = CASES[kind]
     if kind == "outputs":
         with tempfile.TemporaryDirectory() as folder:
-            yield [outputs(Path(folder) / f"{r}-{s}", ranks=r, steps=s, seed=0) for r, s in _SIZES]
-    elif kind == "cost":
-        for codec in CODECS:
-            with Testbed(hosts=2, link_mbit=None) as testbed:
-                yield run_cases(testbed, kind, _cost_cases(codec, rounds))
+            yield [outputs(Path(folder) / str(n), seed=0, **case) for n, case in enumerate(cases)]
     elif kind == "wire":
         yield medians_of([row for _ in range(runs) for row in _wire_runs()])
+    elif kind == "cost":
+        for codec in CODECS:
+            of_codec = [{**case, "rounds": rounds} for case in cases if case["codec"] == codec]
+            with Testbed(hosts=2, link_mbit=None) as testbed:
+                yield run_cases(testbed, kind, of_codec)
     else:
         with Testbed(hosts=2, link_mbit=200.0 if kind == "clocks" else None) as testbed:
-            yield run_cases(testbed, kind, _CASES[kind])
-
-
-def _cost_cases(codec: str, rounds: int) -> list[Case]:
-    """Steps of several lengths, in one bucket or many."""
-    return [
-        {"codec": codec, "buckets": buckets, "step_ms": step_ms, "rounds": rounds}
-        for buckets in _BUCKETS
-        for step_ms in _STEPS_MS[codec]
-    ]
+            yield run_cases(testbed, kind, cases)
 
 
 def _wire_runs() -> Iterator[Row]:
     """Each link once: what disturbs the machine for a while disturbs all settings."""
-    own = network.own_congestion_control()
+    own = _CONGESTION_CONTROL.read_text().strip()
     for link, control in dict.fromkeys((link, control or own) for link, control in _LINKS):
         with Testbed(hosts=2, link_mbit=link, congestion_control=control) as testbed:
-            for row in run_cases(testbed, "wire", _CASES["wire"]):
+            for row in run_cases(testbed, "wire", CASES["wire"]):
                 yield {"congestion_control": control, **row}
 
 
@@ -109,19 +101,17 @@ def run_cases(testbed: Testbed, kind: str, cases: Sequence[Case]) -> list[Row]:
     """All in the same processes, one on each host; of wire the packets are noted meanwhile."""
     with tempfile.TemporaryDirectory() as directory:
         parent = Path(directory)
-        folders = [parent / str(number) for number in range(len(cases))]
-        for folder in folders:
-            folder.mkdir()
-        given = {"kind": kind, "folders": [str(folder) for folder in folders], "cases": cases}
         with noted(testbed, parent) if kind == "wire" else nullcontext():
-            of_ranks = testbed.run("benchmarks.profiler.rank", given, timeout_s=_LIMIT_S)
+            of_ranks = testbed.run(
+                rank.run, timeout_s=_LIMIT_S, kind=kind, folder=directory, cases=cases
+            )
         truths: list[Any] = list(zip(*of_ranks, strict=True))
         if kind == "wire":
             truths = [packets_of(parent, hosts=testbed.hosts)] * len(cases)
         return [
             row
-            for folder, truth, case in zip(folders, truths, cases, strict=True)
-            for row in ROWS[kind](folder, truth, link_mbit=testbed.link_mbit, **case)
+            for number, (truth, case) in enumerate(zip(truths, cases, strict=True))
+            for row in ROWS[kind](parent / str(number), truth, link_mbit=testbed.link_mbit, **case)
         ]
 
 

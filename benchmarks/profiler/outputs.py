@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,21 @@ def outputs(folder: Path, *, ranks: int, steps: int, seed: int) -> dict[str, Any
     write_run(folder, ranks=ranks, steps=steps, seed=seed)
     row: dict[str, Any] = {"kind": "outputs", "ranks": ranks, "steps": steps}
     row["lines_mb"] = _megabytes(folder, "rank*.jsonl")
-    run, row["read_s"] = _timed(lambda: read_run(folder))
-    summary, row["summarize_s"] = _timed(lambda: summarize(run))
+    begin = time.perf_counter()
+    run = read_run(folder)
+    row["read_s"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    summary = summarize(run)
+    row["summarize_s"] = time.perf_counter() - begin
     for name, wanted, pattern in (
         ("html", Wanted(html=True), "report.html"),
         ("trace", Wanted(html=False, trace=True), "trace.json.gz"),
         ("csv", Wanted(html=False, csv=True), "*.csv"),
     ):
-
-        def write(wanted: Wanted = wanted) -> None:
-            written = write_files(folder, run, summary, wanted=wanted)
-            assert not written.problems, written.problems
-
-        _, row[f"{name}_s"] = _timed(write)
+        begin = time.perf_counter()
+        written = write_files(folder, run, summary, wanted=wanted)
+        row[f"{name}_s"] = time.perf_counter() - begin
+        assert not written.problems, written.problems
         row[f"{name}_mb"] = _megabytes(folder, pattern)
     row["summary_mb"] = _megabytes(folder, "summary.json")
     return row
@@ -90,12 +91,6 @@ def _step(step: int, rng: random.Random) -> StepRecord:
         tuple(sorted(spans, key=lambda span: span.begin)),
         overhead=50_000,
     )
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    found = call()
-    return found, time.perf_counter() - begin
 
 
 def _megabytes(folder: Path, pattern: str) -> float:

@@ -1,19 +1,11 @@
-"""One rank of benchmarks/profiler, from the command line: {"kind", "folders", "cases"} as JSON.
-
-The cases of a kind, arguments of its function, are done one after the other in one process group.
-A profile goes to FOLDER/run-0. The result is what this rank knows that the profiles have to find
-out, case by case.
-"""
+"""One rank of benchmarks/profiler: what it does in each kind of case, and knows of it."""
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,14 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.launch import send_result
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.reducer.block_chunk import BlockChunk
-
-_TIMEOUT = timedelta(seconds=120)
 
 
 class Training:
@@ -251,28 +240,20 @@ def batch_of(training: Training, step_ms: float) -> tuple[int, float]:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "skew": skew,
-    "codec": codec,
-    "wire": wire,
-    "clocks": clocks,
-    "cost": cost,
+    each.__name__: each for each in (skew, codec, wire, clocks, cost)
 }
-"""Each is called with the folder and the arguments, and returns what this rank knows."""
 
 
-def main() -> None:
+def run(*, kind: str, folder: str, cases: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """All cases of a kind, arguments of its function, in one process group.
+
+    Yields what this rank knows that the profile in FOLDER/NUMBER/run-0 has to find out.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    given = json.loads(sys.argv[1])
-    truths = []
-    for folder, case in zip(given["folders"], given["cases"], strict=True):
-        truths.append(KINDS[given["kind"]](Path(folder), **case))
+    for number, case in enumerate(cases):
+        place = Path(folder, str(number))
+        place.mkdir(exist_ok=True)
+        yield KINDS[kind](place, **case)
         dist.barrier()
         if dist.get_rank() == 0:
-            print(given["kind"], case, flush=True)
-    send_result(truths)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+            print(kind, case, flush=True)

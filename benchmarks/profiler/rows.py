@@ -27,13 +27,7 @@ _SPREAD = ("link_gbps", "wire_gbps", "peak_gbps", "of_link", "link_of_payload")
 
 
 def skew_rows(
-    folder: Path,
-    launched: Sequence[Sequence[int]],
-    /,
-    *,
-    codec: str,
-    late_ms: Sequence[float],
-    **_: Any,
+    folder: Path, launched: Sequence[list[int]], /, *, codec: str, late_ms: list[float], **_: Any
 ) -> list[Row]:
     """How far waiting is from the time between the two launches of each step."""
     run = read_run(folder / "run-0")
@@ -120,39 +114,31 @@ def medians_of(runs: Sequence[Row]) -> list[Row]:
         settings.setdefault(setting, []).append(each)
     merged = []
     for rows in settings.values():
-        row = {
-            name: median(each[name] for each in rows) if isinstance(value, float) else value
-            for name, value in rows[0].items()
-        }
-        for name in _SPREAD:
-            values = [each[name] for each in rows]
-            row[f"{name}_low"], row[f"{name}_high"] = min(values), max(values)
+        values = {name: [each[name] for each in rows] for name in rows[0]}
+        row = {name: median(v) if isinstance(v[0], float) else v[0] for name, v in values.items()}
+        row |= {f"{name}_low": min(values[name]) for name in _SPREAD}
+        row |= {f"{name}_high": max(values[name]) for name in _SPREAD}
         merged.append({**row, "runs": len(rows)})
     return merged
 
 
 def clock_rows(
-    folder: Path,
-    readings: Sequence[Sequence[tuple[int, int]]],
-    /,
-    *,
-    load: str,
-    link_mbit: float | None,
-    **_: Any,
+    folder: Path, readings: Sequence[Any], /, *, load: str, link_mbit: float | None, **_: Any
 ) -> list[Row]:
     """How far rank 1's readings are from 0: both hosts have one clock."""
     offsets, uncertainties = np.abs(np.array(readings[1]).T) / 1000
-    row = {
-        "kind": "clocks",
-        "load": load,
-        "link_mbit": link_mbit,
-        "count": len(offsets),
-        "median_us": median(offsets),
-        "worst_us": max(offsets),
-        "uncertainty_us": median(uncertainties),
-        "within": float((offsets <= uncertainties).mean()),
-    }
-    return [row]
+    return [
+        {
+            "kind": "clocks",
+            "load": load,
+            "link_mbit": link_mbit,
+            "count": len(offsets),
+            "median_us": median(offsets),
+            "worst_us": max(offsets),
+            "uncertainty_us": median(uncertainties),
+            "within": float((offsets <= uncertainties).mean()),
+        }
+    ]
 
 
 def cost_rows(folder: Path, truth: Sequence[Row], /, *, codec: str, **_: Any) -> list[Row]:

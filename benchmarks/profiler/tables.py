@@ -2,65 +2,56 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.tables import (
-    NA,
-    Column,
-    Result,
-    Row,
-    Table,
-    caption,
-    links_of,
-    markdown,
-    of_link,
-    pivot,
-)
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.harness.tables import NA, Column, Row, Rows, Table, links_of, of_link, pivot
 
 
-def whatif_errors(result: Result) -> str | None:
-    """Each setting at each rate: what was measured, and the error of the prediction."""
-    pairs = [row for row in result["rows"] if row["kind"] == "pair"]
-    if not pairs:
-        return None
+def _pair(row: Row) -> str:
+    error = row["relative_error"]
+    off = NA if error is None else f"{100 * error:+.0f} %"
+    return f"{row['measured_ms']:,.0f} ms" + (" (the profile)" if row["is_base"] else f", {off}")
 
-    def pair(row: Row) -> str:
-        error = row["relative_error"]
-        off = NA if error is None else f"{100 * error:+.0f} %"
-        return f"{row['measured_ms']:,.0f} ms" + (
-            " (the profile)" if row["is_base"] else f", {off}"
-        )
 
-    columns: list[Column] = [("gradients", "`{setting}`")]
-    columns += [(f"{link:g} Mbit/s", pair, link) for link in links_of(pairs)]
-    meta = result["meta"]
+def _errors_text(meta: Mapping[str, Any], rows: Rows) -> str:
     base, of, any_of = meta["base"], meta["errors"], meta["errors_from_any"]
-    text = (
+    return (
         "A step as measured, medians, and by how much its prediction is off. All from one profile, "
         f"of `{base['setting']}` at {base['link_mbit']:g} Mbit/s, with costs of codecs and small "
         "collectives that were measured before the first step. 2 hosts of one rank with one core, "
         f"42 MB of gradients. Error over {of['rows']:g} predictions: median "
         f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %. From each of the "
-        f"{len(pairs)} runs as the profile, {any_of['rows']:g} predictions: median "
+        f"{len(rows)} runs as the profile, {any_of['rows']:g} predictions: median "
         f"{100 * any_of['median']:.1f} %, largest {100 * any_of['largest']:.1f} %."
     )
-    lines = pivot(pairs, of=["setting"], by="link_mbit")
-    return f"{markdown(columns, lines)}\n\n{caption(text, meta)}"
 
 
-def whatif_scaling(result: Result) -> str | None:
-    """What the same profile says of many hosts."""
-    rows = [row for row in result["rows"] if row["kind"] == "scaling"]
-    if not rows:
-        return None
-    columns: list[Column] = [("Predicted", "`{codec}`")]
-    for hosts in sorted({row["hosts"] for row in rows}):
-        columns.append((f"{hosts:,} hosts", "{step_ms:,.0f}", hosts))
-    text = (
+WHATIF_ERRORS = Table(
+    kinds=["pair"],
+    columns=lambda rows: [
+        ("gradients", "`{setting}`"),
+        *((f"{link:g} Mbit/s", _pair, link) for link in links_of(rows)),
+    ],
+    lines=partial(pivot, of=["setting"], by="link_mbit"),
+    text=_errors_text,
+)
+
+
+WHATIF_SCALING = Table(
+    kinds=["scaling"],
+    columns=lambda rows: [
+        ("Predicted", "`{codec}`"),
+        *((f"{n:,} hosts", "{step_ms:,.0f}", n) for n in sorted({row["hosts"] for row in rows})),
+    ],
+    lines=partial(pivot, of=["form", "codec"], by="hosts"),
+    text=lambda meta, rows: (
         "Predicted, not measured: milliseconds of a step by the number of hosts, one rank each, "
-        f"flat, at {result['meta']['base']['link_mbit']:g} Mbit/s, from the same profile of 2 "
+        f"flat, at {meta['base']['link_mbit']:g} Mbit/s, from the same profile of 2 "
         "hosts. `topk` gathers what every rank has sent: its bytes grow with the number of ranks."
-    )
-    lines = pivot(rows, of=["form", "codec"], by="hosts")
-    return f"{markdown(columns, lines)}\n\n{caption(text, result['meta'])}"
+    ),
+)
 
 
 def _planted(row: Row) -> str:
@@ -75,8 +66,8 @@ def _load(row: Row) -> str:
     ]
 
 
-def _wire_columns(own: str) -> list[Column]:
-    """own: the congestion control that is not named."""
+def _wire_columns(rows: Rows) -> list[Column]:
+    own = rows[0]["congestion_control"]
 
     def link(row: Row) -> str:
         control = row["congestion_control"]
@@ -100,18 +91,17 @@ def _wire_columns(own: str) -> list[Column]:
     ]
 
 
-def wire(result: Result) -> str | None:
-    """Rates of links: planted, by the packets of the links, and as the profile has them."""
-    rows = [row for row in result["rows"] if row["kind"] == "wire"]
-    own = rows[0]["congestion_control"] if rows else ""
-    text = (
+WIRE = Table(
+    kinds=["wire"],
+    columns=_wire_columns,
+    text=lambda meta, rows: (
         "2 hosts, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
         "bytes of a frame. Interface: what those of both hosts have sent in just the time over "
         "which the profile takes its rate, from the packets with the kernel's time. "
-        f"Medians of {rows[0]['runs'] if rows else 0} runs, with the lowest and the highest. "
-        f"TCP's congestion control is {own} where no other is named."
-    )
-    return Table(kinds=["wire"], columns=_wire_columns(own), text=text)(result)
+        f"Medians of {rows[0]['runs']} runs, with the lowest and the highest. "
+        f"TCP's congestion control is {rows[0]['congestion_control']} where no other is named."
+    ),
+)
 
 
 def _more(name: str) -> str:

@@ -23,222 +23,215 @@ step's time the median over steps counts, of the mean over ranks, as in the prof
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.launch import Layout, RankFailed
-from benchmarks.harness.results import collect_meta, error_sizes, positive, say, write_json
-from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from benchmarks.step_time.rows import split_row
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.launch import Layout
+from benchmarks.harness.results import error_sizes, parser_of, positive, recording, say
+from benchmarks.harness.testbed import Testbed
+from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
+from benchmarks.step_time.rank import WIDTH, Row, split_row
+from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
-from lightning_dist.profiling.whatif.predictions import LABEL
-from lightning_dist.profiling.whatif.simulator import DDP, FLAT, Scenario
+from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
+from lightning_dist.profiling.whatif.simulator import DDP, FLAT
+from lightning_dist.reducer.calibration import calibrate
 from lightning_dist.reducer.costs import CodecCost
 
-RANK_MODULE = "benchmarks.profiler.whatif_rank"
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LINKS = (200.0, 500.0, 1000.0)
 SCALE = tuple(2**power for power in range(1, 11))
+_CHUNKS = 24  # of a megabyte: about what the gradients of the model take
 
 JsonRow = dict[str, Any]
 Place = tuple[str, float]  # setting, link
 
 
-def measure(arguments: argparse.Namespace) -> tuple[dict[Place, Observed], dict[str, CodecCost]]:
+def train(
+    *, profiles: Mapping[str, str], codecs: Sequence[str], steps: int, batch: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """One rank: costs of codecs, where all ranks use them at once, and every setting in turn.
+
+    Settings take turns step by step, so that what else the machine does is the same for all.
+
+    Args:
+        profiles: the folder of the profile of every setting.
+    """
+    torch.set_num_threads(1)
+    dist.barrier()
+    costs = calibrate(codecs, fused=True, chunks=_CHUNKS)
+    yield {name: asdict(cost) for name, cost in costs.items()}
+    turns = []
+    for name, folder in profiles.items():
+        row = Row(name, seed=seed)
+        settings = SessionSettings(max_overhead=1.0)
+        turns.append((row, ProfileRun(row.ddp, parent=Path(folder), settings=settings)))
+        dist.barrier()
+    torch.manual_seed(seed + 1 + dist.get_rank())
+    inputs, targets = (torch.randn(batch, WIDTH) for _ in range(2))
+    for number in range(steps):
+        first = number % len(turns)
+        for row, profile in turns[first:] + turns[:first]:
+            dist.barrier()
+            profile.exclude_interval()  # the turns of others are no part of it
+            row.step(inputs, targets)
+            profile.exclude_interval()
+            row.forget()
+        if dist.get_rank() == 0:
+            print(f"  step {number + 1} of {steps}", flush=True)
+    for row, profile in turns:
+        profile.close("finished", together=True)
+        row.close()
+
+
+def measure(given: argparse.Namespace) -> tuple[dict[Place, Observed], dict[str, CodecCost]]:
     """Train everywhere, and read the profiles; and the costs, as measured at the base rate."""
-    layout = Layout.parse(arguments.layout)
+    layout = Layout.parse(given.layout)
+    # Hosts on one machine share its cores, which they do not know.
+    one_core = len(os.sched_getaffinity(0)) < 2 * layout.world_size
     found: dict[Place, Observed] = {}
     costs: dict[str, CodecCost] = {}
-    names = {split_row(setting)[1] for setting in arguments.setting} - {DDP} | {"none"}
+    codecs = {split_row(setting)[1] for setting in given.setting} - {DDP} | {"none"}
     with (
         tempfile.TemporaryDirectory() as directory,
-        Testbed(layout.hosts, link_mbit=arguments.link[0]) as testbed,
+        Testbed(layout.hosts, link_mbit=given.link[0]) as testbed,
     ):
-        for link in arguments.link:
+        for link in given.link:
             say(f"link: {link:g} Mbit/s")
             testbed.set_link(link)
-            folders = {
-                name: Path(directory) / f"{link:g}" / f"setting{number}"
-                for number, name in enumerate(arguments.setting)
+            profiles = {
+                name: f"{directory}/{link:g}/setting{number}"
+                for number, name in enumerate(given.setting)
             }
-            settings: JsonRow = {
-                "rows": list(folders),
-                "folders": [str(folder) for folder in folders.values()],
-                "codecs": sorted(names),
-                "costs": str(Path(directory) / f"costs{link:g}.json"),
-                "steps": arguments.steps,
-                "batch": arguments.batch,
-                "seed": arguments.seed,
-            }
-            testbed.launch(
-                [sys.executable, "-m", RANK_MODULE, json.dumps(settings)],
+            ((listed,), *_) = testbed.run(
+                train,
                 ranks_per_host=layout.counts,
-                timeout_s=arguments.timeout,
-                echo=True,
+                timeout_s=given.timeout,
+                profiles=profiles,
+                codecs=sorted(codecs),
+                steps=given.steps,
+                batch=given.batch,
+                seed=given.seed,
             )
-            for name, folder in folders.items():
-                found[name, link] = observe(read_run(folder / "run-0"))
-            if link == arguments.base:
-                listed = json.loads(Path(settings["costs"]).read_text())
+            for name, folder in profiles.items():
+                observed = observe(read_run(Path(folder) / "run-0"))
+                found[name, link] = replace(observed, one_core=one_core)
+            if link == given.base:
                 costs = {name: CodecCost(**cost) for name, cost in listed.items()}
     return found, costs
 
 
-def scenario_of(
-    observed: Observed,
+def predicted(
+    profile: Observed,
+    profile_mbit: float,
     setting: str,
-    link: float,
-    rate: float,
-    arguments: argparse.Namespace,
+    link_mbit: float,
+    *,
+    costs: Mapping[str, CodecCost],
+    given: argparse.Namespace,
     hosts: int | None = None,
-) -> Scenario:
-    """The scenario that was measured. At the profile's own rate the measured one counts.
+) -> Prediction:
+    """A setting at a rate, from a profile. At the profile's own rate the measured one counts.
 
     At another, what was lost of the profile's is lost too.
     """
     form, codec = split_row(setting)
-    run = observed.scenario
     there = elsewhere(
-        run,
+        profile.scenario,
         hosts=hosts,
-        link_gbps=None if link == rate else run.link.gbps * link / rate,
-        inside_gbps=arguments.inside_gbit,
-        latency_us=arguments.latency_us,
+        link_gbps=None
+        if link_mbit == profile_mbit
+        else profile.scenario.link.gbps * link_mbit / profile_mbit,
+        inside_gbps=given.inside_gbit,
+        latency_us=given.latency_us,
     )
-    return replace(there, codec=codec, form=form or FLAT)
-
-
-def on_this_machine(observed: Observed, arguments: argparse.Namespace) -> Observed:
-    """The same where hosts on one machine share its cores, which they do not know."""
-    cores_per_rank = len(os.sched_getaffinity(0)) / Layout.parse(arguments.layout).world_size
-    return replace(observed, one_core=cores_per_rank < 2)
+    scenario = replace(there, codec=codec, form=form or FLAT)
+    (prediction,) = predict(profile, [scenario], costs=costs).scenarios
+    return prediction
 
 
 def compare(
-    found: dict[Place, Observed],
-    costs: dict[str, CodecCost],
-    base: Place,
-    arguments: argparse.Namespace,
-) -> list[JsonRow]:
-    """What is predicted from the profile of ``base`` beside what was measured."""
+    found: Mapping[Place, Observed], base: Place, **known: Any
+) -> tuple[list[JsonRow], list[float]]:
+    """Predictions from one profile beside what was measured, and the errors of those elsewhere."""
     rows = []
-    profile = on_this_machine(found[base], arguments)
     for (setting, link), observed in found.items():
-        scenario = scenario_of(profile, setting, link, base[1], arguments)
-        answer = predict(profile, [scenario], costs=costs)
-        (prediction,) = answer.scenarios
-        measured, predicted = observed.step * 1e3, prediction.step_ms
+        prediction = predicted(found[base], base[1], setting, link, **known)
+        measured, step_ms = observed.step * 1e3, prediction.step_ms
         rows.append(
             {
                 "kind": "pair",
                 "setting": setting,
                 "link_mbit": link,
                 "measured_ms": measured,
-                "predicted_ms": predicted,
-                "relative_error": None if predicted is None else predicted / measured - 1,
+                "predicted_ms": step_ms,
+                "relative_error": None if step_ms is None else step_ms / measured - 1,
                 "is_base": (setting, link) == base,
                 "reason": prediction.reason,
             }
         )
-    return rows
-
-
-def told(rows: Sequence[JsonRow]) -> list[float]:
-    """The errors of what was predicted, and could be."""
     errors = [row["relative_error"] for row in rows if not row["is_base"]]
-    return [error for error in errors if error is not None]
-
-
-def scaling(
-    base: Observed, costs: dict[str, CodecCost], arguments: argparse.Namespace
-) -> list[JsonRow]:
-    """What the profile says of many hosts."""
-    profile = on_this_machine(base, arguments)
-    predictions = [
-        prediction
-        for hosts in SCALE
-        for prediction in predict(
-            profile,
-            [
-                scenario_of(profile, setting, arguments.base, arguments.base, arguments, hosts)
-                for setting in arguments.setting
-            ],
-            costs=costs,
-        ).scenarios
-    ]
-    shown = ("codec", "form", "hosts", "step_ms")
-    return [
-        {"kind": "scaling", **{name: getattr(each, name) for name in shown}} for each in predictions
-    ]
+    return rows, [error for error in errors if error is not None]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, predict, show, and write."""
-    arguments = parse_arguments(argv)
-    try:
-        found, costs = measure(arguments)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (TestbedUnavailable, RankFailed) as error:
-        sys.exit(f"benchmarks/profiler/whatif.py: {error}")
-    base = (DDP, arguments.base)
-    errors = {place: told(compare(found, costs, place, arguments)) for place in found}
-    together = [error for of in errors.values() for error in of]
-    rows = compare(found, costs, base, arguments)
-    rows += scaling(found[base], costs, arguments)
-    facts: JsonRow = {
-        "errors": error_sizes(errors[base] or [0.0]),
-        "errors_from_any": error_sizes(together) if together else None,
-        "base": {"setting": DDP, "link_mbit": arguments.base},
-        "costs": {name: asdict(cost) for name, cost in costs.items()},
-        "label": LABEL,
-    }
-    listed = {name: value for name, value in vars(arguments).items() if name != "json"}
-    meta = {**collect_meta(seed=arguments.seed, arguments=listed), **facts}
-    if together:
-        print_tables(meta, rows, "whatif-errors", "whatif-scaling")
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+    given = parse_arguments(argv)
+    with recording(given, seed=given.seed) as record:
+        found, costs = measure(given)
+        known: dict[str, Any] = {"costs": costs, "given": given}
+        base = (DDP, given.base)
+        record.rows, errors = compare(found, base, **known)
+        together = [error for place in found for error in compare(found, place, **known)[1]]
+        for hosts, setting in itertools.product(SCALE, given.setting):
+            each = predicted(found[base], given.base, setting, given.base, hosts=hosts, **known)
+            scaled = {name: getattr(each, name) for name in ("codec", "form", "hosts", "step_ms")}
+            record.rows.append({"kind": "scaling", **scaled})
+        record.meta |= {
+            "errors": error_sizes(errors or [0.0]),
+            "errors_from_any": error_sizes(together) if together else None,
+            "base": {"setting": DDP, "link_mbit": given.base},
+            "costs": {name: asdict(cost) for name, cost in costs.items()},
+            "label": LABEL,
+        }
+        if together:
+            record.show(WHATIF_ERRORS, WHATIF_SCALING)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--layout", default="2x1", help="hosts x ranks of each (2x1)")
     add("--link", type=float, action="append", metavar="MBIT", help="repeatable (200, 500, 1000)")
-    add(
-        "--setting",
-        action="append",
-        help=f"repeatable, ddp is always there ({', '.join(SETTINGS)})",
-    )
+    settings = ", ".join(SETTINGS)
+    add("--setting", action="append", help=f"repeatable, ddp is always there ({settings})")
     add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
     add("--steps", type=positive, default=12, help="of each, two of which are left out (12)")
     add("--batch", type=positive, default=64, help="of each rank (64)")
     add("--inside-gbit", type=float, metavar="RATE", help="of a rank inside its host")
-    add(
-        "--timeout", type=float, default=900.0, metavar="S", help="for the settings of a rate (900)"
-    )
+    add("--timeout", type=float, default=900.0, metavar="S", help="for one rate (900)")
     add("--latency-us", type=float, metavar="US", help="of a round between hosts")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="PATH", help="write everything here")
-    arguments = parser.parse_args(argv)
-    arguments.link = arguments.link or list(LINKS)
-    if arguments.base is None:
-        arguments.base = arguments.link[min(1, len(arguments.link) - 1)]
-    if arguments.base not in arguments.link:
-        parser.error(f"--base must be one of --link, got {arguments.base:g}")
-    arguments.setting = list(dict.fromkeys([DDP, *(arguments.setting or SETTINGS)]))
-    return arguments
+    given = parser.parse_args(argv)
+    given.link = given.link or list(LINKS)
+    if given.base is None:
+        given.base = given.link[min(1, len(given.link) - 1)]
+    if given.base not in given.link:
+        parser.error(f"--base must be one of --link, got {given.base:g}")
+    given.setting = list(dict.fromkeys([DDP, *(given.setting or SETTINGS)]))
+    return given
 
 
 if __name__ == "__main__":

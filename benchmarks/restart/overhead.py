@@ -8,48 +8,36 @@ Beside the steps, which a busy machine moves by more than that, the time spent i
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.results import parser_of, recording
+from benchmarks.restart.tables import OVERHEAD
 
 _WARM_UP = 10
+_LIMIT_S = 3600.0
 _HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=1024)
-    arguments = parser.parse_args()
-    meta = collect_meta(seed=0, arguments={**vars(arguments), "json": None})
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id="overhead",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        rows = elastic_launch(config, measure)(arguments, Path(folder))[0]
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
-    print_tables(meta, rows, "elastic-overhead")
+    given = parser.parse_args()
+    options = {"steps": given.steps, "rounds": given.rounds, "width": given.width}
+    with recording(given) as record, tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(measure, ranks=2, timeout_s=_LIMIT_S, folder=folder, **options)
+        record.rows = found[0]
+        record.show(OVERHEAD)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(*, folder: str, steps: int, rounds: int, width: int) -> Iterator[dict[str, Any]]:
     """The rows, on one rank."""
     import lightning as L
     import torch
@@ -61,7 +49,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     class Net(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            width = arguments.width
             self.net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -78,15 +65,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             self.times.append(time.perf_counter())
 
     torch.set_num_threads(1)
-    data = TensorDataset(torch.randn(2 * 32 * arguments.steps, arguments.width))
+    data = TensorDataset(torch.randn(2 * 32 * steps, width))
     medians: dict[str, list[float]] = {"without": [], "ElasticRestart": []}
     in_hooks: list[float] = []
-    for number in range(arguments.rounds + 1):
+    for number in range(rounds + 1):
         for name, kept in medians.items():
             is_ours, clock, profiler = name != "without", Clock(), SimpleProfiler()
-            restart = ElasticRestart(folder / f"{number}", every_n_epochs=10)
+            restart = ElasticRestart(f"{folder}/{number}", every_n_epochs=10)
             trainer = L.Trainer(
                 strategy="compressed_ddp",
+                devices=2,
                 max_epochs=1,
                 logger=False,
                 profiler=profiler,
@@ -100,18 +88,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
                 continue
             kept.append(1000 * float(np.median(np.diff(clock.times[_WARM_UP:]))))
             if is_ours:
-                took = [
-                    profiler.recorded_durations[f"[Callback]{restart.state_key}.{hook}"][_WARM_UP:]
-                    for hook in _HOOKS
-                ]
-                in_hooks += (1000 * np.sum(took, axis=0)).tolist()
-    rows: list[dict[str, Any]] = [
-        {"fit": n, "step_ms": float(np.median(m)), "least": min(m), "most": max(m), "all": m}
-        for n, m in medians.items()
-    ]
+                took = profiler.recorded_durations
+                of_hooks = [took[f"[Callback]{restart.state_key}.{hook}"] for hook in _HOOKS]
+                in_hooks += (1000 * np.sum([of[_WARM_UP:] for of in of_hooks], axis=0)).tolist()
+    for name, m in medians.items():
+        middle = float(np.median(m))
+        yield {"fit": name, "step_ms": middle, "least": min(m), "most": max(m), "all": m}
     least, middle, most = np.quantile(in_hooks, (0.05, 0.5, 0.95)).tolist()
-    rows.append({"fit": "of that in its hooks", "step_ms": middle, "least": least, "most": most})
-    return rows
+    yield {"fit": "of that in its hooks", "step_ms": middle, "least": least, "most": most}
 
 
 if __name__ == "__main__":

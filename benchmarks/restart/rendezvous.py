@@ -9,10 +9,9 @@ their end, that failed, and that were still running after --bound seconds.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,10 +25,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.docs_tables import print_tables
-from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.launch import REPOSITORY, free_port
+from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
+from benchmarks.restart.tables import RENDEZVOUS
 
 BACKENDS = ("c10d", "static", "standalone")
 STRATEGIES = ("compressed_ddp", "ddp")
@@ -41,7 +40,7 @@ _LINES = 40
 
 @dataclass(frozen=True)
 class Trial:
-    """One job, and what became of it."""
+    """One job, and what became of it; ``said``: the last lines of one that did not finish."""
 
     backend: str
     strategy: str
@@ -50,7 +49,6 @@ class Trial:
     outcome: str = ""
     seconds: float = 0.0
     said: tuple[str, ...] = ()
-    """The last lines of a job that did not finish."""
 
 
 def planned(
@@ -65,44 +63,36 @@ def planned(
     for number in range(trials):
         wanted = [each for each in strategies if each != "ddp" or number < stock]
         victim, step = draw.randrange(_RANKS), draw.randrange(1, _STEPS)
-        turn = [(backend, strategy) for backend in backends for strategy in wanted]
+        turn = [Trial(*each, victim, step) for each in itertools.product(backends, wanted)]
         draw.shuffle(turn)
-        jobs += [Trial(backend, strategy, victim, step) for backend, strategy in turn]
+        jobs += turn
     return jobs
 
 
 def run(trial: Trial, *, restarts: int, bound: float) -> Trial:
     """The trial with its outcome; nothing of the job is left."""
     began = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="restart") as folder,
-        _job(trial, restarts, folder) as job,
-    ):
+    with tempfile.TemporaryDirectory(prefix="restart") as folder:
+        job = _job(trial, restarts, folder)
         try:
             outcome = "failed" if job.wait(bound) else "finished"
         except subprocess.TimeoutExpired:
             outcome = "hung"
         finally:
             _kill(job)
-        if not (Path(folder) / "died").exists():
-            raise RuntimeError(f"no rank died in {trial}: {(Path(folder) / 'output').read_text()}")
         output = (Path(folder) / "output").read_text(errors="replace")
-    said = () if outcome == "finished" else _without_paths(output).splitlines()[-_LINES:]
+        if not (Path(folder) / "died").exists():
+            raise RuntimeError(f"no rank died in {trial}: {output}")
+    said = () if outcome == "finished" else tuple(output.splitlines()[-_LINES:])
     seconds = round(time.monotonic() - began, 2)
-    return replace(trial, outcome=outcome, seconds=seconds, said=tuple(said))
-
-
-def _without_paths(text: str) -> str:
-    for path in (str(REPOSITORY), sys.prefix, tempfile.gettempdir()):
-        text = text.replace(path, "...")
-    return text
+    return replace(trial, outcome=outcome, seconds=seconds, said=said)
 
 
 def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
-    address = f"127.0.0.1:{_free_port()}"
+    port = free_port()
     backend = {
-        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=job"],
-        "static": [f"--master-port={address.partition(':')[2]}"],
+        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"],
+        "static": [f"--master-port={port}"],
         "standalone": ["--standalone"],
     }[trial.backend]
     launcher = [sys.executable, "-m", "torch.distributed.run", *backend]
@@ -119,12 +109,6 @@ def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def _kill(job: subprocess.Popen[bytes]) -> None:
     """The launcher first, so that it starts nothing anew; its ranks have sessions of their own."""
     if job.poll() is None:
@@ -133,23 +117,19 @@ def _kill(job: subprocess.Popen[bytes]) -> None:
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
+    job.wait()
 
 
 def summarize(trials: list[Trial]) -> list[dict[str, Any]]:
     """Counts of every backend and strategy, and the seconds of the jobs that finished."""
     rows = []
-    for backend, strategy in sorted({(each.backend, each.strategy) for each in trials}):
-        of_row = [each for each in trials if (each.backend, each.strategy) == (backend, strategy)]
+    for key in sorted({(each.backend, each.strategy) for each in trials}):
+        of_row = [each for each in trials if (each.backend, each.strategy) == key]
+        outcomes = [each.outcome for each in of_row]
         seconds = [each.seconds for each in of_row if each.outcome == "finished"]
-        rows.append(
-            {
-                "backend": backend,
-                "strategy": strategy,
-                "trials": len(of_row),
-                **{name: sum(each.outcome == name for each in of_row) for name in OUTCOMES},
-                "median_s": statistics.median(seconds) if seconds else None,
-            }
-        )
+        row = dict(zip(("backend", "strategy"), key, strict=True))
+        row |= {"trials": len(of_row), **{name: outcomes.count(name) for name in OUTCOMES}}
+        rows.append({**row, "median_s": statistics.median(seconds) if seconds else None})
     return rows
 
 
@@ -189,7 +169,7 @@ def main() -> None:
     if "RANK" in os.environ:
         train(*sys.argv[1:])
         return
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=20, help="of every backend and strategy")
     parser.add_argument("--stock", type=int, help="trials of ddp, if not as many")
     parser.add_argument("--seed", type=int, default=1)
@@ -197,25 +177,23 @@ def main() -> None:
     parser.add_argument("--max-restarts", type=int, default=1)
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeatable")
     parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="repeatable")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    meta = collect_meta(
-        seed=given.seed, arguments={k: v for k, v in vars(given).items() if k != "json"}
-    )
-    meta["versions"]["lightning"] = version("lightning")
-    backends, strategies = given.backend or [*BACKENDS], given.strategy or [*STRATEGIES]
-    stock = given.trials if given.stock is None else given.stock
     jobs = planned(
-        given.trials, stock=stock, seed=given.seed, backends=backends, strategies=strategies
+        given.trials,
+        stock=given.trials if given.stock is None else given.stock,
+        seed=given.seed,
+        backends=given.backend or [*BACKENDS],
+        strategies=given.strategy or [*STRATEGIES],
     )
     done = []
-    with exit_on_signals():
+    with recording(given, seed=given.seed) as record, exit_on_signals():
+        record.meta["versions"]["lightning"] = version("lightning")
         for number, job in enumerate(jobs, start=1):
             done.append(run(job, restarts=given.max_restarts, bound=given.bound))
             print(number, "of", len(jobs), done[-1], flush=True)
-            if given.json:  # what is known so far, should the rest be interrupted
-                write_json(given.json, meta=meta, rows=summarize(done))
-    print_tables(meta, summarize(done), "restart-rendezvous")
+            record.rows = summarize(done)
+            record.write()
+        record.show(RENDEZVOUS)
 
 
 if __name__ == "__main__":

@@ -4,29 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import median
+from typing import Any
 
-from benchmarks.harness.tables import Column, Result, Row, Rows, Table, caption, cell_of, markdown
-
-
-def loop_campaign(result: Result) -> str | None:
-    """One line for all kinds of fault."""
-    rows = [row for row in result["rows"] if "struck" in row]
-    if not rows:
-        return None
-    found = [seconds for row in rows for seconds in row["recoveries_s"]]
-    line = {"kinds": len(rows), **_sums(rows), "median": median(found), "most": max(found)}
-    text = (
-        "`ElasticLoop` around plain DDP: the faults of the table above before the start, in "
-        "passes, between `backward` and `step`, after steps and epochs, drawn at random from seed "
-        f"{result['meta']['seed']}; judged in the same way."
-    )
-    columns: list[Column] = [
-        ("kinds of fault", "{kinds}"),
-        *_COUNTS,
-        ("to a new step", "{median:.1f} s"),
-        ("at most", "{most:.1f} s"),
-    ]
-    return f"{markdown(columns, [line])}\n\n{caption(text, result['meta'])}"
+from benchmarks.harness.tables import Column, Row, Rows, Table, cell_of
 
 
 def _exact(row: Row) -> str:
@@ -40,7 +20,7 @@ def _seconds(row: Row, *, key: str) -> str:
     return cell_of(("", f"{{{key}:.1f}} s"), row) if key in row else ""
 
 
-def _sums(rows: Rows) -> dict[str, int]:
+def _sums(rows: Rows) -> dict[str, Any]:
     return {key: sum(row[key] for row in rows) for key in ("trials", "struck", "failed")}
 
 
@@ -59,7 +39,7 @@ CAMPAIGN = Table(
         ("to a new step", partial(_seconds, key="new_step_s")),
         ("at most", partial(_seconds, key="new_step_max_s")),
     ],
-    total=lambda rows: {"kind": "all", **_sums(rows)},
+    lines=lambda rows: [*rows, {"kind": "all", **_sums(rows)}],
     text=lambda meta, rows: (
         "Small trainings of 1 to 4 ranks under torch's elastic agent, drawn at random from seed "
         f"{meta['seed']}. Broken would be: hangs, lost or repeated samples, ranks that differ, "
@@ -67,6 +47,29 @@ CAMPAIGN = Table(
         "ranks forked from a process that has imported everything; median. The 20 s are of sharded "
         "checkpoints written on a thread, which waits for what the dead had to write; a writer "
         "process, the default, does not keep the survivors."
+    ),
+)
+
+
+def _all_kinds(rows: Rows) -> list[Row]:
+    """One line for all kinds of fault."""
+    found = [seconds for row in rows for seconds in row["recoveries_s"]]
+    return [{"kinds": len(rows), **_sums(rows), "median": median(found), "most": max(found)}]
+
+
+LOOP_CAMPAIGN = Table(
+    has="struck",
+    lines=_all_kinds,
+    columns=[
+        ("kinds of fault", "{kinds}"),
+        *_COUNTS,
+        ("to a new step", "{median:.1f} s"),
+        ("at most", "{most:.1f} s"),
+    ],
+    text=lambda meta, rows: (
+        "`ElasticLoop` around plain DDP: the faults of the table above before the start, in "
+        "passes, between `backward` and `step`, after steps and epochs, drawn at random from seed "
+        f"{meta['seed']}; judged in the same way."
     ),
 )
 

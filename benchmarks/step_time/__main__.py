@@ -28,58 +28,49 @@ different one first in each round. Between links only the limit changes. Rows:
                      only, with nothing compressed within
 
 `codecs` measures by default every codec in layouts of one rank per host, `forms` some codecs in
-all forms. What is measured:
+all forms. In a row of the JSON:
 
-    step_ms        from before the forward to after the optimizer step, of the slowest rank, with
-                   barriers before and after that are not in the time; median, p10, p90 of `rounds`
-                   rounds: on a slow link few, as many as fit into --seconds
+    step_ms_median, _p10, _p90
+                   from before the forward to after the optimizer step, of the slowest rank, without
+                   the barriers before and after; of `rounds` rounds: on a slow link few, as many as
+                   fit into --seconds
     wire_bytes     bytes sent in a step by the host that sends most, by the median of its
                    interface's own counter, divided by the mean number of ranks per host: with
                    headers, acknowledgements and the barrier (some 100 bytes)
-    counted_wire_bytes
-                   the same by lightning_dist's own counters, which see no headers; null for
-                   torch's rows
-    inter_bytes, intra_bytes
-                   what all ranks of host 0 together sent to other hosts, and within the host, in
-                   the last step, by the same counters
-    lo_bytes       bytes that host 0's loopback sent in a step (median): what intra_bytes should
-                   be, with headers and the barrier; torch's rows have it too
+    counted_wire_bytes, inter_bytes, intra_bytes
+                   by lightning_dist's own counters, without headers, null for torch's rows: the
+                   same; what all ranks of host 0 sent to other hosts, and within, in the last step
+    lo_bytes       bytes that host 0's loopback sent in a step (median), also for torch's rows
     raw_bytes      what an fp32 allreduce would send per rank, within hosts too: our counter of rank
                    0; for torch's rows 2 (W - 1) / W times the gradients
     wire_limit_pct (bytes sent by a host / link rate) / (median step - median no-comm step) x 100:
                    how much of the link is used in the time that communication adds to the step.
-                   Good overlap with the backward pass can bring it above 100; headers that the
-                   counter does not see keep plain TCP at about 96 without overlap
+                   Overlap with the backward pass can bring it above 100; headers keep plain TCP at
+                   about 96 without
     bound_ms       median no-comm step + bytes sent by a host / link rate: the step if encoding cost
-                   nothing and nothing overlapped, for orientation
+                   nothing and nothing overlapped
     replicas_identical
                    whether after every timed step all ranks held the same parameters, bit by bit
-                   (null for no-comm, which does not try)
+    reason         why a row could not be measured
 
-Hosts share the machine's cores and its memory bus, so compute, codecs and the kernel's network code
-compete: with more ranks than cores the times are an upper bound. A rank takes about 700 MB of
-memory and 170 MB for every row. What was measured can be put into a model with `model.py`.
+Hosts share the machine's cores and its memory bus: with more ranks than cores the times are an
+upper bound. A rank takes about 700 MB of memory and 170 MB for every row.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.launch import Layout, RankFailed, RanksTimedOut
-from benchmarks.harness.results import collect, positive, rate, say
-from benchmarks.harness.tables import Result
+from benchmarks.harness.launch import Layout, RankFailed
+from benchmarks.harness.results import parser_of, positive, rate, recording, say
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.rows import (
+from benchmarks.step_time.rank import (
     BASELINES,
     COMPUTE_ROW,
     DDP_ROW,
@@ -87,32 +78,29 @@ from benchmarks.step_time.rows import (
     FP16_ROW,
     GRADIENT_BYTES,
     MOST_ROUNDS,
-    RANK_MODULE,
     RISKY_BASELINES,
-    Settings,
-    codec_rows,
-    form_rows,
-    impossible,
+    Samples,
+    run,
     split_row,
 )
 from benchmarks.step_time.tables import forms, step_times
+from lightning_dist.codecs import CODECS
 
 Row = dict[str, Any]
-Samples = Mapping[str, list[dict[str, Any]]]
 
-
-class Subject(NamedTuple):
-    """A table, and the rows and layouts that are measured where the command line has none."""
-
-    table: Callable[[Result], str | None]
-    rows: Callable[[], list[str]]
-    layouts: list[str]
-
-
+CODEC_ROWS = [*RISKY_BASELINES]
+for _name in CODECS:
+    CODEC_ROWS += [_name, f"{_name}-noef"] if _name in ("int8", "int4") else [_name]
+FORM_ROWS = [
+    *(f"flat/{codec}" for codec in ("none", "int8")),
+    *(f"sharded/{codec}" for codec in ("none", "bf16", "int8", "int4", "bf16+int8", "bf16+int4")),
+    *(f"leader/{codec}" for codec in ("none", "bf16", "int8", "int4")),
+]
 SUBJECTS = {
-    "codecs": Subject(step_times, codec_rows, ["2x1", "4x1"]),
-    "forms": Subject(forms, form_rows, ["2x2", "4x1", "3+1"]),
+    "codecs": (step_times, CODEC_ROWS, ["2x1", "4x1"]),
+    "forms": (forms, FORM_ROWS, ["2x2", "4x1", "3+1"]),
 }
+"""A table, and the rows and layouts that are measured where the command line has none."""
 LINKS: list[float | None] = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
 QUICK_LINKS: list[float | None] = [None, 200.0]
 QUICK_ROUNDS = 3
@@ -120,7 +108,7 @@ QUICK_ROUNDS = 3
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with what depends on the subject and --quick filled in."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("subject", choices=SUBJECTS, help="which rows and layouts are measured by default")
     add("--quick", action="store_true", help="one layout, few rounds, no risky rows")
@@ -134,10 +122,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=positive, default=16, metavar="N", help="samples per rank and step")
     add("--timeout", type=float, default=3600.0, metavar="S", help="for a layout (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
-    add("--json", type=Path, metavar="PATH", help="write the rows here")
     given = parser.parse_args(argv)
-    subject = SUBJECTS[given.subject]
-    rows, layouts, links = subject.rows(), subject.layouts, LINKS
+    _, rows, layouts = SUBJECTS[given.subject]
+    links = LINKS
     if given.quick:
         rows = [row for row in rows if row not in RISKY_BASELINES]
         layouts, links = layouts[:1], QUICK_LINKS
@@ -156,95 +143,76 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Measure, show, and write."""
     given = parse_arguments(argv)
-    groups = (measure(Layout.parse(text), given) for text in given.layout)
-    tables = [SUBJECTS[given.subject].table]
-    rows = collect("step_time", given, groups, tables=tables, seed=given.seed)
-    if differing := [row["codec"] for row in rows if row["replicas_identical"] is False]:
-        sys.exit(f"step_time: replicas differ with {', '.join(differing)}")
+    with recording(given, seed=given.seed) as record:
+        for text in given.layout:
+            rows = measure(Layout.parse(text), given)
+            record.add(list(rows), SUBJECTS[given.subject][0])
 
 
-def measure(layout: Layout, arguments: argparse.Namespace) -> list[Row]:
+def impossible(row: str, layout: Layout) -> str | None:
+    """Why a row cannot be measured in this layout; None where it can."""
+    form, _ = split_row(row)
+    if form in ("sharded", "leader") and max(layout.counts) == 1:
+        return "one rank per host: there is nothing to add up within a host"
+    if form == "sharded" and not layout.even:
+        return "the hosts hold different numbers of ranks, which takes the leader form"
+    return None
+
+
+def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
     """Rows of the JSON: all links in this layout."""
-    say(layout.title)
+    say(f"layout {layout.name}")
+    reasons = {row: why for row in given.row if (why := impossible(row, layout))}
+    risky = [row for row in given.row if row in RISKY_BASELINES]
     with Testbed(layout.hosts, link_mbit=None) as testbed:
-        settings = Settings(
-            rows=arguments.row,
-            links=arguments.link,
-            shaped=testbed.shaped,
-            warmup=arguments.warmup,
-            rounds=arguments.rounds,
-            seconds=arguments.seconds,
-            batch=arguments.batch,
-            seed=arguments.seed,
-        )
-        launch = partial(testbed.run, RANK_MODULE, ranks_per_host=layout.counts)
-        reasons = {row: why for row in settings.rows if (why := impossible(row, layout))}
-        risky = [row for row in settings.rows if row in RISKY_BASELINES]
+        common = {"shaped": testbed.shaped, "batch": given.batch, "seed": given.seed}
+        launch = partial(testbed.run, run, ranks_per_host=layout.counts, **common)
         for row in risky:
             # Fast also for slower links: PowerSGD's first two steps are plain fp32. A wrong order
             # is a matter of luck, so the rounds are not too few.
-            alone = replace(settings, rows=[row], links=[1000.0], warmup=3, rounds=8)
+            alone = {"rows": [row], "links": [1000.0], "warmup": 3, "rounds": 8, "seconds": 0}
             try:
-                launch(asdict(alone), timeout_s=45.0, echo=False)
+                launch(timeout_s=45.0, echo=False, **alone)
             except RankFailed as error:
-                reasons[row] = reason_of(error)
+                reasons[row] = error.reason
         for row, why in reasons.items():
             say(f"  {row}: {why}")
 
         def together() -> list[Samples]:
-            rows = [row for row in settings.rows if row not in reasons]
-            samples: list[Samples] = launch(
-                asdict(replace(settings, rows=rows)), timeout_s=arguments.timeout
+            return launch(
+                rows=[row for row in given.row if row not in reasons],
+                links=given.link,
+                warmup=given.warmup,
+                rounds=given.rounds,
+                seconds=given.seconds,
+                timeout_s=given.timeout,
             )[0]
-            return samples
 
         try:
             samples = together()
         except RankFailed as error:
             # What worked alone may still meet the wrong collective among twenty others: without it
             # the rest is measured again, and an error of ours then ends the run as it should.
-            ended = f"worked alone, ended the common run: {reason_of(error)}"
+            ended = f"worked alone, ended the common run: {error.reason}"
             worked = [row for row in risky if row not in reasons]
             if not worked:
                 raise
             say(f"  {', '.join(worked)}: {ended}")
             reasons |= dict.fromkeys(worked, ended)
             samples = together()
-    return [
-        row
-        for link, of_link in zip(arguments.link, samples, strict=True)
-        for row in summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
-    ]
-
-
-_TELLING = re.compile(r"error|what\(\)|enforce|abort|signal", re.IGNORECASE)
-_RESULT = re.compile(r"reset by peer|closed by peer|broken pipe", re.IGNORECASE)
-_PREFIX = re.compile(
-    r"^(\[rank\d+\]: |what\(\): +|\w+Error: (?=Got the following)"
-    r"|Got the following error when running the callback: )+"
-)
-
-
-def reason_of(error: RankFailed) -> str:
-    """One line of what the ranks said: the last that looks like the cause, else what ended."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    causes = [each for each in lines[1:] if _TELLING.search(each) and not _RESULT.search(each)]
-    if isinstance(error, RanksTimedOut) or not causes:
-        return lines[0]
-    return _PREFIX.sub("", causes[-1])[:240]
+    for link, of_link in zip(given.link, samples, strict=True):
+        yield from summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
 
 
 def summarize(
     samples_of: Samples, *, layout: Layout, link_mbit: float | None, reasons: Mapping[str, str]
-) -> list[Row]:
+) -> Iterator[Row]:
     """The samples of one link as rows of the JSON, one per row measured.
 
     reasons: the rows that could not be measured, and why not. Bytes are those of the host that
     sends most, divided by the mean number of ranks: no share of a host with fewer or more ranks.
     """
-    steps_ms = {
-        name: [sample["step_s"] * 1e3 for sample in samples] for name, samples in samples_of.items()
-    }
+    steps_ms = {name: [1e3 * s["step_s"] for s in found] for name, found in samples_of.items()}
     medians = {name: median(steps) for name, steps in steps_ms.items()}
     known = {
         "hosts": layout.hosts,
@@ -253,7 +221,7 @@ def summarize(
         "link_mbit": link_mbit,
     }
     world, ranks = layout.world_size, layout.world_size / layout.hosts
-    rows: list[Row] = []
+    row: Row = {}
     for name, samples in samples_of.items():
         form, codec = split_row(name)
         step_ms, silent, last = medians[name], name == COMPUTE_ROW, samples[-1]
@@ -267,35 +235,32 @@ def summarize(
             wire_ms = host_bytes * 8 / (link_mbit * 1e3)
             bound_ms = step_ms - added_ms + wire_ms
             limit_pct = wire_ms / added_ms * 100 if added_ms > 0 else None
-        rows.append(
-            {
-                "codec": codec,
-                "form": form,
-                **known,
-                "rounds": len(samples),
-                "step_ms_median": step_ms,
-                "step_ms_p10": float(np.quantile(steps_ms[name], 0.1)),
-                "step_ms_p90": float(np.quantile(steps_ms[name], 0.9)),
-                "wire_bytes": round(host_bytes / ranks),
-                "counted_wire_bytes": inter_bytes and round(max(inter_bytes) / ranks),
-                "raw_bytes": raw_bytes,
-                # Of host 0, in the last step: our counters say the same in every one.
-                "inter_bytes": inter_bytes and inter_bytes[0],
-                "intra_bytes": last["intra_bytes"] and last["intra_bytes"][0],
-                "lo_bytes": round(median(sample["lo_bytes"] for sample in samples)),
-                "wire_limit_pct": limit_pct,
-                "bound_ms": bound_ms,
-                "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
-                "speedup_vs_fp16": medians[FP16_ROW] / step_ms,
-                "replicas_identical": None if silent else all(s["identical"] for s in samples),
-                "reason": None,
-            }
-        )
+        row = {
+            "codec": codec,
+            "form": form,
+            **known,
+            "rounds": len(samples),
+            "step_ms_median": step_ms,
+            "step_ms_p10": float(np.quantile(steps_ms[name], 0.1)),
+            "step_ms_p90": float(np.quantile(steps_ms[name], 0.9)),
+            "wire_bytes": round(host_bytes / ranks),
+            "counted_wire_bytes": inter_bytes and round(max(inter_bytes) / ranks),
+            "raw_bytes": raw_bytes,
+            # Of host 0, in the last step: our counters say the same in every one.
+            "inter_bytes": inter_bytes and inter_bytes[0],
+            "intra_bytes": last["intra_bytes"] and last["intra_bytes"][0],
+            "lo_bytes": round(median(sample["lo_bytes"] for sample in samples)),
+            "wire_limit_pct": limit_pct,
+            "bound_ms": bound_ms,
+            "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
+            "speedup_vs_fp16": medians[FP16_ROW] / step_ms,
+            "replicas_identical": None if silent else all(s["identical"] for s in samples),
+            "reason": None,
+        }
+        yield row
     for name, reason in reasons.items():
         form, codec = split_row(name)
-        unknown = dict.fromkeys(rows[0])
-        rows.append({**unknown, **known, "codec": codec, "form": form, "reason": reason})
-    return rows
+        yield {**dict.fromkeys(row), **known, "codec": codec, "form": form, "reason": reason}
 
 
 if __name__ == "__main__":

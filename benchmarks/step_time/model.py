@@ -14,7 +14,6 @@ round is not fitted: few ranks on one machine do not tell it. JSON: in meta `coe
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -24,10 +23,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.docs_tables import print_tables
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import collect_meta, error_sizes, positive, write_json
-from benchmarks.step_time.rows import COMPUTE_ROW, FP16_ROW, GRADIENT_BYTES, levels
+from benchmarks.harness.results import error_sizes, parser_of, positive, recording
+from benchmarks.step_time import tables
+from benchmarks.step_time.rank import COMPUTE_ROW, FP16_ROW, GRADIENT_BYTES, levels
 from lightning_dist.profiling.whatif import simulator
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT, LEADER, SHARDED, Bucket, Link
 from lightning_dist.reducer.costs import CodecCost
@@ -124,25 +123,24 @@ def _sent(name: str) -> tuple[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     """Fit, predict, show, and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("result", type=Path, metavar="RESULT.json", help="of step_time forms")
     add("--ranks-per-host", type=positive, default=8, metavar="N", help="of the prediction (8)")
     add("--gbit", type=float, default=10.0, metavar="RATE", help="link of the prediction (10)")
     add("--intra-gbit", type=float, metavar="RATE", help="of a rank in its host; default: fitted")
     add("--latency-us", type=float, default=0.0, metavar="US", help="of a round between hosts (0)")
-    add("--json", type=Path, metavar="PATH", help="write fit and prediction here")
-    asked = vars(parser.parse_args(argv))
-    path, result = asked.pop("json"), json.loads(asked.pop("result").read_text())
+    given = parser.parse_args(argv)
+    result = json.loads(given.result.read_text())
     cases = cases_of(result["rows"], cores=result["meta"]["machine"]["cores"])
     found, errors = fit(cases)
-    meta = {**collect_meta(seed=0, arguments=asked), "measured": [result["meta"]], "label": LABEL}
-    meta |= {"coefficients": found, "errors": error_sizes(errors)}
-    rows = curve(found, **asked)
     print("\n".join(f"{name:16} {value:.4g}" for name, value in found.items()))
-    print_tables(meta, rows, "hierarchical-curve")
-    if path:
-        write_json(path, meta=meta, rows=rows)
+    network = {name: vars(given)[name] for name in ("gbit", "intra_gbit", "latency_us")}
+    with recording(given) as record:
+        record.meta |= {"measured": [result["meta"]], "label": LABEL}
+        record.meta |= {"coefficients": found, "errors": error_sizes(errors)}
+        record.rows = curve(found, ranks_per_host=given.ranks_per_host, **network)
+        record.show(tables.curve)
 
 
 if __name__ == "__main__":

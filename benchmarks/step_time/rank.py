@@ -1,18 +1,12 @@
-"""One rank of the step-time benchmark; `__main__.py` says what it means.
-
-Reads its settings from the command line as JSON. Rank 0 changes the rate of the links. The result
-is the samples of every row, link by link.
-"""
+"""One rank of the step-time benchmark, and the names of its rows; `__main__.py` explains them."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import sys
 import time
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +16,94 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import network
-from benchmarks.harness.launch import send_result
 from benchmarks.harness.tables import of_link
-from benchmarks.step_time.rows import (
-    COMPUTE_ROW,
-    FEWEST_ROUNDS,
-    FORMS,
-    FP16_ROW,
-    LAYERS,
-    MOST_ROUNDS,
-    NO_FEEDBACK_SUFFIX,
-    ONE_BUCKET_ROW,
-    PER_CHANNEL_ROW,
-    PER_TENSOR_ROW,
-    POWERSGD_ROW,
-    WIDTH,
-    Settings,
-    is_torch_row,
-    levels,
-    split_row,
-)
+from benchmarks.harness.testbed import shape
+from lightning_dist import compress_ddp
+from lightning_dist.codecs import BlockCodec, resolve_codec
 
-_TIMEOUT = timedelta(seconds=600)  # long enough for the other ranks to compile their kernels
+COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")
+POWERSGD_ROW, ONE_BUCKET_ROW = "torch-powersgd", "torch-powersgd-one-bucket"
+RISKY_BASELINES = (POWERSGD_ROW, ONE_BUCKET_ROW, "torch-quant-pertensor", "torch-quant-perchannel")
+"""torch's hooks of more than one collective. They may end or hang the process, so each is tried in
+processes of its own before it joins the others."""
+NO_FEEDBACK_SUFFIX = "-noef"
+FORMS: dict[str, bool | str] = {"flat": False, "sharded": True, "leader": "leader"}
+"""The name of a form -> what `compress_ddp(hierarchical=...)` calls it."""
+
+WIDTH = 1024
+LAYERS = 10  # of Linear(WIDTH, WIDTH)
+GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 20  # where as many are taken as fit into a time
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Sample = dict[str, Any]
-Samples = dict[str, list[Sample]]
+Samples = dict[str, list[dict[str, Any]]]
 
 
-def measure(row: Row, batch: Batch) -> Sample:
+def run(
+    *,
+    rows: list[str],
+    links: list[float | None],
+    shaped: list[tuple[str, str]],
+    warmup: int,
+    rounds: int | None,
+    seconds: float,
+    batch: int,
+    seed: int,
+) -> Iterator[Samples]:
+    """Make all rows, then measure them on one link after the other; samples of each link.
+
+    Args:
+        shaped: namespaces and devices whose rate the links are; rank 0 changes it.
+        warmup: rounds before the timed ones, on the first link.
+        rounds: None: as many as fit into ``seconds`` of a link, warm-up included.
+    """
+    rank0 = dist.get_rank() == 0
+    made = []
+    for name in rows:
+        made.append(Row(name, seed=seed))
+        if rank0:
+            print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
+    torch.manual_seed(seed + 1 + dist.get_rank())
+    data = (torch.randn(batch, WIDTH), torch.randn(batch, WIDTH))
+    for index, link_mbit in enumerate(links):
+        dist.barrier()
+        if rank0:
+            print(f"link: {of_link(link_mbit)}", flush=True)
+            for namespace, device in shaped:
+                shape(namespace, device, rate_mbit=link_mbit)
+        dist.barrier()
+        untimed = warmup if index == 0 else 1
+        yield measure_link(made, data, warmup=untimed, rounds=rounds, seconds=seconds)
+    for row in made:
+        row.close()
+
+
+def measure_link(
+    rows: list[Row], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
+) -> Samples:
+    """Round robin over the rows, another one first in every round."""
+    samples: Samples = {row.name: [] for row in rows}
+    start = last = time.perf_counter()
+    index = 0
+    while rounds is None or index < warmup + rounds:
+        first = index % len(rows)
+        for row in rows[first:] + rows[:first]:
+            sample = measure(row, batch)
+            if index >= warmup:
+                samples[row.name].append(sample)
+        index += 1
+        now = time.perf_counter()
+        if index == warmup and rounds is None:  # the same on every rank: rank 0's clock decides
+            affordable = int((seconds - (now - start)) / (now - last))
+            decided = torch.tensor(min(max(affordable, FEWEST_ROUNDS), MOST_ROUNDS))
+            dist.broadcast(decided, src=0)
+            rounds = int(decided)
+        print(f"  round {index} of {warmup + (rounds or 0)}, {now - last:.1f} s", flush=True)
+        last = now
+    return samples
+
+
+def measure(row: Row, batch: Batch) -> dict[str, Any]:
     """Time one step between two barriers, which are outside the time, not outside the bytes.
 
     Lists have an element for every host; counters of ours are None where nothing of ours is
@@ -68,7 +120,7 @@ def measure(row: Row, batch: Batch) -> Sample:
     row.forget()
 
     counted = [row.counted("inter_bytes"), row.counted("intra_bytes")]
-    mine = torch.tensor([elapsed_ns, row.digest(), host, tx, lo, *counted])
+    mine = torch.tensor([elapsed_ns, digest_of(row.ddp), host, tx, lo, *counted])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     table = torch.stack(everyone)
@@ -86,68 +138,29 @@ def measure(row: Row, batch: Batch) -> Sample:
     }
 
 
-def measure_link(rows: list[Row], batch: Batch, settings: Settings, *, warmup: int) -> Samples:
-    """Round robin over the rows, another one first in every round."""
-    samples: Samples = {row.name: [] for row in rows}
-    rounds = settings.rounds
-    start = last = time.perf_counter()
-    index = 0
-    while rounds is None or index < warmup + rounds:
-        first = index % len(rows)
-        for row in rows[first:] + rows[:first]:
-            sample = measure(row, batch)
-            if index >= warmup:
-                samples[row.name].append(sample)
-        index += 1
-        now = time.perf_counter()
-        if index == warmup and rounds is None:
-            left_s = settings.seconds - (now - start)
-            rounds = _affordable_rounds(left_s, round_s=now - last)
-        print(f"  round {index} of {warmup + (rounds or 0)}, {now - last:.1f} s", flush=True)
-        last = now
-    return samples
+def split_row(row: str) -> tuple[str | None, str]:
+    """The form of a row, None where it leaves that to `compress_ddp`, and the rest of its name."""
+    form, mark, codec = row.partition("/")  # no name or option of a codec has it in it
+    return (form, codec) if mark and form in FORMS else (None, row)
 
 
-def run(settings: Settings) -> None:
-    """Make all rows, then measure them on one link after the other."""
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    rank0 = dist.get_rank() == 0
-    rows = []
-    for name in settings.rows:
-        rows.append(Row(name, seed=settings.seed))
-        if rank0:
-            print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
-    torch.manual_seed(settings.seed + 1 + dist.get_rank())
-    batch = (torch.randn(settings.batch, WIDTH), torch.randn(settings.batch, WIDTH))
-    samples = []
-    for index, link_mbit in enumerate(settings.links):
-        dist.barrier()
-        if rank0:
-            print(f"link: {of_link(link_mbit)}", flush=True)
-            for namespace, device in settings.shaped:
-                network.shape(namespace, device, rate_mbit=link_mbit)
-        dist.barrier()
-        warmup = settings.warmup if index == 0 else 1
-        samples.append(measure_link(rows, batch, settings, warmup=warmup))
-    send_result(samples)
-    for row in rows:
-        if row.handle is not None:
-            row.handle.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _affordable_rounds(left_s: float, *, round_s: float) -> int:
-    """As many rounds as fit, the same number on every rank: rank 0's clock decides."""
-    rounds = min(max(int(left_s / round_s), FEWEST_ROUNDS), MOST_ROUNDS)
-    decided = torch.tensor(rounds)
-    dist.broadcast(decided, src=0)
-    return int(decided.item())
+def levels(codec: str) -> tuple[str | None, str]:
+    """The codecs within hosts and between them; within hosts None: what `compress_ddp` chooses."""
+    intra, mark, inter = codec.partition("+")
+    return (intra, inter) if mark else (None, codec)
 
 
 def tx_bytes_of(interface: str) -> int:
     """Bytes that an interface of this host has sent, from its own counter."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def digest_of(model: nn.Module) -> int:
+    """63 bits that change with any bit of the parameters."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().data)
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 _LEARNING_RATE = 1e-3
@@ -180,59 +193,55 @@ class Row:
         """Free the gradients, so that only the row whose turn it is holds any."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def digest(self) -> int:
-        """63 bits that change with any bit of the parameters."""
-        digest = hashlib.blake2b(digest_size=8)
-        for parameter in self.ddp.parameters():
-            digest.update(parameter.detach().numpy().data)
-        return int.from_bytes(digest.digest(), "little") >> 1
-
     def counted(self, key: str) -> int:
         """Bytes of the last step as our own counters have them; 0 where nothing counts."""
         return 0 if self.handle is None else int(self.handle.comm_stats()["last_step"][key])
 
+    def close(self) -> None:
+        """Let go of the model."""
+        if self.handle is not None:
+            self.handle.close()
 
-def attach(ddp: DistributedDataParallel, row: str) -> Any | None:
-    """Let the row's method communicate for the model; our handle, or None for torch's own."""
-    if is_torch_row(row):
+
+def attach(ddp: DistributedDataParallel, row: str, **options: Any) -> Any | None:
+    """Let the row's method communicate for the model; our handle, or None for torch's own.
+
+    options: of `compress_ddp`, beside those that the row names.
+    """
+    if row in BASELINES + RISKY_BASELINES:
         _attach_torch(ddp, row)
         return None
-    from lightning_dist import compress_ddp
-    from lightning_dist.codecs import BlockCodec, resolve_codec
-
     form, name = split_row(row)
     codec = name.removesuffix(NO_FEEDBACK_SUFFIX)
-    options: dict[str, Any] = {"error_feedback": False} if codec != name else {}
+    if codec != name:
+        options["error_feedback"] = False
     if form is not None:
         options["hierarchical"] = FORMS[form]
     intra, inter = levels(codec)
     if isinstance(resolve_codec(inter), BlockCodec):
-        options["compile_kernels"] = True  # what a model of this size gets by default, but certain
-    chosen: Any = inter if intra is None else {"intra": intra, "inter": inter}
-    return compress_ddp(ddp, chosen, **options)
+        # What a model of the size of ours gets by default, but certain.
+        options.setdefault("compile_kernels", True)
+    return compress_ddp(ddp, {"intra": intra, "inter": inter} if intra else inter, **options)
 
 
 def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:
     # Imported where needed: only the risky rows use what these load.
+    state, hook = None, None
     if row == FP16_ROW:
-        ddp.register_comm_hook(None, fp16_compress_hook)
+        hook = fp16_compress_hook
     elif row in (POWERSGD_ROW, ONE_BUCKET_ROW):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
+        hook = powersgd.powerSGD_hook
         state = powersgd.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=_POWERSGD_RANK,
             start_powerSGD_iter=_POWERSGD_START,
         )
-        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-    elif row in (PER_TENSOR_ROW, PER_CHANNEL_ROW):
+    elif row in RISKY_BASELINES:
         import torch.ao.quantization  # noqa: F401 - the hooks use it and do not import it
         from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 
-        per_tensor = row == PER_TENSOR_ROW
-        name = "quantization_pertensor_hook" if per_tensor else "quantization_perchannel_hook"
-        ddp.register_comm_hook(None, getattr(quantization, name))
-
-
-if __name__ == "__main__":
-    run(Settings(**json.loads(sys.argv[1])))
+        hook = getattr(quantization, f"quantization_{row.removeprefix('torch-quant-')}_hook")
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)

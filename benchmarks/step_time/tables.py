@@ -51,8 +51,9 @@ def forms(result: Result) -> str | None:
         shape = Layout.parse(layout)
         of_layout = [row for row in rows if row["layout"] == layout]
         mean_ranks = shape.world_size / shape.hosts
+        ranks = " and ".join(map(str, [shape.counts[0]] if shape.even else shape.counts))
         columns: list[Column] = [
-            (shape.title, _form_and_codec),
+            (f"{shape.hosts} hosts x {ranks} ranks", _form_and_codec),
             ("MB to others", lambda row, n=mean_ranks: megabytes(row["wire_bytes"] * n)),
             ("MB inside", "{lo_bytes!b}"),
         ]

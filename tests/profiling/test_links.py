@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from worlds import Rank, run_threads
 
-from benchmarks.harness import network
-from benchmarks.harness.testbed import Testbed, TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
 from lightning_dist.profiling.capture.events import BurstRecord
 from lightning_dist.profiling.links import OPS, Measurement, measure, measure_burst, pairs
 
@@ -34,8 +33,8 @@ def links(quick_python: list[str]) -> list[dict[str, Any]]:
     try:
         with Testbed(hosts=3, link_mbit=FAST) as testbed:
             switch = testbed.namespace(0).removesuffix("h0") + "sw"
-            network.shape(switch, "h2", rate_mbit=SLOW)
-            network.shape(testbed.namespace(2), "eth0", rate_mbit=SLOW)
+            shape(switch, "h2", rate_mbit=SLOW)
+            shape(testbed.namespace(2), "eth0", rate_mbit=SLOW)
             printed = testbed.launch([*quick_python, str(SCRIPT)], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
 from pathlib import Path
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 from planted import MS, Planted, replace, replaced
 
-from benchmarks.docs_tables import SECTIONS, print_tables
-from benchmarks.harness.results import renewed
+from benchmarks.docs_tables import SECTIONS
+from benchmarks.harness.results import Record, renewed
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
 from benchmarks.profiler.outputs import outputs, write_run
@@ -210,5 +211,5 @@ def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
     assert "| 0.4 % | 50 % |" in str(texts[3])
     assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5
-    print_tables(META, result["rows"], *(f"profile-{name}" for name in SHOWN))
+    Record(argparse.Namespace(json=None)).add(result["rows"], *made)
     assert capsys.readouterr().out.count("<sub>") == 5

@@ -13,13 +13,12 @@ inexact, hang, torn, leak, touched, report.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import random
 import shutil
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,12 +27,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.results import recording
 from tests.campaigns.checkpoint_crash import damage, trials, writer
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS, Verdict, pretrained
 from tests.campaigns.checkpoint_crash.trainer import reference
 from tests.campaigns.checkpoint_crash.writer import ERRORS, KILLS, SCENARIOS
-from tests.campaigns.verdicts import by_kind, in_forks, show
+from tests.campaigns.harness import parser_of_trials, run_trials
 
 _SHARES = {
     "kill the trainer": 26,
@@ -126,65 +125,51 @@ def enumerated_tasks(
         number += 1
 
 
-def summarize(verdicts: list[Verdict]) -> list[dict[str, Any]]:
-    """One row per kind; a trial counts once under each problem that it has."""
-    rows = []
-    for kind, found, counts in by_kind(verdicts, PROBLEMS):
-        failed = [verdict for verdict in found if verdict.problems]
-        for verdict in failed:  # of a traceback its last line
-            verdict.problems = [
-                (name, what.strip().split("\n")[-1]) for name, what in verdict.problems
-            ]
-        failed.sort(key=lambda verdict: min(counts[name] for name, _ in verdict.problems))
-        row = {"kind": kind, "trials": sum(verdict.trials for verdict in found), **counts}
-        row["mean_s"] = sum(verdict.seconds for verdict in found) / len(found)
-        row["failures"] = [asdict(verdict) for verdict in failed[:_SHOWN]]
-        rows.append(row)
-    return rows
+def figures(found: list[Verdict]) -> dict[str, Any]:
+    """The row of a kind: some failures, of which those come first that few trials have."""
+    counts = Counter(name for verdict in found for name, _ in verdict.problems)
+    failed = [verdict for verdict in found if verdict.problems]
+    for verdict in failed:  # of a traceback its last line
+        lines = [(name, what.strip().split("\n")[-1]) for name, what in verdict.problems]
+        verdict.problems = lines
+    failed.sort(key=lambda verdict: min(counts[name] for name, _ in verdict.problems))
+    return {
+        "trials": sum(verdict.trials for verdict in found),
+        "mean_s": sum(verdict.seconds for verdict in found) / len(found),
+        "failures": [asdict(verdict) for verdict in failed[:_SHOWN]],
+    }
 
 
 def main() -> None:
     kinds = [*_SHARES, *_BOUNDARY.values(), _EVERY_BIT]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    where = "where to write; default the system's temporary folder"
+    parser = parser_of_trials(__doc__, folder=where)
     parser.add_argument("--trials", type=int, default=1000, help="random ones")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--kind", action="append", choices=kinds, help="repeatable; default all")
     parser.add_argument("--every", type=int, default=1, help="of the boundaries, each n-th")
-    parser.add_argument("--number", type=int, help="only the trial of this number")
-    parser.add_argument("--folder", help="where to write; default the system's temporary folder")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    hidden = ("json", "folder")
-    meta = collect_meta(
-        seed=arguments.seed, arguments={k: v for k, v in vars(arguments).items() if k not in hidden}
-    )
-    chosen = set(arguments.kind or kinds)
+    chosen = set(given.kind or kinds)
     if os.geteuid() != 0:
         chosen -= {kind for kind in chosen if kind.startswith("full disk")}  # cannot mount
-    began = time.monotonic()
-    with ExitStack() as stack:
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else arguments.folder
+    with recording(given, seed=given.seed) as record, ExitStack() as stack:
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else given.folder
         root, memory = (
             stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="crash"))
-            for folder in (arguments.folder, memory)
+            for folder in (given.folder, memory)
         )
-        campaign = Campaign(arguments.seed, root, memory)
         reference(), pretrained()  # once: workers are forks
-        tasks = list(random_tasks(arguments.trials, seed=arguments.seed, kinds=chosen))
-        tasks += enumerated_tasks(len(tasks), Path(memory), every=arguments.every, kinds=chosen)
-        if arguments.number is not None:
-            tasks = [task for task in tasks if task.number == arguments.number]
-        verdicts = in_forks(campaign.run, tasks, workers=arguments.workers)
-    rows = summarize(verdicts)
-    meta["seconds"] = round(time.monotonic() - began, 1)
-    show(f"crashes; {meta['seconds']} s", ["kind", "trials", *PROBLEMS, "mean_s"], rows)
-    for row in rows:
-        for failure in row["failures"][:1]:
-            print(f"{row['kind']}: trial {failure['number']}: {failure['problems'][:3]}")
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
+        tasks = list(random_tasks(given.trials, seed=given.seed, kinds=chosen))
+        tasks += enumerated_tasks(len(tasks), Path(memory), every=given.every, kinds=chosen)
+        run_trials(
+            "crashes",
+            Campaign(given.seed, root, memory).run,
+            tasks,
+            given=given,
+            record=record,
+            problems=PROBLEMS,
+            figures=figures,
+        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
 from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import Description, verify
-from tests.campaigns import verdicts
+from tests.campaigns import harness
 from tests.campaigns.checkpoint_crash.child import Message
 
 PROBLEMS = ("lost", "undetected", "inexact", "hang", "torn", "leak", "touched", "report")
@@ -27,7 +27,7 @@ else's files; report: an error that is told never, or twice."""
 
 
 @dataclass
-class Verdict(verdicts.Verdict):
+class Verdict(harness.Verdict):
     """One trial: how to repeat it, what happened, and what should not have."""
 
     details: dict[str, Any] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from tests.campaigns.checkpoint_crash.trainer import (
     newest_stock,
     reference,
 )
-from tests.campaigns.verdicts import Hang
+from tests.campaigns.harness import Hang
 
 _DISK_BYTES = 4 << 20
 

@@ -45,7 +45,7 @@ from tests.campaigns.checkpoint_crash.disk import (
 )
 from tests.campaigns.checkpoint_crash.oracle import Ledger, Oracle, Verdict
 from tests.campaigns.checkpoint_crash.trainer import LAST, torn
-from tests.campaigns.verdicts import Hang
+from tests.campaigns.harness import Hang
 
 RECORDS = ("data.pkl", "byteorder", "data/0", "data/1")
 _PEER_TIMEOUT_S = 0.5

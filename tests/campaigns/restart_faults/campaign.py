@@ -17,11 +17,8 @@ The second form measures what a killed or stopped rank costs, beside what others
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import fcntl
-import math
-import os
 import shutil
 import statistics
 import tempfile
@@ -39,8 +36,9 @@ import psutil
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.harness.results import collect_meta, write_json
+from benchmarks.harness.results import recording
 from lightning_dist import CompressedDDPStrategy
+from tests.campaigns.harness import parser_of_trials, run_trials, show
 from tests.campaigns.restart_faults.drawing import (
     EPOCHS,
     HANG_TIMEOUT_S,
@@ -51,83 +49,49 @@ from tests.campaigns.restart_faults.drawing import (
 )
 from tests.campaigns.restart_faults.figures import run_figures
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
-from tests.campaigns.verdicts import by_kind, in_forks, show
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of_trials(__doc__, folder="where to write, and to keep what failed")
     parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
     parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--number", type=int, help="only the trial of this number")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after that")
-    parser.add_argument("--folder", help="where to write, and to keep what failed")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, help="begin no trial after that")
     parser.add_argument("--figures", action="store_true", help="after the trials, if any")
     parser.add_argument("--rounds", type=int, default=3, help="of figures")
-    arguments = parser.parse_args()
-    hidden = ("json", "folder")
-    meta = collect_meta(
-        seed=arguments.seed,
-        arguments={name: str(value) for name, value in vars(arguments).items()
-                   if name not in hidden},
-    )  # fmt: skip
-    drawn = arguments.trials
+    given = parser.parse_args()
+    drawn = given.trials
     if drawn is None:
-        drawn = 0 if arguments.figures else 100
-    trials = [
-        draw(
-            number,
-            seed=arguments.seed,
-            kinds=arguments.kinds,
-            is_loop=arguments.trainer == "loop",
-        )
-        for number in range(drawn)
-        if arguments.number in (None, number)
-    ]
-    rows, failed = _run_trials(trials, arguments, meta) if trials else ([], 0)
-    if arguments.figures:
-        rows += _measure(arguments.rounds)
-    if arguments.json:
-        write_json(arguments.json, meta=meta, rows=rows)
-    return 1 if failed else 0
+        drawn = 0 if given.figures else 100
+    drawing = {"seed": given.seed, "kinds": given.kinds, "is_loop": given.trainer == "loop"}
+    verdicts: list[Verdict] = []
+    with (
+        recording(given, seed=given.seed) as record,
+        tempfile.TemporaryDirectory(prefix="faults") as temporary,
+    ):
+        root = given.folder or Path(temporary)
+        root.mkdir(parents=True, exist_ok=True)
+        deadline = None if given.seconds is None else time.monotonic() + given.seconds
+        if drawn:
+            verdicts = run_trials(
+                "restart",
+                Campaign(str(root), deadline).run,
+                [draw(number, **drawing) for number in range(drawn)],
+                given=given,
+                record=record,
+                problems=PROBLEMS,
+                figures=figures_of_kind,
+                initializer=adopt_orphans,
+            )
+        if given.figures:
+            figures = run_figures(given.rounds, stops=max(1, given.rounds // 3))
+            show("from the fault to the first new step", _FIGURES, figures)
+            record.rows += figures
+    return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
-def _run_trials(
-    trials: Sequence[Trial], arguments: argparse.Namespace, meta: dict[str, Any]
-) -> tuple[list[dict[str, Any]], int]:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="faults") as temporary:
-        root = arguments.folder or temporary
-        Path(root).mkdir(parents=True, exist_ok=True)
-        run = Campaign(root, began + arguments.seconds).run
-        workers = arguments.workers
-        found = in_forks(run, trials, workers=workers, initializer=adopt_orphans)
-    verdicts: list[Verdict] = [verdict for verdict in found if verdict is not None]
-    meta["seconds"] = round(time.monotonic() - began, 1)
-    meta["trials"] = len(verdicts)
-    meta["trials_per_minute"] = round(len(verdicts) * 60 / meta["seconds"], 1)
-    rows = summarize(verdicts)
-    columns = ["kind", "trials", "struck", "within", "failed", *PROBLEMS, "median_s", "max_s"]
-    columns += ["new_step_s", "new_step_max_s"]
-    title = f"restart: {len(verdicts)} trials in {meta['seconds']} s"
-    show(title, columns, rows)
-    failed = [verdict for verdict in verdicts if verdict.problems]
-    for verdict in failed:
-        print(f"trial {verdict.number}: {verdict.problems[:3]}\n  {asdict(verdict.trial)}")
-    return rows, len(failed)
-
-
-def _measure(rounds: int) -> list[dict[str, Any]]:
-    rows = run_figures(rounds, stops=max(1, rounds // 3))
-    columns = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone",
-               "samples_missed", "samples_twice", "ids_exact", "step_s"]  # fmt: skip
-    show("from the fault to the first new step", columns, rows)
-    return rows
-
-
+_FIGURES = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone"]
+_FIGURES += ["samples_missed", "samples_twice", "ids_exact", "step_s"]
 _LINGER_S = 10.0
 """For a writer that its trainer has left: to end what it has begun."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -190,7 +154,7 @@ class Campaign:
     """What all trials share."""
 
     root: str
-    deadline: float
+    deadline: float | None
     """Trials that have not begun by then (time.monotonic) are left out."""
 
     def reference(self, setup: Setup, *, is_loop: bool) -> Path:
@@ -208,7 +172,7 @@ class Campaign:
 
     def run(self, trial: Trial) -> Verdict | None:
         """One trial, judged."""
-        if time.monotonic() > self.deadline:
+        if self.deadline is not None and time.monotonic() > self.deadline:
             return None
         verdict = Verdict(trial.kind, trial.number, trial=trial)
         folder, result = Path(self.root) / str(trial.number), {"seconds": 0.0}
@@ -244,20 +208,17 @@ def end_children() -> list[str]:
     return found
 
 
-def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row per kind; a trial counts once under each problem that it has."""
-    rows = []
-    for kind, found, counts in by_kind(verdicts, PROBLEMS):
-        recoveries = [each.recovery_s for each in found if each.recovery_s is not None]
-        row: dict[str, Any] = {"kind": kind, "trials": len(found)}
-        row |= {"struck": sum(each.fired > 0 for each in found)}
-        row |= {"within": sum(bool(each.resumed_at) for each in found)}
-        row |= {"failed": sum(bool(each.problems) for each in found), **counts}
-        row["median_s"] = round(statistics.median(each.seconds for each in found), 2)
-        row["max_s"] = round(max(each.seconds for each in found), 2)
-        row["new_step_s"] = round(statistics.median(recoveries), 2) if recoveries else None
-        row["new_step_max_s"] = round(max(recoveries), 2) if recoveries else None
-        row["failures"] = [asdict(each) for each in found if each.problems]
-        row["recoveries_s"] = recoveries
-        rows.append(row)
-    return rows
+def figures_of_kind(found: Sequence[Verdict]) -> dict[str, Any]:
+    """The row of a kind."""
+    recoveries = [each.recovery_s for each in found if each.recovery_s is not None]
+    return {
+        "struck": sum(each.fired > 0 for each in found),
+        "within": sum(bool(each.resumed_at) for each in found),
+        "failed": sum(bool(each.problems) for each in found),
+        "median_s": round(statistics.median(each.seconds for each in found), 2),
+        "max_s": round(max(each.seconds for each in found), 2),
+        "new_step_s": round(statistics.median(recoveries), 2) if recoveries else None,
+        "new_step_max_s": round(max(recoveries), 2) if recoveries else None,
+        "failures": [asdict(each) for each in found if each.problems],
+        "recoveries_s": recoveries,
+    }

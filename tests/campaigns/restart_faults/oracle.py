@@ -13,7 +13,7 @@ import torch
 
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load
-from tests.campaigns import verdicts
+from tests.campaigns import harness
 from tests.campaigns.restart_faults.drawing import EPOCHS, Setup, Trial
 
 PROBLEMS = ("hang", "end", "ids", "order", "hash", "weights", "report")
@@ -28,7 +28,7 @@ _OUTPUT_LINES = 60
 
 
 @dataclass
-class Verdict(verdicts.Verdict):
+class Verdict(harness.Verdict):
     """One trial: how to repeat it, what happened, and what should not have."""
 
     trial: Trial | None = None
@@ -74,7 +74,7 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
     _check_against(verdict, steps, folder, reference)
     if verdict.problems:
         text = (folder / "output.txt").read_text(errors="replace")
-        verdict.output = verdicts.without_paths(text).splitlines()[:_OUTPUT_LINES]
+        verdict.output = harness.without_paths(text).splitlines()[:_OUTPUT_LINES]
 
 
 def _ends(folder: Path) -> list[dict[str, Any]]:

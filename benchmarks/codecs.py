@@ -19,26 +19,21 @@ compressed element, and the resident set after 300 steps and at the end.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.codecs.tables import MEMORY, kernels
-from benchmarks.harness.results import collect
+from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.results import parser_of, recording
+from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
@@ -117,22 +112,13 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.thread_time() - start_s
 
 
-_TIMEOUT = timedelta(seconds=120)
 _WARM = 300  # steps until the C library's allocator has settled; plain DDP moves until then too
+_TIMEOUT_S = 600.0
 
 
-def measure_memory(world_size: int, *, steps: int) -> dict[str, Any]:
-    """Bytes per compressed element, and how the resident set of rank 0 moves."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world_size, steps, folder), nprocs=world_size)
-        row: dict[str, Any] = json.loads(Path(folder, "row").read_text())
-        return row
-
-
-def _rank(rank: int, world_size: int, steps: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+def train(steps: int) -> Iterator[dict[str, Any]]:
+    """Bytes per compressed element, and how the resident set of this rank moves."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))))
     handle = compress_ddp(model, "int8", compile_kernels=False)
@@ -143,46 +129,81 @@ def _rank(rank: int, world_size: int, steps: int, folder: str) -> None:
         model(inputs).square().mean().backward()
         if step + 1 in (_WARM, steps):
             resident[step + 1] = psutil.Process().memory_info().rss / 2**20
-    if rank == 0:
-        compressed = 4 * 512 * 512
-        held, stats = handle.memory(), handle.comm_stats()
-        wire = stats["per_codec"]["int8"]["wire_bytes"] / stats["steps"]
-        row = {
-            "world_size": world_size,
-            "steps": steps,
-            "residual_bytes_per_element": held["residual_bytes"] / compressed,
-            "buffer_bytes_per_element": held["buffer_bytes"] / compressed,
-            "buffer_over_wire_bytes": held["buffer_bytes"] / wire,
-            "resident_mb_warm": resident[_WARM],
-            "resident_mb_end": resident[steps],
-            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        }
-        Path(folder, "row").write_text(json.dumps(row))
+    compressed = 4 * 512 * 512
+    held, stats = handle.memory(), handle.comm_stats()
+    wire = stats["per_codec"]["int8"]["wire_bytes"] / stats["steps"]
+    yield {
+        "world_size": world_size,
+        "steps": steps,
+        "residual_bytes_per_element": held["residual_bytes"] / compressed,
+        "buffer_bytes_per_element": held["buffer_bytes"] / compressed,
+        "buffer_over_wire_bytes": held["buffer_bytes"] / wire,
+        "resident_mb_warm": resident[_WARM],
+        "resident_mb_end": resident[steps],
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
     handle.close()
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    """Measure, show, and write."""
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--codec", action="append", help="of lightning_dist; repeatable")
     given = parser.parse_args()
     torch.set_num_threads(1)
-
-    def groups() -> Iterator[list[dict[str, Any]]]:
-        device = torch.device(given.device)
+    device = torch.device(given.device)
+    with recording(given, seed=_SEED) as record:
         backend = "nccl" if given.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         cases = make_cases(given.codec or list(CODECS), device)
-        yield measure_speed(cases, rounds=5 if given.quick else 15, device=device)
+        record.add(measure_speed(cases, rounds=5 if given.quick else 15, device=device), KERNELS)
         dist.destroy_process_group()
         if not given.codec and device.type == "cpu":
             steps = 600 if given.quick else 1300
-            yield [measure_memory(world_size, steps=steps) for world_size in (2, 4)]
+            of_worlds = [
+                run_ranks(train, ranks=ranks, timeout_s=_TIMEOUT_S, steps=steps) for ranks in (2, 4)
+            ]
+            record.add([of_ranks[0][0] for of_ranks in of_worlds], MEMORY)
 
-    collect("codecs", given, groups(), tables=[kernels, MEMORY], seed=_SEED)
+
+KERNELS = Table(
+    has="mode",
+    lines=lambda rows: [
+        row["by"].get("fused", row)
+        for row in pivot(rows, of=["codec", "error_feedback"], by="mode")
+    ],
+    columns=[
+        ("codec", "`{codec}`"),
+        ("error feedback", "{error_feedback!y}"),
+        ("kernels", "{mode}"),
+        ("encode, GB/s", "{encode_gb_s:,.1f}"),
+        ("% of copy", "{encode_limit_pct:,.0f}"),
+        ("decode and commit, GB/s", "{settle_gb_s:,.1f}"),
+        ("% of copy", "{settle_limit_pct:,.0f}"),
+        ("both, % of copy", "{limit_pct:,.0f}"),
+    ],
+    text=lambda meta, rows: (
+        "GB of fp32 gradient per second of one thread's CPU time; a copy makes "
+        f"{rows[0]['copy_gb_s']:.1f} GB/s. % of copy: of the rate at which a copy moves the bytes "
+        "that the pass has to touch."
+    ),
+)
+
+
+MEMORY = Table(
+    has="residual_bytes_per_element",
+    columns=[
+        ("ranks", "{world_size}"),
+        ("residual, bytes per element", "{residual_bytes_per_element:,.1f}"),
+        ("payload buffers, bytes per element", "{buffer_bytes_per_element:,.1f}"),
+        ("resident set after warm-up", "{resident_mb_warm:.0f} MB"),
+        ("at the end", "{resident_mb_end:.0f} MB"),
+        ("steps", "{steps:,}"),
+    ],
+    text="Memory of one rank.",
+)
 
 
 if __name__ == "__main__":
