@@ -16,6 +16,7 @@ from processes import run
 from lightning_dist.profiling.capture.events import (
     BucketTimes,
     ClockRecord,
+    EndRecord,
     StepRecord,
     from_line,
     to_line,
@@ -112,6 +113,8 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     step(session, clock, 0.6)
     session.end("finished")
     assert steps() == [0, 1, 2, 3]
+    ended = from_line(path.read_text().splitlines()[-1])
+    assert ended == EndRecord("finished", at=clock.now)
     assert from_line(path.read_text().splitlines()[0]) == about
     session.note(last := ClockRecord(5, 6, 7))
     session.close()

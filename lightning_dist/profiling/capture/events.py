@@ -217,9 +217,14 @@ class BurstRecord(_Record, frozen=True, tag="burst"):
 
 
 class EndRecord(_Record, frozen=True, tag="end"):
-    """The last line, if the process could write one."""
+    """The last line, if the process could write one.
+
+    Args:
+        at: when the training ended, on this rank's clock; None: not known.
+    """
 
     reason: str
+    at: int | None = None
 
 
 Record: TypeAlias = (

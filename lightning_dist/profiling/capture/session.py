@@ -160,9 +160,10 @@ class Session:
 
     def end(self, reason: str) -> None:
         """The training is over: all of it is in the file. More may be noted before it is closed."""
+        at = self._clock()
         self.stop()
         self.recorder.close()
-        self.note(EndRecord(reason))
+        self.note(EndRecord(reason, at))
         self._flush()
 
     def close(self) -> None:
