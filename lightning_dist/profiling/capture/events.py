@@ -86,6 +86,10 @@ class Phase(_Row, frozen=True):
     begin: int
     end: int
 
+    def __post_init__(self) -> None:
+        if self.name == "data":  # in schema 1
+            msgspec.structs.force_setattr(self, "name", "between_steps")
+
 
 class BucketTimes(_Row, frozen=True):
     """One bucket of gradients in one step.
