@@ -31,13 +31,14 @@ from lightning_dist.profiling.capture.ddp_hook import (
     watch_allreduce,
 )
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.files import await_ends, new_run_folder, replace_file
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import Wanted, Written, write_files
-from lightning_dist.profiling.run import Run, await_ends, new_run_folder, read_run, replace_file
+from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
     Costs,

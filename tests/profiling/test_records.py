@@ -18,12 +18,12 @@ from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
     LinkRecord,
-    RankFile,
     RankRecord,
     Record,
     from_line,
     to_line,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import RankRun, read_run
 
 

@@ -180,7 +180,7 @@ def test_lines_stay_whole_where_the_system_takes_them_in_parts(
 
 FULL_IN_A_LINE = """
 import resource, sys
-from lightning_dist.profiling.capture.events import RankFile
+from lightning_dist.profiling.capture.files import RankFile
 file = RankFile(sys.argv[1], rank=0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 try:

@@ -12,12 +12,12 @@ from pathlib import Path
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
-    RankFile,
     RankRecord,
     Record,
     StepRecord,
     to_line,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock
