@@ -210,15 +210,15 @@ class ProfileRun:
         tracer, self._tracer = self._tracer, None
         # The last step, while the tracer still says that it is on. On a slow network an accelerator
         # is some steps behind, of seconds each; after an error it may never come to their end.
+        # What comes after that needs the others, and one may be gone.
         if together:
-            self._session.stop(_TIMEOUT)
+            self._session.end(reason, timeout=_TIMEOUT)
         else:
-            self._session.stop()
+            self._session.end(reason)
         if tracer is not None:
             tracer.close()
         if self._reducer is not None:
             self._reducer.detach(self._session.recorder)
-        self._session.end(reason)  # what comes now needs the others, and one may be gone
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.
             _set_pg_timeout(timedelta(seconds=_TIMEOUT), self._group)

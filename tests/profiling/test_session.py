@@ -14,7 +14,6 @@ from planted import MS, Planted
 from processes import run
 
 from lightning_dist.profiling.capture.events import (
-    BucketTimes,
     ClockRecord,
     EndRecord,
     StepRecord,
@@ -23,7 +22,7 @@ from lightning_dist.profiling.capture.events import (
 )
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.steps import Cut, PendingStep
+from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.run import read_run
 
 BUCKETS = 40
@@ -43,7 +42,7 @@ def record(recorder: Recorder) -> None:
         assert see is not None
         see(Ended())
         recorder.works(bucket, "decode")()
-        recorder.note(recorder.device_clock.now(), BucketTimes(bucket, 0, 0, 4, 0, 1, "int8"))
+        recorder.note(bucket, recorder.device_clock.now(), (4, 0, 1, "int8"))
 
 
 def calls_of(call: Callable[[], Any]) -> int:
@@ -69,7 +68,8 @@ def test_a_detailed_step_costs_about_one_call_a_row() -> None:
     rows = 4 * BUCKETS
 
     def write_down() -> None:
-        step = PendingStep(0, Cut(0, 1), recorder.take()).read(recorder.device_clock)
+        buckets, spans = recorder.take()
+        step = PendingStep(0, 1, buckets=buckets, spans=spans).read(recorder.device_clock)
         assert len(step.buckets) + len(step.spans) == rows
         to_line(step)
 

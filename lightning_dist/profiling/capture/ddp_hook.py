@@ -25,7 +25,6 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
 
@@ -227,8 +226,8 @@ class WatchedAllReduce:
         gradients.mul_(1.0 / world)
         recorder.is_for(index)
         intra, inter = (0, sent) if self.crosses else (sent, 0)
-        times = BucketTimes(index, 0, 0, sent, intra, inter, "ddp")
-        watch = recorder.launches("all_reduce", group="flat", sent=sent, mean=times)
+        mean_of = sent, intra, inter, "ddp"
+        watch = recorder.launches("all_reduce", group="flat", sent=sent, mean=mean_of)
         launched = time.monotonic_ns()
         # As dist.all_reduce does, without making options and looking at arguments every time.
         work = self.group.allreduce([gradients], self._options)

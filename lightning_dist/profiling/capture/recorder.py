@@ -8,14 +8,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
-from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, BucketTimes
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
@@ -27,18 +27,11 @@ _TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
 
 
-BucketRow: TypeAlias = tuple[Timestamp, Timestamp, BucketTimes]
-"""When gradients and mean of a bucket were there; the times within the last do not count."""
 OnCompletion: TypeAlias = Callable[[Timestamp], None]
-SpanRow: TypeAlias = tuple[str, int, Timestamp, Timestamp, str, str, int, int]
-"""Values of a span, in the order of its fields."""
-
-
-class Events(NamedTuple):
-    """What was recorded of a step, at timestamps that may be to come."""
-
-    buckets: Sequence[BucketRow] = ()
-    spans: Sequence[SpanRow] = ()
+Row: TypeAlias = tuple[Any, ...]
+"""Values of a record in the order of its fields, with timestamps in the place of times."""
+Volume: TypeAlias = tuple[int, int, int, str]
+"""Raw, intra and inter bytes of a bucket, and its codec: the last fields of its record."""
 
 
 class Recorder(Observer):
@@ -69,8 +62,8 @@ class Recorder(Observer):
             else ThreadCompletionWatcher(self.device_clock.now)
         )
         self._ready: dict[int, Timestamp] = {}  # of buckets whose mean nobody has begun
-        self._buckets: list[BucketRow] = []
-        self._spans: list[SpanRow] = []
+        self._buckets: list[Row] = []
+        self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
@@ -115,22 +108,22 @@ class Recorder(Observer):
 
     @override
     def launches(
-        self, op: str, *, group: str, sent: int, mean: BucketTimes | None = None
+        self, op: str, *, group: str, sent: int, mean: Volume | None = None
     ) -> Callable[[dist.Work], None] | None:
-        """The same as of any observer; ``mean``: of a bucket that is there when it has ended."""
+        """The same as of any observer; ``mean``: of the bucket, which is there when it ends."""
         order = self._orders[group]
         self._orders[group] = order + 1
         if not self.is_on:
             return None
         bucket, begin = self._bucket, self._now()
-        ready = None if mean is None else self._ready.pop(mean.index, None)
+        ready = None if mean is None else self._ready.pop(bucket, None)
         # Of this step, also where it is over before this has ended.
         spans, buckets = self._spans, self._buckets
 
         def completed(end: Timestamp) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
             if mean is not None and ready is not None:
-                buckets.append((ready, end, mean))
+                buckets.append((bucket, ready, end, *mean))
 
         return lambda work: self._completions.watch(work, completed, group=group)
 
@@ -148,13 +141,13 @@ class Recorder(Observer):
             sents = [lane.sent for lane in lanes]
             intra, inter = sum(s.intra for s in sents), sum(s.inter for s in sents)
             codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
-            self.note(done, BucketTimes(index, 0, 0, raw, intra, inter, codec))
+            self.note(index, done, (raw, intra, inter, codec))
 
-    def note(self, done: Timestamp, bucket: BucketTimes) -> None:
+    def note(self, bucket: int, done: Timestamp, mean: Volume) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
-        ready = self._ready.pop(bucket.index, None)
+        ready = self._ready.pop(bucket, None)
         if ready is not None:
-            self._buckets.append((ready, done, bucket))
+            self._buckets.append((bucket, ready, done, *mean))
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""
@@ -167,12 +160,12 @@ class Recorder(Observer):
         """Whether any gradients have travelled in this step, on or off."""
         return bool(self._orders or self._buckets)
 
-    def take(self) -> Events:
-        """Events since the last call."""
+    def take(self) -> tuple[Sequence[Row], Sequence[Row]]:
+        """Buckets and spans since the last call, at timestamps that may be to come."""
         self._completions.drain(_TIMEOUT)
-        events = Events(self._buckets, self._spans)
+        found = self._buckets, self._spans
         self.drop()
-        return events
+        return found
 
     def drop(self) -> None:
         """Forget what was recorded since the last call."""

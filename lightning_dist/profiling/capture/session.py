@@ -19,7 +19,7 @@ from lightning_dist.profiling.capture.events import (
 )
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
+from lightning_dist.profiling.capture.steps import PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
 _FOR_ERRORS = 0.25
@@ -121,7 +121,6 @@ class Session:
         self.is_disturbed = False
         """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
-        self._has_stopped = False
         self.recorder = Recorder(clock, device_clock=self._device_clock)
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
@@ -135,20 +134,17 @@ class Session:
         if self._file is not None:
             self._unwritten += map(to_line, records)
 
-    def stop(self, timeout: float = _TIMEOUT) -> None:
-        """No step comes any more.
+    def end(self, reason: str, *, timeout: float = _TIMEOUT) -> None:
+        """The training is over: all of it is in the file. More may be noted before it is closed.
 
         Args:
-            timeout: seconds for an accelerator to come to their end; it may hang or have failed.
+            timeout: seconds for an accelerator to come to the end of the last steps; it may hang or
+                have failed.
         """
-        if self._has_stopped:
-            return
-        self._has_stopped = True
-        until = self._clock() + timeout * 1e9
-        because = ""
+        at, because = self._clock(), ""
         try:
             self.timer.end()
-            while self._over and self._clock() < until:
+            while self._over and self._clock() < at + timeout * 1e9:
                 time.sleep(0.001)
                 self._write_what_is_past()
         except RuntimeError as error:  # of whatever is asked of one that has failed
@@ -157,11 +153,6 @@ class Session:
             first = self._over[0].number if self._over else self._step
             because = because or f"the device did not come to their end within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
-
-    def end(self, reason: str) -> None:
-        """The training is over: all of it is in the file. More may be noted before it is closed."""
-        at = self._clock()
-        self.stop()
         self.recorder.close()
         self.note(EndRecord(reason, at))
         self._flush()
@@ -176,56 +167,61 @@ class Session:
             except OSError as error:
                 self._on_problem(f"{file.path} may not be whole: {error.strerror}")
 
-    def _close(self, cut: Cut) -> None:
+    def _close(self, step: PendingStep) -> None:
         now, recorder = self._clock(), self.recorder
         error, sampling = recorder.errors.take()
         recording = recorder.cost(self._cost)
         # Writing down the step before was in the time of this one.
         overhead = recording + sampling + recorder.spent + self._writing
-        events = recorder.take() if recorder.is_on else None
-        recorder.drop()
-        if not self._settings.in_detail:
-            cut = replace(cut, phases=())
-        over = PendingStep(
-            self._step, cut, events, error, recording, sampling, overhead, self.is_disturbed
+        buckets, spans = recorder.take()
+        step = replace(
+            step,
+            number=self._step,
+            phases=step.phases if self._settings.in_detail else (),
+            buckets=buckets,
+            spans=spans,
+            detailed=recorder.is_on,
+            error=error,
+            recording=recording,
+            sampling=sampling,
+            overhead=overhead,
+            was_disturbed=self.is_disturbed,
         )
-        self._over.append(over)
+        self._over.append(step)
         self._step += 1
         self.is_disturbed = self._next_step(self._step)
         written = self._write_what_is_past()
         self._begin_step()
         self._device_clock.compare()
-        self._flush_if_due(now)
+        if now - self._written_at >= self._settings.flush_s * 1e9:
+            self._written_at = now
+            self._flush()
         self._writing = self._clock() - now
         if self.is_disturbed:
             return  # what disturbs it is in these times
-        for over, record in written:
-            if over.was_disturbed:
-                continue
+        for over, duration in written:
             if over.sampling:
                 every = self._settings.error_every_n_steps
-                self._error_governor.spent(over.sampling / every, of=record.duration)
-            if record.detailed:
+                self._error_governor.spent(over.sampling / every, of=duration)
+            if over.detailed:
                 writing = self._writing / len(written)
-                self._governor.spent(over.recording + writing, of=record.duration)
+                self._governor.spent(over.recording + writing, of=duration)
 
-    def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
+    def _write_what_is_past(self) -> list[tuple[PendingStep, int]]:
+        """Steps that are noted now, with their durations."""
         written = []
         while self._over and self._over[0].is_past(self._device_clock):
             over = self._over.popleft()
-            written.append((over, self._write(over)))
+            record = over.read(self._device_clock)
+            if not over.was_disturbed:
+                written.append((over, record.duration))
+                self.note(record)
+                self._on_step(record)
+            error = None if over.error is None else over.error.record()
+            if error is not None:
+                self.note(error)
+                self._on_error(error)
         return written
-
-    def _write(self, over: PendingStep) -> StepRecord:
-        record = over.read(self._device_clock)
-        if not over.was_disturbed:
-            self.note(record)
-            self._on_step(record)
-        error = None if over.error is None else over.error.record()
-        if error is not None:
-            self.note(error)
-            self._on_error(error)
-        return record
 
     def _begin_step(self) -> None:
         """Decide what to look at."""
@@ -235,11 +231,6 @@ class Session:
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)
         looks = due and self._error_governor.wants(step // every)
         recorder.errors.ask(step if looks else None)
-
-    def _flush_if_due(self, now: int) -> None:
-        if now - self._written_at >= self._settings.flush_s * 1e9:
-            self._written_at = now
-            self._flush()
 
     def _flush(self) -> None:
         lines, self._unwritten = self._unwritten, []

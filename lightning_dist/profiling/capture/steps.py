@@ -8,42 +8,28 @@ a forward pass, as Lightning's manual optimization does, each of them ends a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any
-
-from msgspec.structs import replace
 
 from lightning_dist.profiling.capture.codec_error import ErrorSample
-from lightning_dist.profiling.capture.events import Phase, Span, StepRecord
-from lightning_dist.profiling.capture.recorder import Events, Recorder
+from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
+from lightning_dist.profiling.capture.recorder import Recorder, Row
 from lightning_dist.reducer.device_clock import DeviceClock, Timestamp
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Timestamps of a step and of its phases, which may be to come on an accelerator.
-
-    Args:
-        phases: names, with begin and end; some of them may have taken no time.
-        excluded: begin and end of what lies between phases and is not of the step, as a validation
-            between the micro-batches of an accumulation.
-    """
-
-    begin: Timestamp
-    end: Timestamp
-    phases: Sequence[tuple[str, Timestamp, Timestamp]] = ()
-    excluded: Sequence[tuple[Timestamp, Timestamp]] = ()
 
 
 @dataclass(frozen=True)
 class PendingStep:
     """A step that the host has completed, and an accelerator may not have.
 
+    Rows are values of a record in the order of its fields, with timestamps, which may be to come.
+
     Args:
-        events: what was recorded in detail; None: nothing was.
+        phases: rows; some of them may have taken no time.
+        excluded: begin and end of what lies between phases and is not of the step, as a validation
+            between the micro-batches of an accumulation.
+        buckets, spans: rows; none, if the step was not ``detailed``.
         error: of a codec, where that was sampled.
         recording: nanoseconds of the host that recording it took.
         sampling: the same of sampling a codec's error.
@@ -51,9 +37,14 @@ class PendingStep:
         was_disturbed: whether it was longer than such a step is.
     """
 
-    number: int
-    cut: Cut
-    events: Events | None
+    begin: Timestamp
+    end: Timestamp
+    phases: Sequence[Row] = ()
+    excluded: Sequence[tuple[Timestamp, Timestamp]] = ()
+    number: int = 0
+    buckets: Sequence[Row] = ()
+    spans: Sequence[Row] = ()
+    detailed: bool = True
     error: ErrorSample | None = None
     recording: int = 0
     sampling: int = 0
@@ -62,9 +53,8 @@ class PendingStep:
 
     def is_past(self, clock: DeviceClock) -> bool:
         """Whether all of it has been, on the accelerator too."""
-        buckets, spans = self.events or Events()
-        ends = ((row[1] for row in buckets), (row[3] for row in spans))
-        return clock.are_past(chain([self.cut.end], *ends))
+        ends = ((row[2] for row in self.buckets), (row[3] for row in self.spans))
+        return clock.are_past(chain([self.end], *ends))
 
     def read(self, clock: DeviceClock) -> StepRecord:
         """Its times in nanoseconds; all of it is past.
@@ -72,45 +62,41 @@ class PendingStep:
         What is before an excluded interval is moved to the end of that interval: exchanges, which
         come last, stay where they were.
         """
-        cut, (buckets, spans) = self.cut, self.events or Events()
 
-        def times(rows: Sequence[tuple[Any, ...]], place: int) -> Sequence[int]:
-            return clock.read([row[place] for row in rows], since=cut.begin)
+        def timed(rows: Sequence[Row], place: int) -> Iterator[tuple[Row, int, int]]:
+            """Rows, with the times of the timestamps at ``place`` and behind it."""
+            at, until = ([row[column] for row in rows] for column in (place, place + 1))
+            times = (clock.read(each, since=self.begin) for each in (at, until))
+            return zip(rows, *times, strict=True)
 
-        excluded = [*zip(times(cut.excluded, 0), times(cut.excluded, 1), strict=True)]
+        excluded = [(since, until) for _, since, until in timed(self.excluded, 0)]
 
         def moved(time: int) -> int:
             return time + sum(until - since for since, until in excluded if time <= since)
 
-        begin, end = clock.read([cut.begin, cut.end], since=cut.begin)
+        ((_, begin, end),) = timed([(self.begin, self.end)], 0)
         begin = moved(begin)
-        phases = tuple(
+        phases = [
             Phase(name, moved(at) - begin, moved(until) - begin)
-            for at, until, (name, _, _) in zip(
-                times(cut.phases, 1), times(cut.phases, 2), cut.phases, strict=True
-            )
+            for (name, _, _), at, until in timed(self.phases, 1)
             if at < until
-        )
-        bucket_times = [
-            replace(bucket, ready=ready - begin, done=done - begin)
-            for ready, done, (_, _, bucket) in zip(
-                times(buckets, 0), times(buckets, 1), buckets, strict=True
-            )
         ]
-        span_times = [
-            Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
-            for at, until, (phase, bucket, _, _, op, group, sent, order) in zip(
-                times(spans, 2), times(spans, 3), spans, strict=True
-            )
+        buckets = [
+            BucketTimes(index, ready - begin, done - begin, *rest)
+            for (index, _, _, *rest), ready, done in timed(self.buckets, 1)
+        ]
+        spans = [
+            Span(phase, bucket, at - begin, until - begin, *rest)
+            for (phase, bucket, _, _, *rest), at, until in timed(self.spans, 2)
         ]
         return StepRecord(
             self.number,
             begin,
             end - begin,
-            phases,
-            tuple(sorted(bucket_times, key=attrgetter("ready"))),
-            tuple(sorted(span_times, key=attrgetter("begin"))),
-            detailed=self.events is not None,
+            tuple(phases),
+            tuple(sorted(buckets, key=attrgetter("ready"))),
+            tuple(sorted(spans, key=attrgetter("begin"))),
+            detailed=self.detailed,
             overhead=self.overhead,
         )
 
@@ -125,7 +111,10 @@ class StepTimer:
     """
 
     def __init__(
-        self, now: Callable[[], Timestamp], recorder: Recorder, on_step: Callable[[Cut], None]
+        self,
+        now: Callable[[], Timestamp],
+        recorder: Recorder,
+        on_step: Callable[[PendingStep], None],
     ) -> None:
         self._now, self._recorder, self._on_step = now, recorder, on_step
         self._begin = self._since = now()
@@ -212,10 +201,10 @@ class StepTimer:
             return
         end = self._synchronised if self._stepped is None else self._stepped
         self._enter("between_steps", end)
-        cut = Cut(self._begin, end, self._phases, self._excluded)
+        step = PendingStep(self._begin, end, self._phases, self._excluded)
         self._begin, self._phases, self._excluded = end, [], []
         self._synchronised = self._stepped = None
-        self._on_step(cut)
+        self._on_step(step)
 
     def _exclude(self, until: Timestamp) -> None:
         self.end()
