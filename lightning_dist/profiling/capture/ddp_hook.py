@@ -7,8 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
-from weakref import WeakMethod
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
+from lightning_dist.reducer.commit import untraced
 
 _HELD_BYTES = 4 << 20
 """DDP copies a mean into its gradients while the next ones travel; those that are held until the
@@ -50,10 +50,10 @@ class Watching:
         self._in_backward = False
         self._mine = {id(parameter) for parameter in model.parameters()}
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_untraced(self._before_forward)),
-            model.register_forward_hook(_untraced(self._after_forward)),
-            register_optimizer_step_pre_hook(_untraced(self._before_step)),
-            register_optimizer_step_post_hook(_untraced(self._after_step)),
+            model.register_forward_pre_hook(untraced(self._before_forward)),
+            model.register_forward_hook(untraced(self._after_forward)),
+            register_optimizer_step_pre_hook(untraced(self._before_step)),
+            register_optimizer_step_post_hook(untraced(self._after_step)),
         ]
 
     def stop(self) -> None:
@@ -105,17 +105,6 @@ class Watching:
     def _is_mine(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return any(id(parameter) in self._mine for parameter in parameters)
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """torch.compile takes what hooks do into its graphs; a time that is looked at there is none."""
-    weak = WeakMethod(hook)  # what the compiler makes of a function refers to itself
-
-    def call(*arguments: Any) -> None:
-        if (method := weak()) is not None:
-            method(*arguments)
-
-    return cast(Callable[..., None], torch.compiler.disable(call))  # type: ignore[no-untyped-call]
 
 
 def _at_the_end(call: Callable[[], None]) -> None:
@@ -274,15 +263,12 @@ def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, cross
         crosses: whether the next rank of the ring is on another host.
     """
 
-    def watched_allreduce_hook(state: WatchedAllReduce, bucket: GradBucket) -> Future[Tensor]:
-        return state.reduce(bucket)
-
     for _, state in model._comm_hooks:
         if isinstance(state, WatchedAllReduce):
             state.recorder = recorder
             return
     watched = WatchedAllReduce(recorder, model.process_group, crosses)
-    model.register_comm_hook(watched, watched_allreduce_hook)
+    model.register_comm_hook(watched, WatchedAllReduce.reduce)
 
 
 def _sent(gradients: Tensor, world: int) -> int:

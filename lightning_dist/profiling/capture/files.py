@@ -48,8 +48,7 @@ class RankFile:
     def __init__(self, folder: str | Path, *, rank: int) -> None:
         self.path = Path(folder) / f"rank{rank}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-        self._handle: int | None = os.open(self.path, flags, 0o644)
+        self.file = self.path.open("wb")
 
     def write(self, records: Sequence[Record]) -> None:
         """Append them."""
@@ -57,19 +56,13 @@ class RankFile:
 
     def write_lines(self, lines: Sequence[bytes]) -> None:
         """The same of what :func:`to_line` has made of them."""
-        assert self._handle is not None
-        content = memoryview(b"".join(each + b"\n" for each in lines))
-        while content:  # nearly full disks, quotas and signals let it take a part only
-            content = content[os.write(self._handle, content) :]
+        self.file.write(b"".join(each + b"\n" for each in lines))
+        self.file.flush()
 
     def close(self) -> None:
         """Make what was written durable."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        with self.file:
+            os.fsync(self.file.fileno())
 
 
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:

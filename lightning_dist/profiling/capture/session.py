@@ -31,6 +31,8 @@ _LONGEST_PERIOD = 1024
 _WEIGHT = 0.1
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
+_FLUSH = 10**9
+"""Nanoseconds after which records are in the file at the latest, and a step."""
 _TIMEOUT = 2.0
 """Seconds for an accelerator to come to the end of the last steps."""
 
@@ -41,13 +43,11 @@ class SessionSettings:
 
     Args:
         max_overhead: share of a step that it may take, 0 to 1; above it looks at fewer steps.
-        flush_s: seconds after which records are in the file at the latest (and a step).
         in_detail: record phases, buckets and spans; False: only how long steps take.
         error_every_n_steps: steps between two samples of the compression error; 0: never.
     """
 
     max_overhead: float = 0.01
-    flush_s: float = 1.0
     in_detail: bool = True
     error_every_n_steps: int = 50
 
@@ -193,7 +193,7 @@ class Session:
         written = self._write_what_is_past()
         self._begin_step()
         self._device_clock.compare()
-        if now - self._written_at >= self._settings.flush_s * 1e9:
+        if now - self._written_at >= _FLUSH:
             self._written_at = now
             self._flush()
         self._writing = self._clock() - now
