@@ -148,7 +148,7 @@ def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None
     settings = SessionSettings()
     session = Session(tmp_path, about, settings=settings, on_problem=told.append, clock=clock)
     handle = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(handle, session._file.file.fileno())
+    os.dup2(handle, session._file._file.fileno())
     os.close(handle)
     for _ in range(4):
         step(session, clock, 0.6)
@@ -162,20 +162,25 @@ def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None
 
 FULL_IN_A_LINE = """
 import resource, sys
+from lightning_dist.profiling.capture.events import EndRecord
 from lightning_dist.profiling.capture.files import RankFile
-file = RankFile(sys.argv[1], rank=0)
-resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
-try:
-    file.write_lines([b"x" * 50])
-except OSError as error:
-    print(error.strerror)
+told = []
+file = RankFile(sys.argv[1], rank=0, on_problem=told.append)
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))
+file.write([EndRecord(50 * "x")])
+file.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+print(*told)
 """
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_line_is_told(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", FULL_IN_A_LINE, tmp_path], limit=60)
-    assert done.require_success().output == "File too large\n"
-    assert (tmp_path / "rank0.jsonl").read_text() == "x" * 30
+    path = tmp_path / "rank0.jsonl"
+    told = f"{path}: File too large; the steps of this rank are not kept any more\n"
+    assert done.require_success().output == told
+    assert path.read_text() == '{"kind":"end","reason":"xxxxxx'
 
 
 def test_a_disk_that_fails_at_the_end_is_told(
@@ -191,7 +196,7 @@ def test_a_disk_that_fails_at_the_end_is_told(
 
     monkeypatch.setattr(os, "fsync", failing)
     session.close()
-    assert told == [f"{tmp_path / 'rank1.jsonl'} may not be whole: Input/output error"]
+    assert told == [f"{tmp_path / 'rank1.jsonl'}: Input/output error; it may not be whole"]
 
 
 def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from itertools import count
 from pathlib import Path
 
@@ -33,36 +34,66 @@ def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
 
 
 class RankFile:
-    """Appends the records of one rank. Whole lines reach the file when they are written.
+    """Lines of one rank, in the order of its records. Only whole lines are there while it is open.
 
-    Writing raises ``OSError`` where not all of it reaches the file. Nothing may follow then,
-    because the last line may be incomplete.
+    A disk that fails is no reason to stop training: nothing more is written then, because the last
+    line may be incomplete.
 
     What an older run has left under its name goes: only rank 0 sees whether the number of a run is
     taken, and only on its own disk.
 
-    Raises:
-        OSError: the folder cannot be written to.
+    Args:
+        folder: of the run; None: nothing is kept.
+        on_problem: called with what went wrong, and what that costs.
     """
 
-    def __init__(self, folder: str | Path, *, rank: int) -> None:
-        self.path = Path(folder) / f"rank{rank}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("wb")
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        rank: int,
+        on_problem: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        self._path = Path(folder or "") / f"rank{rank}.jsonl"
+        self._on_problem = on_problem
+        self._lines: list[bytes] = []
+        self._file: BufferedWriter | None = None
+        if folder is not None:
+            with self._told("the steps of this rank are not kept"):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("wb")
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Append them."""
-        self.write_lines([to_line(each) for each in records])
+    def write(self, records: Iterable[Record]) -> None:
+        """Append them, with the next flush."""
+        if self._file is not None:
+            self._lines += map(to_line, records)
 
-    def write_lines(self, lines: Sequence[bytes]) -> None:
-        """The same of what :func:`to_line` has made of them."""
-        self.file.write(b"".join(each + b"\n" for each in lines))
-        self.file.flush()
+    def flush(self) -> None:
+        """Have all of them in the file."""
+        lines, self._lines = self._lines, []
+        if self._file is not None:
+            with self._told("the steps of this rank are not kept any more"):
+                self._file.write(b"".join(each + b"\n" for each in lines))
+                self._file.flush()
 
     def close(self) -> None:
         """Make what was written durable."""
-        with self.file:
-            os.fsync(self.file.fileno())
+        self.flush()
+        file, self._file = self._file, None
+        if file is not None:
+            with self._told("it may not be whole"), file:
+                os.fsync(file.fileno())
+
+    @contextmanager
+    def _told(self, loss: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
+            self._on_problem(f"{error.filename or self._path}: {error.strerror}; {loss}")
 
 
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from lightning_dist.profiling.capture.events import (
     RankRecord,
     Record,
     StepRecord,
-    to_line,
 )
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Recorder
@@ -104,15 +102,7 @@ class Session:
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
-        self._file: RankFile | None = None
-        if folder is not None:
-            try:
-                self._file = RankFile(folder, rank=metadata.rank)
-            except OSError as error:  # the other ranks have begun
-                on_problem(
-                    f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
-                )
-        self._unwritten: list[bytes] = []
+        self._file = RankFile(folder, rank=metadata.rank, on_problem=on_problem)
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_ERRORS) * settings.max_overhead)
         self._error_governor = Governor(_FOR_ERRORS * settings.max_overhead)
@@ -126,13 +116,12 @@ class Session:
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
         """Is told of passes and of steps of optimizers."""
         self.note(metadata)
-        self._flush()  # a rank that is killed at once has said at least who it was
+        self._file.flush()  # a rank that is killed at once has said at least who it was
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
         # Lines are made in the step that they are of, so that each bears what it costs.
-        if self._file is not None:
-            self._unwritten += map(to_line, records)
+        self._file.write(records)
 
     def end(self, reason: str, *, timeout: float = _TIMEOUT) -> None:
         """The training is over: all of it is in the file. More may be noted before it is closed.
@@ -155,17 +144,11 @@ class Session:
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
         self.recorder.close()
         self.note(EndRecord(reason, at))
-        self._flush()
+        self._file.flush()
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._flush()
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self._on_problem(f"{file.path} may not be whole: {error.strerror}")
+        self._file.close()
 
     def _close(self, step: PendingStep) -> None:
         now, recorder = self._clock(), self.recorder
@@ -195,7 +178,7 @@ class Session:
         self._device_clock.compare()
         if now - self._written_at >= _FLUSH:
             self._written_at = now
-            self._flush()
+            self._file.flush()
         self._writing = self._clock() - now
         if self.is_disturbed:
             return  # what disturbs it is in these times
@@ -231,20 +214,6 @@ class Session:
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)
         looks = due and self._error_governor.wants(step // every)
         recorder.errors.ask(step if looks else None)
-
-    def _flush(self) -> None:
-        lines, self._unwritten = self._unwritten, []
-        if self._file is None:
-            return
-        try:
-            self._file.write_lines(lines)
-        except OSError as error:  # a full disk is no reason to stop training
-            file, self._file = self._file, None
-            with suppress(OSError):
-                file.close()
-            self._on_problem(
-                f"{file.path}: {error.strerror}; the steps of this rank are not kept any more"
-            )
 
 
 class Governor:
