@@ -56,7 +56,7 @@ class Recorder(Observer):
         self.is_on = True
         """Whether anything is recorded, besides compression errors that were asked for."""
         self.errors = CompressionErrorSampler(clock)
-        self._completions: CompletionWatcher = (
+        self._completions = (
             StreamCompletionWatcher(self.device_clock)
             if isinstance(self.device_clock, StreamClock)
             else ThreadCompletionWatcher(self.device_clock.now)
@@ -179,29 +179,7 @@ class Recorder(Observer):
         self._completions.close()
 
 
-class CompletionWatcher:
-    """Watches collectives for completion."""
-
-    def __init__(self) -> None:
-        self.spent = 0
-        """Nanoseconds of a core that it has taken so far."""
-
-    def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
-        """Call ``on_completion`` with the time when ``work`` has completed; not if it fails."""
-        raise NotImplementedError
-
-    def drain(self, timeout: float) -> bool:
-        """Wait for all collectives watched so far, for ``timeout`` seconds; False: some are left.
-
-        Nothing is waited for where times are marks in a stream.
-        """
-        return True
-
-    def close(self) -> None:
-        """Watch nothing more."""
-
-
-class StreamCompletionWatcher(CompletionWatcher):
+class StreamCompletionWatcher:
     """Sets a mark behind a collective when that is launched, in a stream that waits for it.
 
     In one stream for each group, whose collectives complete in their order. A device has few
@@ -209,12 +187,13 @@ class StreamCompletionWatcher(CompletionWatcher):
     """
 
     def __init__(self, clock: StreamClock) -> None:
-        super().__init__()
         self._device_clock = clock
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self.spent = 0
+        """Nanoseconds of a core that it has taken so far."""
 
-    @override
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        """Call ``on_completion`` with the mark when ``work`` has completed."""
         begin = time.monotonic_ns()
         if group not in self._streams:
             self._streams[group] = self._device_clock.new_stream()
@@ -224,6 +203,13 @@ class StreamCompletionWatcher(CompletionWatcher):
             work.get_future().wait()
             on_completion(self._device_clock.now())
         self.spent += time.monotonic_ns() - begin
+
+    def drain(self, timeout: float) -> bool:
+        """Nothing is waited for."""
+        return True
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
 @dataclass
@@ -237,7 +223,7 @@ class _Group:
     threads: int = 0
 
 
-class ThreadCompletionWatcher(CompletionWatcher):
+class ThreadCompletionWatcher:
     """Waits for collectives in threads, of each group in as many as it has under way at once.
 
     gloo begins those of a group in their order, and so do its threads here wait for them: always
@@ -248,14 +234,15 @@ class ThreadCompletionWatcher(CompletionWatcher):
     """
 
     def __init__(self, now: Callable[[], Timestamp]) -> None:
-        super().__init__()
         self._now = now
+        self.spent = 0
+        """Nanoseconds of a core that it has taken so far."""
         self._groups: defaultdict[str, _Group] = defaultdict(_Group)
         self._changed = threading.Condition()
         self._pending = 0
 
-    @override
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        """Call ``on_completion`` with the time when ``work`` has completed; not if it fails."""
         with self._changed:
             of = self._groups[group]
             self._pending += 1
@@ -267,13 +254,13 @@ class ThreadCompletionWatcher(CompletionWatcher):
             name = f"comm-completion {group}"
             threading.Thread(target=self._loop, args=(of,), name=name, daemon=True).start()
 
-    @override
     def drain(self, timeout: float) -> bool:
+        """Wait for all collectives watched so far; False: some are left after ``timeout`` s."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
-    @override
     def close(self) -> None:
+        """Watch nothing more."""
         # Of a collective that never completes a thread waits on, and holds up nobody.
         for of in self._groups.values():
             for _ in range(of.threads):
