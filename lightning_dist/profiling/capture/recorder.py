@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +27,7 @@ _TIMEOUT = 0.1
 
 
 OnCompletion: TypeAlias = Callable[[Timestamp], None]
+_Queue: TypeAlias = "queue.SimpleQueue[tuple[dist.Work, OnCompletion] | None]"
 Row: TypeAlias = tuple[Any, ...]
 """Values of a record in the order of its fields, with timestamps in the place of times."""
 Volume: TypeAlias = tuple[int, int, int, str]
@@ -212,19 +212,8 @@ class StreamCompletionWatcher:
         """Nothing is left to do."""
 
 
-@dataclass
-class _Group:
-    """Collectives of a group that are under way, and threads that wait for them."""
-
-    given: queue.SimpleQueue[tuple[dist.Work, OnCompletion] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
-    pending: int = 0
-    threads: int = 0
-
-
 class ThreadCompletionWatcher:
-    """Waits for collectives in threads, of each group in as many as it has under way at once.
+    """Waits for collectives in threads, of each group in as many as gloo runs at once.
 
     gloo begins those of a group in their order, and so do its threads here wait for them: always
     for just those that are under way, of which any may be the first to complete.
@@ -237,22 +226,22 @@ class ThreadCompletionWatcher:
         self._now = now
         self.spent = 0
         """Nanoseconds of a core that it has taken so far."""
-        self._groups: defaultdict[str, _Group] = defaultdict(_Group)
+        self._given: defaultdict[str, _Queue] = defaultdict(queue.SimpleQueue)
+        self._threads: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._pending = 0
 
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
         """Call ``on_completion`` with the time when ``work`` has completed; not if it fails."""
         with self._changed:
-            of = self._groups[group]
             self._pending += 1
-            of.pending += 1
-            is_short = of.threads < min(of.pending, GLOO_AT_ONCE)
-            of.threads += is_short
-        of.given.put((work, on_completion))
+            is_short = self._threads[group] < GLOO_AT_ONCE
+            self._threads[group] += is_short
+            given = self._given[group]
+        given.put((work, on_completion))
         if is_short:
             name = f"comm-completion {group}"
-            threading.Thread(target=self._loop, args=(of,), name=name, daemon=True).start()
+            threading.Thread(target=self._loop, args=(given,), name=name, daemon=True).start()
 
     def drain(self, timeout: float) -> bool:
         """Wait for all collectives watched so far; False: some are left after ``timeout`` s."""
@@ -262,26 +251,25 @@ class ThreadCompletionWatcher:
     def close(self) -> None:
         """Watch nothing more."""
         # Of a collective that never completes a thread waits on, and holds up nobody.
-        for of in self._groups.values():
-            for _ in range(of.threads):
-                of.given.put(None)
-        self._groups.clear()
+        for group in self._threads.elements():
+            self._given[group].put(None)
+        self._threads.clear()
+        self._given.clear()
 
-    def _loop(self, of: _Group) -> None:
+    def _loop(self, given: _Queue) -> None:
         before = 0
-        while (given := of.given.get()) is not None:
-            work, on_completion = given
+        while (task := given.get()) is not None:
+            work, on_completion = task
             try:
                 work.wait()
             except Exception:  # whoever needs it is told, and it is no time of a transfer
                 pass
             else:
                 on_completion(self._now())
-            del work, on_completion, given  # or what was sent lives on until the next one
+            del work, on_completion, task  # or what was sent lives on until the next one
             after = time.thread_time_ns()
             with self._changed:  # last: whoever has drained it reads the rest
                 self.spent += after - before
-                of.pending -= 1
                 self._pending -= 1
                 if not self._pending:
                     self._changed.notify_all()

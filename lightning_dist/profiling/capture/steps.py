@@ -82,12 +82,12 @@ class PendingStep:
             if at < until
         ]
         buckets = [
-            BucketTimes(index, ready - begin, done - begin, *rest)
-            for (index, _, _, *rest), ready, done in timed(self.buckets, 1)
+            BucketTimes(index, ready - begin, done - begin, raw, intra, inter, codec)
+            for (index, _, _, raw, intra, inter, codec), ready, done in timed(self.buckets, 1)
         ]
         spans = [
-            Span(phase, bucket, at - begin, until - begin, *rest)
-            for (phase, bucket, _, _, *rest), at, until in timed(self.spans, 2)
+            Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
+            for (phase, bucket, _, _, op, group, sent, order), at, until in timed(self.spans, 2)
         ]
         return StepRecord(
             self.number,
