@@ -200,7 +200,7 @@ class Session:
                 written.append((over, record.duration))
                 self.note(record)
                 self._on_step(record)
-            error = None if over.error is None else over.error.record()
+            error = None if over.error is None else over.error()
             if error is not None:
                 self.note(error)
                 self._on_error(error)

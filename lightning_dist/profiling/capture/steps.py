@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
-from lightning_dist.profiling.capture.codec_error import ErrorSample
+from lightning_dist.profiling.capture.codec_error import Sample
 from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder, Row
 from lightning_dist.reducer.device_clock import DeviceClock, Timestamp
@@ -45,7 +45,7 @@ class PendingStep:
     buckets: Sequence[Row] = ()
     spans: Sequence[Row] = ()
     detailed: bool = True
-    error: ErrorSample | None = None
+    error: Sample | None = None
     recording: int = 0
     sampling: int = 0
     overhead: int = 0
