@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dist.profiling.capture.events import (
@@ -157,8 +157,7 @@ class Session:
         # Writing down the step before was in the time of this one.
         overhead = recording + sampling + recorder.spent + self._writing
         buckets, spans = recorder.take()
-        step = replace(
-            step,
+        step = step._replace(
             number=self._step,
             phases=step.phases if self._settings.in_detail else (),
             buckets=buckets,

@@ -9,9 +9,9 @@ a forward pass, as Lightning's manual optimization does, each of them ends a ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from lightning_dist.profiling.capture.codec_error import Sample
 from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
@@ -19,8 +19,7 @@ from lightning_dist.profiling.capture.recorder import Recorder, Row
 from lightning_dist.reducer.device_clock import DeviceClock, Timestamp
 
 
-@dataclass(frozen=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step that the host has completed, and an accelerator may not have.
 
     Rows are values of a record in the order of its fields, with timestamps, which may be to come.
@@ -62,19 +61,20 @@ class PendingStep:
         What is before an excluded interval is moved to the end of that interval: exchanges, which
         come last, stay where they were.
         """
+        first = self.begin
 
         def timed(rows: Sequence[Row], place: int) -> Iterator[tuple[Row, int, int]]:
             """Rows, with the times of the timestamps at ``place`` and behind it."""
-            at, until = ([row[column] for row in rows] for column in (place, place + 1))
-            times = (clock.read(each, since=self.begin) for each in (at, until))
-            return zip(rows, *times, strict=True)
+            at = clock.read([row[place] for row in rows], since=first)
+            until = clock.read([row[place + 1] for row in rows], since=first)
+            return zip(rows, at, until, strict=True)
 
         excluded = [(since, until) for _, since, until in timed(self.excluded, 0)]
 
         def moved(time: int) -> int:
             return time + sum(until - since for since, until in excluded if time <= since)
 
-        ((_, begin, end),) = timed([(self.begin, self.end)], 0)
+        begin, end = clock.read([first, self.end], since=first)
         begin = moved(begin)
         phases = [
             Phase(name, moved(at) - begin, moved(until) - begin)
