@@ -124,8 +124,8 @@ class StepTimer:
         self._evaluated: Timestamp | None = None  # until then; it may be of a step or of none
         self._synchronised: Timestamp | None = None
         self._stepped: Timestamp | None = None
-        self._in_forward = self._is_optimizing = False
-        self._passes = 0  # forward, since an optimizer has begun its step
+        self._in_forward = False
+        self._passes: int | None = None  # forward, within the step of an optimizer
 
     def forward(self) -> None:
         """A forward pass of training begins.
@@ -133,10 +133,10 @@ class StepTimer:
         An optimizer that asks for several passes, as LBFGS does of its closure, has one step.
         """
         now = self._now()
-        is_asked_again = self._is_optimizing and self._passes > 0
-        self._passes += 1
         self._in_forward = True
-        if not is_asked_again:
+        if self._passes is not None:
+            self._passes += 1
+        if self._passes is None or self._passes == 1:
             if self._evaluated is not None:
                 self._exclude(self._evaluated)
             self.end()
@@ -167,7 +167,7 @@ class StepTimer:
 
         A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
         """
-        self._is_optimizing, self._passes = True, 0
+        self._passes = 0
         self._evaluated = None
         if self._phase == "forward" and self._recorder.has_exchanged:
             self._phase = "backward"
@@ -175,7 +175,7 @@ class StepTimer:
 
     def stepped(self) -> None:
         """It has made it. Within a forward pass it ends a step: the pass may have another."""
-        self._is_optimizing = False
+        self._passes = None
         if self._synchronised is None:
             return
         self._stepped = self._now()
