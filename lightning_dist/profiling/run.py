@@ -32,8 +32,8 @@ from lightning_dist.profiling.capture.events import (
 )
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
-_HEAD = struct.Struct("qqq?qq")
-"""Begin, duration, overhead, and whether it is detailed; place and length of its line."""
+_HEAD = struct.Struct("qqq?q")
+"""Begin, duration, overhead, and whether it is detailed; place of its line."""
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -51,30 +51,30 @@ class StepLines(Mapping[int, StepRecord]):
         self._heads: dict[int, bytes] = {}  # packed: objects would take several times as much
         self._newest: StepRecord | None = None
 
-    def add(self, step: StepRecord, *, at: int, length: int) -> None:
-        """Keep the head of ``step``, whose line has ``length`` bytes and begins at byte ``at``.
+    def add(self, step: StepRecord, *, at: int) -> None:
+        """Keep the head of ``step``, whose line begins at byte ``at``.
 
         Raises:
             ValueError: a time that no clock has.
         """
         times = step.begin, step.duration, step.overhead
         try:
-            self._heads[step.step] = _HEAD.pack(*times, step.detailed, at, length)
+            self._heads[step.step] = _HEAD.pack(*times, step.detailed, at)
         except struct.error:
             raise ValueError(f"times of a step are nanoseconds, got {times!r:.80}") from None
 
     def head(self, step: int) -> StepRecord:
         """The step without phases, buckets and spans; nothing is read for that."""
-        begin, duration, overhead, detailed, _, _ = _HEAD.unpack(self._heads[step])
+        begin, duration, overhead, detailed, _ = _HEAD.unpack(self._heads[step])
         return StepRecord(step, begin, duration, detailed=detailed, overhead=overhead)
 
     @override
     def __getitem__(self, step: int) -> StepRecord:
-        *_, at, length = _HEAD.unpack(self._heads[step])
+        *_, at = _HEAD.unpack(self._heads[step])
         if self._newest is None or self._newest.step != step:  # it is asked for several times
             with self._path.open("rb") as file:
                 file.seek(at)
-                line = file.read(length)
+                line = file.readline()
             record = None
             with suppress(ValueError):
                 record = from_line(line)
@@ -238,7 +238,7 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
                 try:
                     record = from_line(line)
                     if isinstance(record, StepRecord):
-                        steps.add(record, at=at, length=len(line))
+                        steps.add(record, at=at)
                     elif record is not None:
                         found[type(record)].append(record)
                 except ValueError:
