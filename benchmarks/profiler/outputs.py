@@ -13,11 +13,11 @@ from lightning_dist.profiling.capture.events import (
     ClockRecord,
     EndRecord,
     Phase,
-    RankFile,
     RankRecord,
     Span,
     StepRecord,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.report.files import Wanted, write_files
 from lightning_dist.profiling.run import read_run
 

@@ -20,8 +20,10 @@ from lightning_dist.profiling.report.summary_file import to_json
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions
 
-SCHEMA = 1
-_OF_RANK_0 = ("started", "script", "world_size", "groups", "codec", "backend", "device", "cores")
+_OF_RANK_0 = (
+    *("schema", "started", "script"),
+    *("world_size", "groups", "codec", "backend", "device", "cores"),
+)
 
 
 def rank_metadata(
@@ -69,7 +71,6 @@ def run_metadata(
     """
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
-        "schema": SCHEMA,
         **{name: getattr(of_rank, name) for name in _OF_RANK_0},
         "hosts": list(hosts),
         "compression": None if reducer is None else reducer.comm_config(),

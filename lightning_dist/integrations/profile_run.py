@@ -31,13 +31,14 @@ from lightning_dist.profiling.capture.ddp_hook import (
     watch_allreduce,
 )
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.files import await_ends, new_run_folder, replace_file
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import Wanted, Written, write_files
-from lightning_dist.profiling.run import Run, await_ends, new_run_folder, read_run, replace_file
+from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
     Costs,
@@ -209,15 +210,15 @@ class ProfileRun:
         tracer, self._tracer = self._tracer, None
         # The last step, while the tracer still says that it is on. On a slow network an accelerator
         # is some steps behind, of seconds each; after an error it may never come to their end.
+        # What comes after that needs the others, and one may be gone.
         if together:
-            self._session.stop(_TIMEOUT)
+            self._session.end(reason, timeout=_TIMEOUT)
         else:
-            self._session.stop()
+            self._session.end(reason)
         if tracer is not None:
             tracer.close()
         if self._reducer is not None:
             self._reducer.detach(self._session.recorder)
-        self._session.end(reason)  # what comes now needs the others, and one may be gone
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.
             _set_pg_timeout(timedelta(seconds=_TIMEOUT), self._group)

@@ -15,15 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.profiling.analysis.clock_quality import clock_at
 from lightning_dist.profiling.capture.events import ClockRecord
-from lightning_dist.profiling.links import receive, send
 
-_FAN_OUT = 16
-"""So many hosts ask the same rank, one after the other; more make a tree."""
+_CPU = torch.device("cpu")  # gloo's, where the program has another default device
 
 _LONGEST = 250_000_000
 """Nanoseconds after which a host asks no more: a busy link takes its time for every answer."""
@@ -38,9 +34,8 @@ def read_offset(
     rounds: int = 32,
     clock: Callable[[], int] = time.monotonic_ns,
     machine: str = "",
-    fan_out: int = _FAN_OUT,
 ) -> ClockRecord:
-    """Compare this rank's clock with that of rank 0. Collective, a few milliseconds.
+    """Compare this rank's clock with that of rank 0. Collective, a few milliseconds a machine.
 
     One rank of every machine asks; the others there read the same clock. Best called where the
     network is idle: the offset of a busy one is true too, but its uncertainty is large.
@@ -50,72 +45,48 @@ def read_offset(
         rounds: questions of a machine; fewer where the answers take long.
         clock: monotonic, in nanoseconds.
         machine: equal on ranks that share a clock; by default what the kernel says.
-        fan_out: machines that ask the same one.
 
     Raises:
-        ValueError: ``rounds`` or ``fan_out`` is less than 1.
         RuntimeError: of gloo: a rank is gone, or did not come within the timeout of the group.
     """
-    for name, value in (("rounds", rounds), ("fan_out", fan_out)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}; the default does")
     facts = {"machine": machine or this_machine()}
-    machines = [
-        str(each["machine"]) for each in all_facts(facts, group=group, device=torch.device("cpu"))
-    ]
-    leader_of: dict[str, int] = {}
-    for rank, each in enumerate(machines):
-        leader_of.setdefault(each, rank)
-    leaders, rank = list(leader_of.values()), group.rank()
+    machines = [each["machine"] for each in all_facts(facts, group=group, device=_CPU)]
+    rank, leader_of = group.rank(), {each: machines.index(each) for each in machines}
     reading = ClockRecord(clock(), 0, 0)
-    if rank in leaders:
-        place = leaders.index(rank)
-        if place > 0:
-            reading = _ask(group, leaders[(place - 1) // fan_out], rounds=rounds, clock=clock)
-        for asker in leaders[place * fan_out + 1 : (place + 1) * fan_out + 1]:
-            _answer(group, asker, reading, clock=clock)
-    row = torch.tensor([reading.at, reading.offset, reading.uncertainty], device="cpu")
+    if rank == 0:
+        for asker in [*leader_of.values()][1:]:
+            _answer(group, asker, clock=clock)
+    elif rank == leader_of[machines[rank]]:
+        reading = _ask(group, rounds=rounds, clock=clock)
+    row = torch.tensor([reading.at, reading.offset, reading.uncertainty], device=_CPU)
     rows = row.new_empty(group.size() * len(row))
     dist.all_gather_single(rows, row, group=group)
     return ClockRecord(*rows.view(group.size(), -1)[leader_of[machines[rank]]].tolist())
 
 
-def _ask(
-    group: dist.ProcessGroup, server: int, *, rounds: int, clock: Callable[[], int]
-) -> ClockRecord:
-    question, answer = _messages()
+def _ask(group: dist.ProcessGroup, *, rounds: int, clock: Callable[[], int]) -> ClockRecord:
+    """The best of several readings; the last question says that it is."""
+    question, answer = torch.zeros(2, 1, dtype=torch.int64, device=_CPU)
     readings: list[ClockRecord] = []
     first = end = clock()
-    is_last = False
-    while not is_last:
-        is_last = len(readings) + 1 >= rounds or end - first > _LONGEST
-        question[0] = is_last
+    while not question.item():
+        question[0] = len(readings) + 1 >= rounds or end - first > _LONGEST
         begin = clock()
-        send(question, to=server, group=group)
-        receive(answer, source=server, group=group)
+        group.send([question], 0, 0).wait()
+        group.recv([answer], 0, 0).wait()
         end = clock()
-        now, its_uncertainty = answer.tolist()
         at = (begin + end) // 2
-        readings.append(ClockRecord(at, now - at, max(end - at, 1) + its_uncertainty))
+        readings.append(ClockRecord(at, int(answer) - at, max(end - at, 1)))
     return min(readings, key=lambda reading: reading.uncertainty)
 
 
-def _messages() -> tuple[Tensor, Tensor]:
-    """A question and an answer; gloo takes them where the program has another default device."""
-    message = torch.zeros(3, dtype=torch.int64, device="cpu")
-    return message[:1], message[1:]
-
-
-def _answer(
-    group: dist.ProcessGroup, asker: int, own: ClockRecord, *, clock: Callable[[], int]
-) -> None:
-    """Say what time it is on rank 0, until the last question of ``asker``."""
-    question, answer = _messages()
+def _answer(group: dist.ProcessGroup, asker: int, *, clock: Callable[[], int]) -> None:
+    """Say what time it is, until the last question of ``asker``."""
+    question, answer = torch.zeros(2, 1, dtype=torch.int64, device=_CPU)
     while not question.item():
-        receive(question, source=asker, group=group)
-        now = clock()
-        answer[0], answer[1] = now + own.offset, clock_at([own], now).uncertainty
-        send(answer, to=asker, group=group)
+        group.recv([question], asker, 0).wait()
+        answer[0] = clock()
+        group.send([answer], asker, 0).wait()
 
 
 def this_machine() -> str:

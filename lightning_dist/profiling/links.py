@@ -20,7 +20,6 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 
@@ -151,11 +150,11 @@ def pairs(
     def use(source: int, target: int) -> None:
         # Without an answer it would be done when the kernel has taken the bytes, not the target.
         if rank == source:
-            send(content, to=target, group=group)
-            receive(answer, source=target, group=group)
+            group.send([content], target, 0).wait()
+            group.recv([answer], target, 0).wait()
         elif rank == target:
-            receive(content, source=source, group=group)
-            send(answer, to=source, group=group)
+            group.recv([content], source, 0).wait()
+            group.send([answer], source, 0).wait()
 
     rates: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]
     for source, target in permutations(range(ranks), 2):
@@ -276,24 +275,6 @@ def _finish(device: Device) -> None:
     """Return when ``device`` has done all it was given."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(torch.device(device))
-
-
-def send(tensor: Tensor, *, to: int, group: dist.ProcessGroup) -> None:
-    """Return when it is on its way. ``to`` counts within the group; nobody else takes part.
-
-    Raises:
-        RuntimeError: of gloo: the rank is gone, or did not receive within the group's timeout.
-    """
-    group.send([tensor], to, 0).wait()
-
-
-def receive(tensor: Tensor, *, source: int, group: dist.ProcessGroup) -> None:
-    """Return when ``tensor`` holds what ``source`` has sent.
-
-    Raises:
-        RuntimeError: of gloo: the rank is gone, or did not send within the group's timeout.
-    """
-    group.recv([tensor], source, 0).wait()
 
 
 def end_group(group: dist.ProcessGroup) -> None:

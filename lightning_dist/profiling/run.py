@@ -5,16 +5,12 @@ The lines are the truth; everything else in the folder can be made again from th
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,10 +32,8 @@ from lightning_dist.profiling.capture.events import (
 )
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
-_HEAD = struct.Struct("qqq?qq")
-"""Begin, duration, overhead, and whether it is detailed; place and length of its line."""
-_TAIL = 4096
-"""Bytes; the last line is a short one."""
+_HEAD = struct.Struct("qqq?q")
+"""Begin, duration, overhead, and whether it is detailed; place of its line."""
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -57,30 +51,30 @@ class StepLines(Mapping[int, StepRecord]):
         self._heads: dict[int, bytes] = {}  # packed: objects would take several times as much
         self._newest: StepRecord | None = None
 
-    def add(self, step: StepRecord, *, at: int, length: int) -> None:
-        """Keep the head of ``step``, whose line has ``length`` bytes and begins at byte ``at``.
+    def add(self, step: StepRecord, *, at: int) -> None:
+        """Keep the head of ``step``, whose line begins at byte ``at``.
 
         Raises:
             ValueError: a time that no clock has.
         """
         times = step.begin, step.duration, step.overhead
         try:
-            self._heads[step.step] = _HEAD.pack(*times, step.detailed, at, length)
+            self._heads[step.step] = _HEAD.pack(*times, step.detailed, at)
         except struct.error:
             raise ValueError(f"times of a step are nanoseconds, got {times!r:.80}") from None
 
     def head(self, step: int) -> StepRecord:
         """The step without phases, buckets and spans; nothing is read for that."""
-        begin, duration, overhead, detailed, _, _ = _HEAD.unpack(self._heads[step])
+        begin, duration, overhead, detailed, _ = _HEAD.unpack(self._heads[step])
         return StepRecord(step, begin, duration, detailed=detailed, overhead=overhead)
 
     @override
     def __getitem__(self, step: int) -> StepRecord:
-        *_, at, length = _HEAD.unpack(self._heads[step])
+        *_, at = _HEAD.unpack(self._heads[step])
         if self._newest is None or self._newest.step != step:  # it is asked for several times
             with self._path.open("rb") as file:
                 file.seek(at)
-                line = file.read(length)
+                line = file.readline()
             record = None
             with suppress(ValueError):
                 record = from_line(line)
@@ -169,22 +163,6 @@ class Run:
         return stock and not self.unseen
 
 
-def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
-    """The first ``run-<n>`` that is not there yet, or a temporary one."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for number in count():
-            folder = parent / f"run-{number}"
-            with suppress(FileExistsError):
-                folder.mkdir()
-                return folder
-    except OSError as error:
-        folder = Path(tempfile.mkdtemp(prefix="comm_profile-"))
-        on_problem(f"{error.filename}: {error.strerror}; the profile is in {folder}")
-        return folder
-    raise AssertionError("there are numbers enough")
-
-
 def run_folder(folder: str | Path) -> Path:
     """``folder``, or the only run in it where it is none itself."""
     folder = Path(folder)
@@ -260,7 +238,7 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
                 try:
                     record = from_line(line)
                     if isinstance(record, StepRecord):
-                        steps.add(record, at=at, length=len(line))
+                        steps.add(record, at=at)
                     elif record is not None:
                         found[type(record)].append(record)
                 except ValueError:
@@ -290,46 +268,3 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
         bursts=found[BurstRecord],
         end=found[EndRecord][-1] if found[EndRecord] else None,
     )
-
-
-def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:
-    """Wait until all of ``ranks`` have written how they ended, for ``timeout`` seconds at most.
-
-    Ranks that fail together end within a moment of each other, and their last lines are in no file
-    before that.
-    """
-    missing, until = set(ranks), time.monotonic() + timeout
-    while missing := {rank for rank in missing if not _has_ended(folder / f"rank{rank}.jsonl")}:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _has_ended(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(file.tell() - _TAIL, 0))
-            *_, last = file.read().splitlines()
-            return isinstance(from_line(last), EndRecord)
-    except (OSError, ValueError):  # not there yet, empty, or half a line
-        return False
-
-
-def replace_file(path: str | Path, content: bytes) -> None:
-    """Write a file; what was there is replaced when all of the new one is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

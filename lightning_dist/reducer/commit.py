@@ -36,7 +36,7 @@ class PendingCommit:
         is called where that state is committed.
         """
         if self._unhook is None:
-            handle = register_optimizer_step_post_hook(_untraced(self._stepped))
+            handle = register_optimizer_step_post_hook(untraced(self._stepped))
             self._unhook = finalize(self, handle.remove)
         copies = [partial(tensor.copy_, tensor.to("cpu", copy=True)) for tensor in held]
         self._new[name] = [*copies, then]
@@ -52,7 +52,7 @@ class PendingCommit:
             self._unhook()
 
     @torch.no_grad()
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         if not self._new:
             return
         # A fused optimizer is called in any case, and told by the GradScaler to leave the step out.
@@ -66,11 +66,15 @@ class PendingCommit:
                         commit()
 
 
-def _untraced(method: Callable[[Optimizer], None]) -> Any:
-    weak = WeakMethod(method)  # torch keeps a hook for the life of the process
+def untraced(hook: Callable[..., None]) -> Any:
+    """A method as a hook that torch.compile keeps out of its graphs, as long as its object lives.
 
-    def call(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if (stepped := weak()) is not None:
-            stepped(optimizer)
+    A time that is looked at in a graph is none.
+    """
+    weak = WeakMethod(hook)  # torch keeps a hook for the life of the process
+
+    def call(*arguments: Any) -> None:
+        if (method := weak()) is not None:
+            method(*arguments)
 
     return torch.compiler.disable(call)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from pathlib import Path
 from calls import program
 from click.testing import Result
 
-from lightning_dist.profiling.capture.events import RankFile
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run
 
 

@@ -151,7 +151,7 @@ def test_bad_input() -> None:
 def test_meta_says_what_it_is_of(case: str, codec: str, folders: dict[str, Path]) -> None:
     run, summary = profile(folders[case])
     meta = json.loads((folders[case] / "run-0" / "meta.json").read_text())
-    assert (meta["schema"], meta["world_size"], meta["backend"]) == (1, 2, "gloo")
+    assert (meta["schema"], meta["world_size"], meta["backend"]) == (2, 2, "gloo")
     assert meta["hosts"] == summary["run"]["hosts"]
     assert meta["codec"] == run.ranks[0].metadata.codec
     assert codec in meta["codec"].lower()

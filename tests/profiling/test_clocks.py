@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from planted_clocks import PlantedClock
 from processes import run
@@ -28,13 +27,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "rank 0 is shifted": {"shifts": [-HOUR, 0, 0, 5_000_000], "machines": FOUR},
     "drifting": {"shifts": [7, HOUR, 0, -99], "drifts": [0, 200, -200, 50], "machines": FOUR},
     "rank 0 drifts": {"shifts": [0, 0, 0, 0], "drifts": [150, 0, 0, -150], "machines": FOUR},
-    "a chain": {
-        "shifts": [0, HOUR, -HOUR, 1],
-        "drifts": [0, 40, -40, 20],
-        "machines": FOUR,
-        "arguments": {"fan_out": 1},
-    },
-    "a tree": {"shifts": [3, HOUR, 2, 1], "machines": FOUR, "arguments": {"fan_out": 2}},
     "two machines": {"shifts": [0, HOUR, 0, HOUR], "machines": ["a", "b", "a", "b"]},
     "one question": {"shifts": [0, 1, 2, 3], "machines": FOUR, "arguments": {"rounds": 1}},
     "busy": {"shifts": [0, HOUR, -HOUR, 0], "machines": FOUR, "busy": 4_000_000},
@@ -140,26 +132,6 @@ def test_no_more_questions_where_an_answer_takes_long() -> None:
     assert read_scripted([[0, 7, 8], [0, 0, *trips]])[1].at == 400_000_005
 
 
-def test_uncertainties_add_up_and_grow_along_a_chain() -> None:
-    second = [0, 0, 0, 100, 50 + 1_000_000]  # asks, and answers a millisecond later
-    found = read_scripted([[0, 70], second, [0, 0, 0, 20]], rounds=1, fan_out=1)
-    assert found[1] == ClockRecord(at=50, offset=20, uncertainty=50)
-    assert found[2] == ClockRecord(at=10, offset=1_000_070 - 10, uncertainty=50 + 100 + 10)
-
-
-def test_more_machines_than_one_rank_answers() -> None:
-    def one(rank: Rank) -> Reading:
-        clock = PlantedClock(shift=rank.rank * HOUR)
-        group, name = rank.group("clocks"), f"machine {rank.rank}"
-        return msgspec.structs.asdict(read_offset(group, rounds=2, clock=clock, machine=name))
-
-    size = 18
-    row = {"shifts": [rank * HOUR for rank in range(size)], "drifts": [0] * size}
-    found = run_threads(one, size)
-    require_true(row, found)
-    assert found[17]["uncertainty"] > found[1]["uncertainty"]  # it has asked that one
-
-
 def test_a_kernel_that_does_not_tell_shares_its_clock_with_nobody(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -168,13 +140,3 @@ def test_a_kernel_that_does_not_tell_shares_its_clock_with_nobody(
     one = clocks.this_machine()
     monkeypatch.setattr(clocks.os, "getpid", lambda: -1)
     assert clocks.this_machine() != one
-
-
-@pytest.mark.parametrize("argument", ["rounds", "fan_out"])
-def test_what_is_wrong_is_said(argument: str) -> None:
-    def one(rank: Rank) -> str:
-        with pytest.raises(ValueError, match=f"{argument} must be at least 1, got 0") as caught:
-            read_offset(rank.group("clocks"), **{argument: 0})
-        return str(caught.value)
-
-    run_threads(one, 1)

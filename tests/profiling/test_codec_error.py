@@ -63,7 +63,7 @@ def looked(
         if call is not None:
             call()
     found, _ = taking.take()
-    return found and found.record()
+    return found and found()
 
 
 def test_by_hand() -> None:
@@ -116,7 +116,7 @@ def test_nobody_looks_unasked_and_once_where_asked() -> None:
     settled()
     found, cost = taking.take()
     assert found is not None
-    assert found.step == 7
+    assert found().step == 7
     assert len(encoded.seeds) == 1
     assert cost == 20  # once before the step is settled, and once after
     taking.ask(8)  # nothing is compressed

@@ -88,14 +88,15 @@ def test_a_rank_that_is_gone_costs_its_own_records(
     for rank, folder in enumerate(folders):
         folder.mkdir()
         (folder / f"rank{rank}.jsonl").write_bytes(content(rank, 4))
-    receive = gather.receive
+    receive = gather._receive
 
-    def receive_of_some(tensor: object, *, source: int, group: dist.ProcessGroup) -> None:
-        receive(tensor, source=source, group=group)
-        if source == 1:
-            raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
+    def receive_of_some(rank: int, group: dist.ProcessGroup) -> bytes:
+        if rank != 1:
+            return receive(rank, group)
+        group.recv([gather.torch.zeros(1, dtype=gather.torch.int64)], rank, 0).wait()
+        raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
 
-    monkeypatch.setattr(gather, "receive", receive_of_some)
+    monkeypatch.setattr(gather, "_receive", receive_of_some)
     monkeypatch.setattr(gather, "_send", _send_once_of_rank_1(gather._send))
     (problem,), *others = gathered(folders)
     assert re.fullmatch(r"records of rank 1 are not whole: Connection closed by peer", problem)
@@ -111,6 +112,6 @@ def _send_once_of_rank_1(send: object) -> object:
         if group.rank() != 1:
             send(data, group)
         elif data:
-            gather.send(gather.torch.tensor([len(data)]), to=0, group=group)
+            group.send([gather.torch.tensor([len(data)])], 0, 0).wait()
 
     return sends

@@ -27,7 +27,8 @@ from benchmarks.profiler.rows import (
     wire_rows,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import LinkRecord, RankFile
+from lightning_dist.profiling.capture.events import LinkRecord
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run, read_run
 
 SENDS = Path(__file__).with_name("send_bytes.py")

@@ -12,7 +12,7 @@ import pytest
 from lightning_dist.profiling.capture.events import BucketTimes, Span
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
-from lightning_dist.profiling.capture.steps import Cut, PendingStep
+from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.reducer.device_clock import HostClock
 
 
@@ -22,7 +22,8 @@ def recorder() -> Recorder:
 
 
 def taken(recorder: Recorder, begin: int) -> tuple[tuple[BucketTimes, ...], tuple[Span, ...]]:
-    step = PendingStep(0, Cut(begin, begin), recorder.take()).read(recorder.device_clock)
+    buckets, spans = recorder.take()
+    step = PendingStep(begin, begin, buckets=buckets, spans=spans).read(recorder.device_clock)
     return step.buckets, step.spans
 
 
@@ -113,8 +114,8 @@ def test_one_that_ends_after_its_step_is_in_no_other() -> None:
 def test_the_mean_of_a_bucket_is_there_when_its_collective_has_ended() -> None:
     taking = recorder()
     taking.ready(4)  # 1000
-    mean = BucketTimes(4, 0, 0, 8, 0, 8, "ddp")
-    see = taking.launches("all_reduce", group="flat", sent=10, mean=mean)  # 1001
+    taking.is_for(4)
+    see = taking.launches("all_reduce", group="flat", sent=10, mean=(8, 0, 8, "ddp"))  # 1001
     assert see is not None
     see(Work().end())  # seen at 1002
     ((bucket,), (span,)) = taken(taking, 1000)
@@ -128,7 +129,8 @@ def test_a_mean_that_is_seen_late_is_of_the_pass_that_launched_it() -> None:
     works = []
     for _ in range(2):
         taking.ready(4)  # 1000, 1002
-        mean = BucketTimes(4, 0, 0, 8, 0, 8, "ddp")
+        taking.is_for(4)
+        mean = 8, 0, 8, "ddp"
         see = taking.launches("all_reduce", group="flat", sent=10, mean=mean)  # 1001, 1003
         assert see is not None
         see(work := Work())
@@ -143,8 +145,8 @@ def test_of_a_pass_that_was_tried_again_the_last_counts() -> None:
     taking = recorder()
     taking.ready(0)  # 1000
     taking.ready(0)  # 1001
-    taking.note(1005, BucketTimes(0, 0, 0, 8, 0, 4, "int8"))
-    taking.note(1005, BucketTimes(7, 0, 0, 8, 0, 4, "int8"))  # never ready
+    taking.note(0, 1005, (8, 0, 4, "int8"))
+    taking.note(7, 1005, (8, 0, 4, "int8"))  # never ready
     buckets, _ = taken(taking, 1000)
     assert buckets == (BucketTimes(0, 1, 5, 8, 0, 4, "int8"),)
 
@@ -155,7 +157,7 @@ def test_all_passes_of_a_step_count() -> None:
         for index in (0, 1):
             taking.ready(index)  # 1000, 1001; 1002, 1003
         for index in (0, 1):
-            taking.note(done + index, BucketTimes(index, 0, 0, 8, 0, 4, "int8"))
+            taking.note(index, done + index, (8, 0, 4, "int8"))
     buckets, _ = taken(taking, 1000)
     assert [(each.index, each.done) for each in buckets] == [(0, 1), (1, 2), (0, 9), (1, 10)]
     assert sum(each.raw for each in buckets) == 32

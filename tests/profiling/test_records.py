@@ -18,12 +18,12 @@ from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
     LinkRecord,
-    RankFile,
     RankRecord,
     Record,
     from_line,
     to_line,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import RankRun, read_run
 
 
@@ -259,6 +259,8 @@ def test_a_folder_of_the_first_schema_still_loads() -> None:
     summary = summarize(run)
     assert summary.headline.startswith("36 % of the step is exposed communication (43.0 ms)")
     assert (len(summary.errors), len(summary.links)) == (2, 2)
+    assert summary.breakdown_ms["between_steps"] == 2  # there it is called data
+    assert summary.breakdown_ms["other"] == 0
 
 
 def test_spans_stay_in_the_file_until_their_step_is_asked_for(tmp_path: Path) -> None:

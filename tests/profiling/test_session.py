@@ -14,16 +14,15 @@ from planted import MS, Planted
 from processes import run
 
 from lightning_dist.profiling.capture.events import (
-    BucketTimes,
     ClockRecord,
+    EndRecord,
     StepRecord,
     from_line,
     to_line,
 )
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Session, SessionSettings
-from lightning_dist.profiling.capture.steps import Cut, PendingStep
-from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.capture.steps import PendingStep
 
 BUCKETS = 40
 
@@ -42,7 +41,7 @@ def record(recorder: Recorder) -> None:
         assert see is not None
         see(Ended())
         recorder.works(bucket, "decode")()
-        recorder.note(recorder.device_clock.now(), BucketTimes(bucket, 0, 0, 4, 0, 1, "int8"))
+        recorder.note(bucket, recorder.device_clock.now(), (4, 0, 1, "int8"))
 
 
 def calls_of(call: Callable[[], Any]) -> int:
@@ -68,7 +67,8 @@ def test_a_detailed_step_costs_about_one_call_a_row() -> None:
     rows = 4 * BUCKETS
 
     def write_down() -> None:
-        step = PendingStep(0, Cut(0, 1), recorder.take()).read(recorder.device_clock)
+        buckets, spans = recorder.take()
+        step = PendingStep(0, 1, buckets=buckets, spans=spans).read(recorder.device_clock)
         assert len(step.buckets) + len(step.spans) == rows
         to_line(step)
 
@@ -98,7 +98,7 @@ def step(session: Session, clock: Clock, seconds: float) -> None:
 def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     clock = Clock()
     about = Planted(steps=0).run().ranks[1].metadata
-    session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
+    session = Session(tmp_path, about, settings=SessionSettings(), clock=clock)
     path = tmp_path / "rank1.jsonl"
     assert from_line(path.read_text()) == about  # at once: it may be killed
 
@@ -112,6 +112,8 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     step(session, clock, 0.6)
     session.end("finished")
     assert steps() == [0, 1, 2, 3]
+    ended = from_line(path.read_text().splitlines()[-1])
+    assert ended == EndRecord("finished", at=clock.now)
     assert from_line(path.read_text().splitlines()[0]) == about
     session.note(last := ClockRecord(5, 6, 7))
     session.close()
@@ -143,10 +145,10 @@ def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:
     clock, told = Clock(), []
     about = Planted(steps=0).run().ranks[1].metadata
-    settings = SessionSettings(flush_s=1)
+    settings = SessionSettings()
     session = Session(tmp_path, about, settings=settings, on_problem=told.append, clock=clock)
     handle = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(handle, session._file._handle)
+    os.dup2(handle, session._file._file.fileno())
     os.close(handle)
     for _ in range(4):
         step(session, clock, 0.6)
@@ -158,39 +160,27 @@ def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None
     ]
 
 
-def test_lines_stay_whole_where_the_system_takes_them_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, write = Clock(), os.write
-    about = Planted(steps=0).run().ranks[0].metadata
-    monkeypatch.setattr(os, "write", lambda handle, content: write(handle, bytes(content)[:7]))
-    session = Session(tmp_path, about, settings=SessionSettings(flush_s=1), clock=clock)
-    for _ in range(4):
-        step(session, clock, 0.6)
-    session.end("finished")
-    session.close()
-    found = read_run(tmp_path)
-    assert not [note for note in found.notes if "cut short" in note]
-    assert found.common_steps == list(range(4))
-    assert found.ranks[0].end.reason == "finished"
-
-
 FULL_IN_A_LINE = """
 import resource, sys
-from lightning_dist.profiling.capture.events import RankFile
-file = RankFile(sys.argv[1], rank=0)
-resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
-try:
-    file.write_lines([b"x" * 50])
-except OSError as error:
-    print(error.strerror)
+from lightning_dist.profiling.capture.events import EndRecord
+from lightning_dist.profiling.capture.files import RankFile
+told = []
+file = RankFile(sys.argv[1], rank=0, on_problem=told.append)
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))
+file.write([EndRecord(50 * "x")])
+file.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+print(*told)
 """
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_line_is_told(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", FULL_IN_A_LINE, tmp_path], limit=60)
-    assert done.require_success().output == "File too large\n"
-    assert (tmp_path / "rank0.jsonl").read_text() == "x" * 30
+    path = tmp_path / "rank0.jsonl"
+    told = f"{path}: File too large; the steps of this rank are not kept any more\n"
+    assert done.require_success().output == told
+    assert path.read_text() == '{"kind":"end","reason":"xxxxxx'
 
 
 def test_a_disk_that_fails_at_the_end_is_told(
@@ -206,7 +196,7 @@ def test_a_disk_that_fails_at_the_end_is_told(
 
     monkeypatch.setattr(os, "fsync", failing)
     session.close()
-    assert told == [f"{tmp_path / 'rank1.jsonl'} may not be whole: Input/output error"]
+    assert told == [f"{tmp_path / 'rank1.jsonl'}: Input/output error; it may not be whole"]
 
 
 def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from planted_gpu import MS, Collective, Gpu
 
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import length
-from lightning_dist.profiling.capture.events import BucketTimes, StepRecord
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.reducer.device_clock import StreamClock
@@ -62,8 +62,7 @@ class Training:
             gpu.work(OF_BUCKET)
             recorder.ready(bucket)
             recorder.is_for(bucket)
-            times = BucketTimes(bucket, 0, 0, 8, 0, 8, "ddp")
-            see = recorder.launches("all_reduce", group="flat", sent=8, mean=times)
+            see = recorder.launches("all_reduce", group="flat", sent=8, mean=(8, 0, 8, "ddp"))
             until = max(link, gpu.main.until) + EXCHANGE * MS
             work = cast(dist.Work, Collective(gpu, (until - gpu.main.until) / MS, held_up=held_up))
             link = until
@@ -141,7 +140,6 @@ def test_a_gpu_that_fails_loses_the_last_steps_and_says_so(
     training.gpu.sleep(1.5 * STEP)
     training.step()
     training.gpu.fails = True
-    training.session.stop()
     training.session.end("RuntimeError: CUDA error")
     training.session.close()
     assert training.problems == [
@@ -176,6 +174,6 @@ def test_at_the_end_of_all_ranks_one_that_is_behind_is_waited_for_longer(
     training.gpu.work(30_000)
     training.step()
     training.step()
-    training.session.stop(60)
+    training.session.end("finished", timeout=60)
     assert [each.step for each in training.told] == [0, 1, 2]
     assert training.problems == []

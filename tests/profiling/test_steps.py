@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from lightning_dist.profiling.capture.events import Phase
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
+from lightning_dist.profiling.capture.steps import PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import HostClock
 
 
@@ -18,12 +18,12 @@ class Timer:
     """A :class:`StepTimer` that is told of events with their times; each returns a step, if any."""
 
     def __init__(self, begin: int) -> None:
-        self._now, self._cuts = begin, list[Cut]()
+        self._now, self._cuts = begin, list[PendingStep]()
         self._recorder = Recorder()
         self._timer = StepTimer(lambda: self._now, self._recorder, self._cuts.append)
 
     def __getattr__(self, event: str) -> Any:
-        def happens(at: int, *, exchanged: bool = False, **arguments: Any) -> Cut | None:
+        def happens(at: int, *, exchanged: bool = False, **arguments: Any) -> PendingStep | None:
             self._now = at
             if exchanged:
                 self._recorder.launches("all_reduce", group="flat", sent=1)
@@ -34,9 +34,9 @@ class Timer:
         return happens
 
 
-def read(cut: Cut | None) -> Step:
+def read(cut: PendingStep | None) -> Step:
     assert cut is not None
-    step = PendingStep(0, cut, None).read(HostClock())
+    step = cut.read(HostClock())
     return Step(step.begin, step.begin + step.duration, step.phases)
 
 

@@ -131,15 +131,15 @@ def test_what_ended_a_training_without_a_step_is_told_once() -> None:
 def test_what_has_ended_the_training_is_the_first_note(tmp_path: Path) -> None:
     run = replace(Planted(world_size=3).run(), notes=["line 9"])
     assert summarize(run).notes == ["line 9"]
-    one = replaced(run, 1, end=EndRecord("OSError: no data"))
+    one = replaced(run, 1, end=EndRecord("OSError: no data", at=7))
     assert summarize(one).notes == ["the training ended by OSError: no data (rank 1)", "line 9"]
-    two = replaced(one, 2, end=EndRecord("OSError: no data"))
-    two = replaced(two, 0, end=EndRecord("KeyboardInterrupt: "))
+    two = replaced(one, 2, end=EndRecord("OSError: no data", at=9))
+    two = replaced(two, 0, end=EndRecord("KeyboardInterrupt: ", at=6))
     assert summarize(two).notes[0] == (
         "the training ended by KeyboardInterrupt (rank 0), OSError: no data (rank 1, 2)"
     )
     lost = "RuntimeError: Connection closed by peer"
-    bereft = replaced(one, 0, end=EndRecord(lost))
+    bereft = replaced(one, 0, end=EndRecord(lost, at=8))
     assert summarize(bereft).notes[0] == (
         f"the training ended by OSError: no data (rank 1), {lost} (rank 0)"
     )
@@ -148,6 +148,20 @@ def test_what_has_ended_the_training_is_the_first_note(tmp_path: Path) -> None:
     write_summary(tmp_path / "summary.json", summarize(run))
     notes = json.loads((tmp_path / "summary.json").read_text())["notes"]
     assert notes == ["the training ended by SystemExit: 143", "line 9"]
+
+
+def test_what_came_first_is_told_first_whichever_clock_is_ahead() -> None:
+    """The clock of rank 1 is 5 s ahead; an older version has left no time."""
+    run = Planted(world_size=3, shift={1: 5_000}).run()
+    at, ahead = 10 * 10**9, 5 * 10**9
+    run = replaced(run, 2, end=EndRecord("unknown"))
+    run = replaced(run, 0, end=EndRecord("lost", at))
+    for later, told in (
+        (-(10**6), "cause (rank 1), lost (rank 0), unknown (rank 2)"),
+        (10**6, "lost (rank 0), cause (rank 1), unknown (rank 2)"),
+    ):
+        ended = replaced(run, 1, end=EndRecord("cause", at + ahead + later))
+        assert summarize(ended).notes[0] == f"the training ended by {told}"
 
 
 def test_no_rate_is_told_of_half_a_run() -> None:

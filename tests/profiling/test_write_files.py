@@ -9,9 +9,9 @@ import pytest
 from planted import Planted
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import RankFile
+from lightning_dist.profiling.capture.files import RankFile, replace_file
 from lightning_dist.profiling.report.files import Wanted, write_files
-from lightning_dist.profiling.run import read_run, replace_file
+from lightning_dist.profiling.run import read_run
 
 ALL = Wanted(html=True, trace=True, csv=True)
 

@@ -109,17 +109,25 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
 
 
 def _ended_by(run: Run) -> list[str]:
-    """Errors and signals that ended the training, by the ranks that have noted them."""
+    """Errors and signals that ended the training, by the ranks that have noted them.
+
+    In the order of their times: a rank that has lost its peer says nothing of why that peer went.
+    """
+    ends = {rank: each.end for rank, each in run.ranks.items() if each.end is not None}
+    times = {
+        rank: math.inf if end.at is None else end.at + run.ranks[rank].offset(end.at)
+        for rank, end in ends.items()
+    }
     ranks_of: dict[str, list[int]] = {}
-    for rank, each in run.ranks.items():
-        if each.end is not None and each.end.reason != "finished":
-            ranks_of.setdefault(each.end.reason.rstrip(": "), []).append(rank)
+    for rank in sorted(ends, key=times.__getitem__):
+        if ends[rank].reason != "finished":
+            ranks_of.setdefault(ends[rank].reason.rstrip(": "), []).append(rank)
     told = [
-        f"{reason} (rank {', '.join(map(str, ranks))})" if len(ranks) < run.world_size else reason
+        f"{reason} (rank {', '.join(map(str, sorted(ranks)))})"
+        if len(ranks) < run.world_size
+        else reason
         for reason, ranks in ranks_of.items()
     ]
-    # A rank that has lost its peer says nothing of why that peer went.
-    told.sort(key=lambda reason: "by peer" in reason)
     return [f"the training ended by {', '.join(told)}"] if told else []
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,32 +18,8 @@ MOST = 1 << 18
 """Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""
 
 
-@dataclass(frozen=True)
-class ErrorSample:
-    """Squared norms of a bucket's sample: gradient, what is pending, sent, lost, and owed.
-
-    Args:
-        squares: ``(4,)``, or ``(5,)`` where something is owed; float64, on its way from an
-            accelerator until the step is past there.
-    """
-
-    step: int
-    bucket: int
-    squares: Tensor
-
-    def record(self) -> ErrorRecord | None:
-        """None where there is nothing to compare: no elements, zeros, or an overflow."""
-        gradient, pending, sent, lost, *owed = self.squares.tolist()
-        if not pending or not math.isfinite(sum((gradient, pending, sent, lost, *owed))):
-            return None
-        cosine = ratio = None
-        if sent:
-            product = (pending + sent - lost) / 2
-            # The products of tiny norms are zero before these are.
-            cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
-        if owed and gradient:
-            ratio = math.sqrt(owed[0]) / math.sqrt(gradient)
-        return ErrorRecord(self.step, self.bucket, math.sqrt(lost / pending), cosine, ratio)
+Sample: TypeAlias = Callable[[], ErrorRecord | None]
+"""The error of a bucket, when its step is past; None where there is nothing to compare."""
 
 
 class CompressionErrorSampler:
@@ -57,7 +34,7 @@ class CompressionErrorSampler:
         self._step: int | None = None
         self._turn = 0
         self._seen = self._buckets = 0  # in this step, and in the one before
-        self._found: ErrorSample | None = None
+        self._found: Sample | None = None
         self._cost = 0
 
     def ask(self, step: int | None) -> None:
@@ -91,16 +68,35 @@ class CompressionErrorSampler:
             owed = [_square(residuals) * scale**2] if residuals else []
             squares = torch.stack([gradient, pending, _square(sent), _square(lost), *owed])
             values = squares.to("cpu", non_blocking=True)
-            self._found = ErrorSample(step, encoded.bucket, values)
+            self._found = partial(_record, step, encoded.bucket, values)
             self._cost += self._clock() - begin
 
         return settled
 
-    def take(self) -> tuple[ErrorSample | None, int]:
+    def take(self) -> tuple[Sample | None, int]:
         """The sample since the last call, and the nanoseconds that it took."""
         found, cost = self._found, self._cost
         self._found, self._cost = None, 0
         return found, cost
+
+
+def _record(step: int, bucket: int, squares: Tensor) -> ErrorRecord | None:
+    """From squared norms of gradient, what is pending, sent, lost, and owed, if anything is.
+
+    In float64, on their way from an accelerator until the step is past there. None: there are no
+    elements, only zeros, or an overflow.
+    """
+    gradient, pending, sent, lost, *owed = squares.tolist()
+    if not pending or not math.isfinite(sum((gradient, pending, sent, lost, *owed))):
+        return None
+    cosine = ratio = None
+    if sent:
+        product = (pending + sent - lost) / 2
+        # The products of tiny norms are zero before these are.
+        cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
+    if owed and gradient:
+        ratio = math.sqrt(owed[0]) / math.sqrt(gradient)
+    return ErrorRecord(step, bucket, math.sqrt(lost / pending), cosine, ratio)
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
-from weakref import WeakMethod
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,9 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
+from lightning_dist.reducer.commit import untraced
 
 _HELD_BYTES = 4 << 20
 """DDP copies a mean into its gradients while the next ones travel; those that are held until the
@@ -51,10 +50,10 @@ class Watching:
         self._in_backward = False
         self._mine = {id(parameter) for parameter in model.parameters()}
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_untraced(self._before_forward)),
-            model.register_forward_hook(_untraced(self._after_forward)),
-            register_optimizer_step_pre_hook(_untraced(self._before_step)),
-            register_optimizer_step_post_hook(_untraced(self._after_step)),
+            model.register_forward_pre_hook(untraced(self._before_forward)),
+            model.register_forward_hook(untraced(self._after_forward)),
+            register_optimizer_step_pre_hook(untraced(self._before_step)),
+            register_optimizer_step_post_hook(untraced(self._after_step)),
         ]
 
     def stop(self) -> None:
@@ -106,17 +105,6 @@ class Watching:
     def _is_mine(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return any(id(parameter) in self._mine for parameter in parameters)
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """torch.compile takes what hooks do into its graphs; a time that is looked at there is none."""
-    weak = WeakMethod(hook)  # what the compiler makes of a function refers to itself
-
-    def call(*arguments: Any) -> None:
-        if (method := weak()) is not None:
-            method(*arguments)
-
-    return cast(Callable[..., None], torch.compiler.disable(call))  # type: ignore[no-untyped-call]
 
 
 def _at_the_end(call: Callable[[], None]) -> None:
@@ -227,8 +215,8 @@ class WatchedAllReduce:
         gradients.mul_(1.0 / world)
         recorder.is_for(index)
         intra, inter = (0, sent) if self.crosses else (sent, 0)
-        times = BucketTimes(index, 0, 0, sent, intra, inter, "ddp")
-        watch = recorder.launches("all_reduce", group="flat", sent=sent, mean=times)
+        mean_of = sent, intra, inter, "ddp"
+        watch = recorder.launches("all_reduce", group="flat", sent=sent, mean=mean_of)
         launched = time.monotonic_ns()
         # As dist.all_reduce does, without making options and looking at arguments every time.
         work = self.group.allreduce([gradients], self._options)
@@ -275,15 +263,12 @@ def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, cross
         crosses: whether the next rank of the ring is on another host.
     """
 
-    def watched_allreduce_hook(state: WatchedAllReduce, bucket: GradBucket) -> Future[Tensor]:
-        return state.reduce(bucket)
-
     for _, state in model._comm_hooks:
         if isinstance(state, WatchedAllReduce):
             state.recorder = recorder
             return
     watched = WatchedAllReduce(recorder, model.process_group, crosses)
-    model.register_comm_hook(watched, watched_allreduce_hook)
+    model.register_comm_hook(watched, WatchedAllReduce.reduce)
 
 
 def _sent(gradients: Tensor, world: int) -> int:

@@ -1,4 +1,4 @@
-"""Records of one rank, and the file of JSON lines that they are kept in.
+"""Records of one rank, each a line of JSON.
 
 Times are nanoseconds of the rank's own monotonic clock; inside a step they count from its begin.
 Readers skip kinds and fields that they do not know, so that old and new folders keep loading.
@@ -6,11 +6,9 @@ Readers skip kinds and fields that they do not know, so that old and new folders
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -18,6 +16,9 @@ from msgspec import Struct, field
 
 SCHEMA = 2
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
+
+GLOO_AT_ONCE = 2
+"""Collectives of a group that gloo runs at once: its number of threads. Others queue."""
 
 PHASES = ("between_steps", "forward", "backward", "optimizer")
 """What a step spends its time on, besides what no phase covers."""
@@ -85,6 +86,10 @@ class Phase(_Row, frozen=True):
     name: str
     begin: int
     end: int
+
+    def __post_init__(self) -> None:
+        if self.name == "data":  # in schema 1
+            msgspec.structs.force_setattr(self, "name", "between_steps")
 
 
 class BucketTimes(_Row, frozen=True):
@@ -217,9 +222,14 @@ class BurstRecord(_Record, frozen=True, tag="burst"):
 
 
 class EndRecord(_Record, frozen=True, tag="end"):
-    """The last line, if the process could write one."""
+    """The last line, if the process could write one.
+
+    Args:
+        at: when the training ended, on this rank's clock; None: not known.
+    """
 
     reason: str
+    at: int | None = None
 
 
 Record: TypeAlias = (
@@ -258,43 +268,3 @@ def from_line(line: bytes | str) -> Record | None:
                 return None
         problem = f"not a record of a communication profile: {error}: {line[:80]!r}"
         raise ValueError(problem) from None
-
-
-class RankFile:
-    """Appends the records of one rank. Whole lines reach the file when they are written.
-
-    Writing raises ``OSError`` where not all of it reaches the file. Nothing may follow then,
-    because the last line may be incomplete.
-
-    What an older run has left under its name goes: only rank 0 sees whether the number of a run is
-    taken, and only on its own disk.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
-
-    def __init__(self, folder: str | Path, *, rank: int) -> None:
-        self.path = Path(folder) / f"rank{rank}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-        self._handle: int | None = os.open(self.path, flags, 0o644)
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Append them."""
-        self.write_lines([to_line(each) for each in records])
-
-    def write_lines(self, lines: Sequence[bytes]) -> None:
-        """The same of what :func:`to_line` has made of them."""
-        assert self._handle is not None
-        content = memoryview(b"".join(each + b"\n" for each in lines))
-        while content:  # nearly full disks, quotas and signals let it take a part only
-            content = content[os.write(self._handle, content) :]
-
-    def close(self) -> None:
-        """Make what was written durable."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.profiling.links import first_sentence, receive, send
+from lightning_dist.profiling.links import first_sentence
 from lightning_dist.shared_folder import has_token, leave_token, remove_token
 
 _CHUNK = 8 * 2**20
@@ -88,15 +88,15 @@ def _send_file(path: Path, group: dist.ProcessGroup) -> list[str]:
 
 
 def _send(content: bytes, group: dist.ProcessGroup) -> None:
-    send(torch.tensor([len(content)], device="cpu"), to=0, group=group)
+    group.send([torch.tensor([len(content)], device="cpu")], 0, 0).wait()
     if content:
-        send(torch.frombuffer(bytearray(content), dtype=torch.uint8), to=0, group=group)
+        group.send([torch.frombuffer(bytearray(content), dtype=torch.uint8)], 0, 0).wait()
 
 
 def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
     length = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive(length, source=rank, group=group)
+    group.recv([length], rank, 0).wait()
     content = bytearray(int(length))
     if content:
-        receive(torch.frombuffer(content, dtype=torch.uint8), source=rank, group=group)
+        group.recv([torch.frombuffer(content, dtype=torch.uint8)], rank, 0).wait()
     return zlib.decompress(content) if content else b""

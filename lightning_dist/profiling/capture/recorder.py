@@ -7,16 +7,14 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
-from lightning_dist.profiling.capture.events import BucketTimes
-from lightning_dist.profiling.whatif.simulator import GLOO_AT_ONCE
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
@@ -28,18 +26,12 @@ _TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
 
 
-BucketRow: TypeAlias = tuple[Timestamp, Timestamp, BucketTimes]
-"""When gradients and mean of a bucket were there; the times within the last do not count."""
 OnCompletion: TypeAlias = Callable[[Timestamp], None]
-SpanRow: TypeAlias = tuple[str, int, Timestamp, Timestamp, str, str, int, int]
-"""Values of a span, in the order of its fields."""
-
-
-class Events(NamedTuple):
-    """What was recorded of a step, at timestamps that may be to come."""
-
-    buckets: Sequence[BucketRow] = ()
-    spans: Sequence[SpanRow] = ()
+_Queue: TypeAlias = "queue.SimpleQueue[tuple[dist.Work, OnCompletion] | None]"
+Row: TypeAlias = tuple[Any, ...]
+"""Values of a record in the order of its fields, with timestamps in the place of times."""
+Volume: TypeAlias = tuple[int, int, int, str]
+"""Raw, intra and inter bytes of a bucket, and its codec: the last fields of its record."""
 
 
 class Recorder(Observer):
@@ -64,14 +56,14 @@ class Recorder(Observer):
         self.is_on = True
         """Whether anything is recorded, besides compression errors that were asked for."""
         self.errors = CompressionErrorSampler(clock)
-        self._completions: CompletionWatcher = (
+        self._completions = (
             StreamCompletionWatcher(self.device_clock)
             if isinstance(self.device_clock, StreamClock)
             else ThreadCompletionWatcher(self.device_clock.now)
         )
         self._ready: dict[int, Timestamp] = {}  # of buckets whose mean nobody has begun
-        self._buckets: list[BucketRow] = []
-        self._spans: list[SpanRow] = []
+        self._buckets: list[Row] = []
+        self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
@@ -116,22 +108,22 @@ class Recorder(Observer):
 
     @override
     def launches(
-        self, op: str, *, group: str, sent: int, mean: BucketTimes | None = None
+        self, op: str, *, group: str, sent: int, mean: Volume | None = None
     ) -> Callable[[dist.Work], None] | None:
-        """The same as of any observer; ``mean``: of a bucket that is there when it has ended."""
+        """The same as of any observer; ``mean``: of the bucket, which is there when it ends."""
         order = self._orders[group]
         self._orders[group] = order + 1
         if not self.is_on:
             return None
         bucket, begin = self._bucket, self._now()
-        ready = None if mean is None else self._ready.pop(mean.index, None)
+        ready = None if mean is None else self._ready.pop(bucket, None)
         # Of this step, also where it is over before this has ended.
         spans, buckets = self._spans, self._buckets
 
         def completed(end: Timestamp) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order))
             if mean is not None and ready is not None:
-                buckets.append((ready, end, mean))
+                buckets.append((bucket, ready, end, *mean))
 
         return lambda work: self._completions.watch(work, completed, group=group)
 
@@ -149,13 +141,13 @@ class Recorder(Observer):
             sents = [lane.sent for lane in lanes]
             intra, inter = sum(s.intra for s in sents), sum(s.inter for s in sents)
             codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
-            self.note(done, BucketTimes(index, 0, 0, raw, intra, inter, codec))
+            self.note(index, done, (raw, intra, inter, codec))
 
-    def note(self, done: Timestamp, bucket: BucketTimes) -> None:
+    def note(self, bucket: int, done: Timestamp, mean: Volume) -> None:
         """The mean of a bucket is there; when its gradients were is known already."""
-        ready = self._ready.pop(bucket.index, None)
+        ready = self._ready.pop(bucket, None)
         if ready is not None:
-            self._buckets.append((ready, done, bucket))
+            self._buckets.append((bucket, ready, done, *mean))
 
     def cost(self, of_event: float) -> int:
         """Nanoseconds by which recording made this step longer; an event alone takes so many."""
@@ -168,12 +160,12 @@ class Recorder(Observer):
         """Whether any gradients have travelled in this step, on or off."""
         return bool(self._orders or self._buckets)
 
-    def take(self) -> Events:
-        """Events since the last call."""
+    def take(self) -> tuple[Sequence[Row], Sequence[Row]]:
+        """Buckets and spans since the last call, at timestamps that may be to come."""
         self._completions.drain(_TIMEOUT)
-        events = Events(self._buckets, self._spans)
+        found = self._buckets, self._spans
         self.drop()
-        return events
+        return found
 
     def drop(self) -> None:
         """Forget what was recorded since the last call."""
@@ -187,29 +179,7 @@ class Recorder(Observer):
         self._completions.close()
 
 
-class CompletionWatcher:
-    """Watches collectives for completion."""
-
-    def __init__(self) -> None:
-        self.spent = 0
-        """Nanoseconds of a core that it has taken so far."""
-
-    def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
-        """Call ``on_completion`` with the time when ``work`` has completed; not if it fails."""
-        raise NotImplementedError
-
-    def drain(self, timeout: float) -> bool:
-        """Wait for all collectives watched so far, for ``timeout`` seconds; False: some are left.
-
-        Nothing is waited for where times are marks in a stream.
-        """
-        return True
-
-    def close(self) -> None:
-        """Watch nothing more."""
-
-
-class StreamCompletionWatcher(CompletionWatcher):
+class StreamCompletionWatcher:
     """Sets a mark behind a collective when that is launched, in a stream that waits for it.
 
     In one stream for each group, whose collectives complete in their order. A device has few
@@ -217,12 +187,13 @@ class StreamCompletionWatcher(CompletionWatcher):
     """
 
     def __init__(self, clock: StreamClock) -> None:
-        super().__init__()
         self._device_clock = clock
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self.spent = 0
+        """Nanoseconds of a core that it has taken so far."""
 
-    @override
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        """Call ``on_completion`` with the mark when ``work`` has completed."""
         begin = time.monotonic_ns()
         if group not in self._streams:
             self._streams[group] = self._device_clock.new_stream()
@@ -233,20 +204,16 @@ class StreamCompletionWatcher(CompletionWatcher):
             on_completion(self._device_clock.now())
         self.spent += time.monotonic_ns() - begin
 
+    def drain(self, timeout: float) -> bool:
+        """Nothing is waited for."""
+        return True
 
-@dataclass
-class _Group:
-    """Collectives of a group that are under way, and threads that wait for them."""
-
-    given: queue.SimpleQueue[tuple[dist.Work, OnCompletion] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
-    pending: int = 0
-    threads: int = 0
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
-class ThreadCompletionWatcher(CompletionWatcher):
-    """Waits for collectives in threads, of each group in as many as it has under way at once.
+class ThreadCompletionWatcher:
+    """Waits for collectives in threads, of each group in as many as gloo runs at once.
 
     gloo begins those of a group in their order, and so do its threads here wait for them: always
     for just those that are under way, of which any may be the first to complete.
@@ -256,53 +223,53 @@ class ThreadCompletionWatcher(CompletionWatcher):
     """
 
     def __init__(self, now: Callable[[], Timestamp]) -> None:
-        super().__init__()
         self._now = now
-        self._groups: defaultdict[str, _Group] = defaultdict(_Group)
+        self.spent = 0
+        """Nanoseconds of a core that it has taken so far."""
+        self._given: defaultdict[str, _Queue] = defaultdict(queue.SimpleQueue)
+        self._threads: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._pending = 0
 
-    @override
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
+        """Call ``on_completion`` with the time when ``work`` has completed; not if it fails."""
         with self._changed:
-            of = self._groups[group]
             self._pending += 1
-            of.pending += 1
-            is_short = of.threads < min(of.pending, GLOO_AT_ONCE)
-            of.threads += is_short
-        of.given.put((work, on_completion))
+            is_short = self._threads[group] < GLOO_AT_ONCE
+            self._threads[group] += is_short
+            given = self._given[group]
+        given.put((work, on_completion))
         if is_short:
             name = f"comm-completion {group}"
-            threading.Thread(target=self._loop, args=(of,), name=name, daemon=True).start()
+            threading.Thread(target=self._loop, args=(given,), name=name, daemon=True).start()
 
-    @override
     def drain(self, timeout: float) -> bool:
+        """Wait for all collectives watched so far; False: some are left after ``timeout`` s."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
-    @override
     def close(self) -> None:
+        """Watch nothing more."""
         # Of a collective that never completes a thread waits on, and holds up nobody.
-        for of in self._groups.values():
-            for _ in range(of.threads):
-                of.given.put(None)
-        self._groups.clear()
+        for group in self._threads.elements():
+            self._given[group].put(None)
+        self._threads.clear()
+        self._given.clear()
 
-    def _loop(self, of: _Group) -> None:
+    def _loop(self, given: _Queue) -> None:
         before = 0
-        while (given := of.given.get()) is not None:
-            work, on_completion = given
+        while (task := given.get()) is not None:
+            work, on_completion = task
             try:
                 work.wait()
             except Exception:  # whoever needs it is told, and it is no time of a transfer
                 pass
             else:
                 on_completion(self._now())
-            del work, on_completion, given  # or what was sent lives on until the next one
+            del work, on_completion, task  # or what was sent lives on until the next one
             after = time.thread_time_ns()
             with self._changed:  # last: whoever has drained it reads the rest
                 self.spent += after - before
-                of.pending -= 1
                 self._pending -= 1
                 if not self._pending:
                     self._changed.notify_all()

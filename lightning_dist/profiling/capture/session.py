@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
-    RankFile,
     RankRecord,
     Record,
     StepRecord,
-    to_line,
 )
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.steps import Cut, PendingStep, StepTimer
+from lightning_dist.profiling.capture.steps import PendingStep, StepTimer
 from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
 _FOR_ERRORS = 0.25
@@ -31,6 +29,8 @@ _LONGEST_PERIOD = 1024
 _WEIGHT = 0.1
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples are spread evenly, whichever of them are taken."""
+_FLUSH = 10**9
+"""Nanoseconds after which records are in the file at the latest, and a step."""
 _TIMEOUT = 2.0
 """Seconds for an accelerator to come to the end of the last steps."""
 
@@ -41,13 +41,11 @@ class SessionSettings:
 
     Args:
         max_overhead: share of a step that it may take, 0 to 1; above it looks at fewer steps.
-        flush_s: seconds after which records are in the file at the latest (and a step).
         in_detail: record phases, buckets and spans; False: only how long steps take.
         error_every_n_steps: steps between two samples of the compression error; 0: never.
     """
 
     max_overhead: float = 0.01
-    flush_s: float = 1.0
     in_detail: bool = True
     error_every_n_steps: int = 50
 
@@ -104,15 +102,7 @@ class Session:
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
-        self._file: RankFile | None = None
-        if folder is not None:
-            try:
-                self._file = RankFile(folder, rank=metadata.rank)
-            except OSError as error:  # the other ranks have begun
-                on_problem(
-                    f"{error.filename}: {error.strerror}; the steps of this rank are not kept"
-                )
-        self._unwritten: list[bytes] = []
+        self._file = RankFile(folder, rank=metadata.rank, on_problem=on_problem)
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_ERRORS) * settings.max_overhead)
         self._error_governor = Governor(_FOR_ERRORS * settings.max_overhead)
@@ -121,34 +111,29 @@ class Session:
         self.is_disturbed = False
         """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
-        self._has_stopped = False
         self.recorder = Recorder(clock, device_clock=self._device_clock)
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
         """Is told of passes and of steps of optimizers."""
         self.note(metadata)
-        self._flush()  # a rank that is killed at once has said at least who it was
+        self._file.flush()  # a rank that is killed at once has said at least who it was
 
     def note(self, *records: Record) -> None:
         """Write them down with what comes next."""
         # Lines are made in the step that they are of, so that each bears what it costs.
-        if self._file is not None:
-            self._unwritten += map(to_line, records)
+        self._file.write(records)
 
-    def stop(self, timeout: float = _TIMEOUT) -> None:
-        """No step comes any more.
+    def end(self, reason: str, *, timeout: float = _TIMEOUT) -> None:
+        """The training is over: all of it is in the file. More may be noted before it is closed.
 
         Args:
-            timeout: seconds for an accelerator to come to their end; it may hang or have failed.
+            timeout: seconds for an accelerator to come to the end of the last steps; it may hang or
+                have failed.
         """
-        if self._has_stopped:
-            return
-        self._has_stopped = True
-        until = self._clock() + timeout * 1e9
-        because = ""
+        at, because = self._clock(), ""
         try:
             self.timer.end()
-            while self._over and self._clock() < until:
+            while self._over and self._clock() < at + timeout * 1e9:
                 time.sleep(0.001)
                 self._write_what_is_past()
         except RuntimeError as error:  # of whatever is asked of one that has failed
@@ -157,74 +142,68 @@ class Session:
             first = self._over[0].number if self._over else self._step
             because = because or f"the device did not come to their end within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
-
-    def end(self, reason: str) -> None:
-        """The training is over: all of it is in the file. More may be noted before it is closed."""
-        self.stop()
         self.recorder.close()
-        self.note(EndRecord(reason))
-        self._flush()
+        self.note(EndRecord(reason, at))
+        self._file.flush()
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._flush()
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self._on_problem(f"{file.path} may not be whole: {error.strerror}")
+        self._file.close()
 
-    def _close(self, cut: Cut) -> None:
+    def _close(self, step: PendingStep) -> None:
         now, recorder = self._clock(), self.recorder
         error, sampling = recorder.errors.take()
         recording = recorder.cost(self._cost)
         # Writing down the step before was in the time of this one.
         overhead = recording + sampling + recorder.spent + self._writing
-        events = recorder.take() if recorder.is_on else None
-        recorder.drop()
-        if not self._settings.in_detail:
-            cut = replace(cut, phases=())
-        over = PendingStep(
-            self._step, cut, events, error, recording, sampling, overhead, self.is_disturbed
+        buckets, spans = recorder.take()
+        step = step._replace(
+            number=self._step,
+            phases=step.phases if self._settings.in_detail else (),
+            buckets=buckets,
+            spans=spans,
+            detailed=recorder.is_on,
+            error=error,
+            recording=recording,
+            sampling=sampling,
+            overhead=overhead,
+            was_disturbed=self.is_disturbed,
         )
-        self._over.append(over)
+        self._over.append(step)
         self._step += 1
         self.is_disturbed = self._next_step(self._step)
         written = self._write_what_is_past()
         self._begin_step()
         self._device_clock.compare()
-        self._flush_if_due(now)
+        if now - self._written_at >= _FLUSH:
+            self._written_at = now
+            self._file.flush()
         self._writing = self._clock() - now
         if self.is_disturbed:
             return  # what disturbs it is in these times
-        for over, record in written:
-            if over.was_disturbed:
-                continue
+        for over, duration in written:
             if over.sampling:
                 every = self._settings.error_every_n_steps
-                self._error_governor.spent(over.sampling / every, of=record.duration)
-            if record.detailed:
+                self._error_governor.spent(over.sampling / every, of=duration)
+            if over.detailed:
                 writing = self._writing / len(written)
-                self._governor.spent(over.recording + writing, of=record.duration)
+                self._governor.spent(over.recording + writing, of=duration)
 
-    def _write_what_is_past(self) -> list[tuple[PendingStep, StepRecord]]:
+    def _write_what_is_past(self) -> list[tuple[PendingStep, int]]:
+        """Steps that are noted now, with their durations."""
         written = []
         while self._over and self._over[0].is_past(self._device_clock):
             over = self._over.popleft()
-            written.append((over, self._write(over)))
+            record = over.read(self._device_clock)
+            if not over.was_disturbed:
+                written.append((over, record.duration))
+                self.note(record)
+                self._on_step(record)
+            error = None if over.error is None else over.error()
+            if error is not None:
+                self.note(error)
+                self._on_error(error)
         return written
-
-    def _write(self, over: PendingStep) -> StepRecord:
-        record = over.read(self._device_clock)
-        if not over.was_disturbed:
-            self.note(record)
-            self._on_step(record)
-        error = None if over.error is None else over.error.record()
-        if error is not None:
-            self.note(error)
-            self._on_error(error)
-        return record
 
     def _begin_step(self) -> None:
         """Decide what to look at."""
@@ -234,25 +213,6 @@ class Session:
         due = in_detail and every > 0 and step % every == min(_AT, every - 1)
         looks = due and self._error_governor.wants(step // every)
         recorder.errors.ask(step if looks else None)
-
-    def _flush_if_due(self, now: int) -> None:
-        if now - self._written_at >= self._settings.flush_s * 1e9:
-            self._written_at = now
-            self._flush()
-
-    def _flush(self) -> None:
-        lines, self._unwritten = self._unwritten, []
-        if self._file is None:
-            return
-        try:
-            self._file.write_lines(lines)
-        except OSError as error:  # a full disk is no reason to stop training
-            file, self._file = self._file, None
-            with suppress(OSError):
-                file.close()
-            self._on_problem(
-                f"{file.path}: {error.strerror}; the steps of this rank are not kept any more"
-            )
 
 
 class Governor:

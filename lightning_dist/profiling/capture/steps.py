@@ -8,42 +8,27 @@ a forward pass, as Lightning's manual optimization does, each of them ends a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import NamedTuple
 
-from msgspec.structs import replace
-
-from lightning_dist.profiling.capture.codec_error import ErrorSample
-from lightning_dist.profiling.capture.events import Phase, Span, StepRecord
-from lightning_dist.profiling.capture.recorder import Events, Recorder
+from lightning_dist.profiling.capture.codec_error import Sample
+from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
+from lightning_dist.profiling.capture.recorder import Recorder, Row
 from lightning_dist.reducer.device_clock import DeviceClock, Timestamp
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Timestamps of a step and of its phases, which may be to come on an accelerator.
-
-    Args:
-        phases: names, with begin and end; some of them may have taken no time.
-        excluded: begin and end of what lies between phases and is not of the step, as a validation
-            between the micro-batches of an accumulation.
-    """
-
-    begin: Timestamp
-    end: Timestamp
-    phases: Sequence[tuple[str, Timestamp, Timestamp]] = ()
-    excluded: Sequence[tuple[Timestamp, Timestamp]] = ()
-
-
-@dataclass(frozen=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step that the host has completed, and an accelerator may not have.
 
+    Rows are values of a record in the order of its fields, with timestamps, which may be to come.
+
     Args:
-        events: what was recorded in detail; None: nothing was.
+        phases: rows; some of them may have taken no time.
+        excluded: begin and end of what lies between phases and is not of the step, as a validation
+            between the micro-batches of an accumulation.
+        buckets, spans: rows; none, if the step was not ``detailed``.
         error: of a codec, where that was sampled.
         recording: nanoseconds of the host that recording it took.
         sampling: the same of sampling a codec's error.
@@ -51,10 +36,15 @@ class PendingStep:
         was_disturbed: whether it was longer than such a step is.
     """
 
-    number: int
-    cut: Cut
-    events: Events | None
-    error: ErrorSample | None = None
+    begin: Timestamp
+    end: Timestamp
+    phases: Sequence[Row] = ()
+    excluded: Sequence[tuple[Timestamp, Timestamp]] = ()
+    number: int = 0
+    buckets: Sequence[Row] = ()
+    spans: Sequence[Row] = ()
+    detailed: bool = True
+    error: Sample | None = None
     recording: int = 0
     sampling: int = 0
     overhead: int = 0
@@ -62,9 +52,8 @@ class PendingStep:
 
     def is_past(self, clock: DeviceClock) -> bool:
         """Whether all of it has been, on the accelerator too."""
-        buckets, spans = self.events or Events()
-        ends = ((row[1] for row in buckets), (row[3] for row in spans))
-        return clock.are_past(chain([self.cut.end], *ends))
+        ends = ((row[2] for row in self.buckets), (row[3] for row in self.spans))
+        return clock.are_past(chain([self.end], *ends))
 
     def read(self, clock: DeviceClock) -> StepRecord:
         """Its times in nanoseconds; all of it is past.
@@ -72,45 +61,42 @@ class PendingStep:
         What is before an excluded interval is moved to the end of that interval: exchanges, which
         come last, stay where they were.
         """
-        cut, (buckets, spans) = self.cut, self.events or Events()
+        first = self.begin
 
-        def times(rows: Sequence[tuple[Any, ...]], place: int) -> Sequence[int]:
-            return clock.read([row[place] for row in rows], since=cut.begin)
+        def timed(rows: Sequence[Row], place: int) -> Iterator[tuple[Row, int, int]]:
+            """Rows, with the times of the timestamps at ``place`` and behind it."""
+            at = clock.read([row[place] for row in rows], since=first)
+            until = clock.read([row[place + 1] for row in rows], since=first)
+            return zip(rows, at, until, strict=True)
 
-        excluded = [*zip(times(cut.excluded, 0), times(cut.excluded, 1), strict=True)]
+        excluded = [(since, until) for _, since, until in timed(self.excluded, 0)]
 
         def moved(time: int) -> int:
             return time + sum(until - since for since, until in excluded if time <= since)
 
-        begin, end = clock.read([cut.begin, cut.end], since=cut.begin)
+        begin, end = clock.read([first, self.end], since=first)
         begin = moved(begin)
-        phases = tuple(
+        phases = [
             Phase(name, moved(at) - begin, moved(until) - begin)
-            for at, until, (name, _, _) in zip(
-                times(cut.phases, 1), times(cut.phases, 2), cut.phases, strict=True
-            )
+            for (name, _, _), at, until in timed(self.phases, 1)
             if at < until
-        )
-        bucket_times = [
-            replace(bucket, ready=ready - begin, done=done - begin)
-            for ready, done, (_, _, bucket) in zip(
-                times(buckets, 0), times(buckets, 1), buckets, strict=True
-            )
         ]
-        span_times = [
+        buckets = [
+            BucketTimes(index, ready - begin, done - begin, raw, intra, inter, codec)
+            for (index, _, _, raw, intra, inter, codec), ready, done in timed(self.buckets, 1)
+        ]
+        spans = [
             Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
-            for at, until, (phase, bucket, _, _, op, group, sent, order) in zip(
-                times(spans, 2), times(spans, 3), spans, strict=True
-            )
+            for (phase, bucket, _, _, op, group, sent, order), at, until in timed(self.spans, 2)
         ]
         return StepRecord(
             self.number,
             begin,
             end - begin,
-            phases,
-            tuple(sorted(bucket_times, key=attrgetter("ready"))),
-            tuple(sorted(span_times, key=attrgetter("begin"))),
-            detailed=self.events is not None,
+            tuple(phases),
+            tuple(sorted(buckets, key=attrgetter("ready"))),
+            tuple(sorted(spans, key=attrgetter("begin"))),
+            detailed=self.detailed,
             overhead=self.overhead,
         )
 
@@ -125,7 +111,10 @@ class StepTimer:
     """
 
     def __init__(
-        self, now: Callable[[], Timestamp], recorder: Recorder, on_step: Callable[[Cut], None]
+        self,
+        now: Callable[[], Timestamp],
+        recorder: Recorder,
+        on_step: Callable[[PendingStep], None],
     ) -> None:
         self._now, self._recorder, self._on_step = now, recorder, on_step
         self._begin = self._since = now()
@@ -135,8 +124,8 @@ class StepTimer:
         self._evaluated: Timestamp | None = None  # until then; it may be of a step or of none
         self._synchronised: Timestamp | None = None
         self._stepped: Timestamp | None = None
-        self._in_forward = self._is_optimizing = False
-        self._passes = 0  # forward, since an optimizer has begun its step
+        self._in_forward = False
+        self._passes: int | None = None  # forward, within the step of an optimizer
 
     def forward(self) -> None:
         """A forward pass of training begins.
@@ -144,10 +133,10 @@ class StepTimer:
         An optimizer that asks for several passes, as LBFGS does of its closure, has one step.
         """
         now = self._now()
-        is_asked_again = self._is_optimizing and self._passes > 0
-        self._passes += 1
         self._in_forward = True
-        if not is_asked_again:
+        if self._passes is not None:
+            self._passes += 1
+        if self._passes is None or self._passes == 1:
             if self._evaluated is not None:
                 self._exclude(self._evaluated)
             self.end()
@@ -178,7 +167,7 @@ class StepTimer:
 
         A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
         """
-        self._is_optimizing, self._passes = True, 0
+        self._passes = 0
         self._evaluated = None
         if self._phase == "forward" and self._recorder.has_exchanged:
             self._phase = "backward"
@@ -186,7 +175,7 @@ class StepTimer:
 
     def stepped(self) -> None:
         """It has made it. Within a forward pass it ends a step: the pass may have another."""
-        self._is_optimizing = False
+        self._passes = None
         if self._synchronised is None:
             return
         self._stepped = self._now()
@@ -212,10 +201,10 @@ class StepTimer:
             return
         end = self._synchronised if self._stepped is None else self._stepped
         self._enter("between_steps", end)
-        cut = Cut(self._begin, end, self._phases, self._excluded)
+        step = PendingStep(self._begin, end, self._phases, self._excluded)
         self._begin, self._phases, self._excluded = end, [], []
         self._synchronised = self._stepped = None
-        self._on_step(cut)
+        self._on_step(step)
 
     def _exclude(self, until: Timestamp) -> None:
         self.end()

@@ -13,10 +13,10 @@ from plotly.offline import get_plotlyjs
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
+from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.report import figures, tables
 from lightning_dist.profiling.report.figures import DARK
 from lightning_dist.profiling.report.timeline import timeline
-from lightning_dist.profiling.run import replace_file
 
 
 def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timeline]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from lightning_dist.profiling.analysis.collectives import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.analysis.tables import MS, step_table
-from lightning_dist.profiling.run import Run, replace_file
+from lightning_dist.profiling.capture.files import replace_file
+from lightning_dist.profiling.run import Run
 
 _TIMES = (*PARTS, "exposed", "hidden", "exchange")
 STEP_COLUMNS = (

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from lightning_dist.profiling.analysis.intervals import difference, lanes
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
-from lightning_dist.profiling.run import replace_file
+from lightning_dist.profiling.capture.files import replace_file
 
 Event: TypeAlias = dict[str, Any]
 _Slice: TypeAlias = list[Event]

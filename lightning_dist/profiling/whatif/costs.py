@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from lightning_dist.profiling.run import Run, replace_file
+from lightning_dist.profiling.capture.files import replace_file
+from lightning_dist.profiling.run import Run
 from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it

@@ -11,13 +11,12 @@ from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passe
 from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.tables import Array, mean, step_table
-from lightning_dist.profiling.capture.events import StepRecord
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.simulator import (
     DDP,
     ELEMENT_BYTES,
     FLAT,
-    GLOO_AT_ONCE,
     LEADER,
     SHARDED,
     Bucket,

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.costs import CodecCost
 
@@ -35,9 +36,6 @@ DDP = "ddp"
 FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
 PAYLOAD = 1448 / 1514
 """Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
-
-GLOO_AT_ONCE = 2
-"""Collectives of a group that gloo runs at once: its number of threads. Others queue."""
 
 ELEMENT_BYTES = 4
 """Bytes of a gradient element."""
