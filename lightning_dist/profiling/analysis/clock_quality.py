@@ -32,13 +32,13 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
     apart, away = right.at - left.at, at - nearest.at
     drift = (right.offset - left.offset) / apart if apart else 0.0
     # Bound of the error of the drift beyond these two.
-    doubt = (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
+    drift_error = (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
     if left.at <= at <= right.at:
         widening = (right.uncertainty - left.uncertainty) / apart if apart else 0.0
         uncertainty = nearest.uncertainty + away * widening + _WANDER * abs(away)
     else:
-        drift = drift if doubt < DRIFT else 0.0
-        uncertainty = nearest.uncertainty + abs(away) * min(doubt, DRIFT)
+        drift = drift if drift_error < DRIFT else 0.0
+        uncertainty = nearest.uncertainty + abs(away) * min(drift_error, DRIFT)
     if not any(each.uncertainty for each in readings):
         uncertainty = 0.0  # rank 0's own clock, which does not drift from itself
     return ClockRecord(at, nearest.offset + round(away * drift), round(uncertainty))

@@ -95,9 +95,9 @@ def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
             if key is not None:
                 together.setdefault(key, {})[rank] = span
     begins = {rank: begin_of(run, rank, step) for rank in own}
-    members, strangers = [of for _, of in numbers], uncompared(run)
+    members, without_clock = [of for _, of in numbers], uncompared(run)
     seen = {
-        key: _collective(number, members[key[0]], spans, begins, strangers)
+        key: _collective(number, members[key[0]], spans, begins, without_clock)
         for number, (key, spans) in enumerate(together.items())
     }
     return {
@@ -111,13 +111,13 @@ def _collective(
     members: Members,
     spans: Mapping[int, Span],
     begins: Mapping[int, int],
-    strangers: Collection[int],
+    without_clock: Collection[int],
 ) -> dict[int, Exchange]:
     """One collective as every rank saw it.
 
     Args:
         begins: of the step, on rank 0's clock.
-        strangers: ranks whose clock was never compared.
+        without_clock: ranks whose clock was never compared.
     """
     if missing := tuple(rank for rank in members if rank not in spans):
         return {
@@ -126,7 +126,7 @@ def _collective(
         }
     durations = {rank: span.end - span.begin for rank, span in spans.items()}
     shortest = min(durations.values())
-    if len(spans) > 1 and not spans.keys().isdisjoint(strangers):
+    if len(spans) > 1 and not spans.keys().isdisjoint(without_clock):
         # Without clocks: all leave a collective together, so who took longer has waited.
         last = min(rank for rank, took in durations.items() if took == shortest)
         return {

@@ -122,15 +122,15 @@ def verdict(differences: Sequence[Difference]) -> str:
 def _largest(differences: Sequence[Difference], of_step: float) -> str:
     """In words, the three parts that differ most; without any, what is sent.
 
-    First those that go where the step went: they are why.
+    Parts that changed in the direction of the step come first: they explain it.
     """
     signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
     parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
     if parts:
         along = [each for each in parts if each[1] * of_step > 0]
         against = [each for each in parts if each not in along]
-        told = [*along[: 2 if against else 3], *against]
-        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in told[:3])
+        largest = [*along[: 2 if against else 3], *against]
+        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in largest[:3])
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 
@@ -139,8 +139,8 @@ def _difference(name: str, a: Measured, b: Measured) -> Difference:
     median_a, median_b = (statistics.median(of) if of else None for of in (of_a, of_b))
     spread, reason = None, ""
     if not of_a or not of_b:
-        told = ((run, each.unavailable.get(name)) for run, each in (("A", a), ("B", b)))
-        reason = "; ".join(f"{run}: {because}" for run, because in told if because)
+        reasons = ((run, each.unavailable.get(name)) for run, each in (("A", a), ("B", b)))
+        reason = "; ".join(f"{run}: {because}" for run, because in reasons if because)
     elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
         reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
     else:

@@ -75,13 +75,13 @@ def _measured(summary: Summary) -> str:
         "exposed_other": "other",
     }
     shares = {name: (summary.breakdown_ms[name] or 0.0) / summary.exposed_ms for name in names}
-    told = ", ".join(
+    composition = ", ".join(
         f"{format_value(share, '%')} {names[name]}"
         for name, share in shares.items()
         if share >= _LEAST
     )
     share = format_value(summary.exposed_fraction, "%")
-    return f"{share} of the step is exposed communication ({exposed}): {told}."
+    return f"{share} of the step is exposed communication ({exposed}): {composition}."
 
 
 def _ms(value: float | None) -> str:
@@ -97,10 +97,10 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
-        *_outside(summary.phase_skew, len(table.ranks)),
+        *_phase_skew(summary.phase_skew, len(table.ranks)),
         *_exchanges(chosen),
         *([table.unknown_wait] if table.unknown_wait else []),
-        *(_others_differ(chosen, table.mean_ms("duration")) if table.steps else []),
+        *(_detailed_steps_differ(chosen, table.mean_ms("duration")) if table.steps else []),
         *(_clock_doubts(run, table) if table.steps else []),
         *_divergence(run),
         *_over_budget(run, summary.profiler_overhead),
@@ -123,12 +123,12 @@ def _ended_by(run: Run) -> list[str]:
     return [f"the training ended by {', '.join(told)}"] if told else []
 
 
-def _outside(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
+def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     """Phases in which ranks differ, and who is late where that can be told."""
     if not phase_skew:
         return []
     phases = [
-        f"{METRICS[each.phase].label} ({_who(each.ranks, ranks)}: +{_ms(each.excess_ms)})"
+        f"{METRICS[each.phase].label} ({_ranks(each.ranks, ranks)}: +{_ms(each.excess_ms)})"
         for each in phase_skew
     ]
     note = (
@@ -139,11 +139,11 @@ def _outside(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     first, *rest = phase_skew
     # Where the other ranks wait, the late one does not.
     if any(each.fastest_rank in first.ranks for each in rest):
-        note += f"; late: {_who(first.ranks, ranks)} ({METRICS[first.phase].label})"
+        note += f"; late: {_ranks(first.ranks, ranks)} ({METRICS[first.phase].label})"
     return [note]
 
 
-def _who(ranks: Sequence[int], of: int) -> str:
+def _ranks(ranks: Sequence[int], of: int) -> str:
     if len(ranks) > _MOST_NAMED:
         return f"{len(ranks)} of {of} ranks"
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
@@ -176,7 +176,7 @@ def _exchanges(chosen: Sample) -> list[str]:
     ]
 
 
-def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
+def _detailed_steps_differ(chosen: Sample, of_detailed: float) -> list[str]:
     """Steps in detail that are longer or shorter than chance would have picked them."""
     durations = chosen.durations_ms()
     of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
@@ -195,8 +195,8 @@ def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
 
 def _clock_doubts(run: Run, table: StepTable) -> Iterator[str]:
     """Doubts about the waiting and transfer of these steps."""
-    if strangers := uncompared(run):
-        ranks = ", ".join(map(str, strangers))
+    if without := uncompared(run):
+        ranks = ", ".join(map(str, without))
         yield (
             f"no clock of rank {ranks} was compared with rank 0's: who waited follows from how "
             "long exchanges took"

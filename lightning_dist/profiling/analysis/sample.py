@@ -103,7 +103,7 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
     if everything:
         reason = Unavailable.NO_DETAIL if steps else Unavailable.NO_COMMON_STEP
         return Sample(ranks, steps, [], left_out, reason, notes, cut)
-    # What ended a training is told by a note.
+    # The error or signal that ended a training is in a note.
     endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
     finished = Unavailable.NO_OPTIMIZER_STEP if endings == {"finished"} else Unavailable.ENDED
     advice = finished if endings else Unavailable.KILLED

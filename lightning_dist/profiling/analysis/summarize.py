@@ -25,7 +25,7 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.sample import Sample, sample
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
-from lightning_dist.profiling.analysis.unavailable import Unavailable, gone, unavailable_of
+from lightning_dist.profiling.analysis.unavailable import Unavailable, missing_ranks, unavailable_of
 from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
 from lightning_dist.profiling.run import Run
 
@@ -61,7 +61,7 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     exchange, is_unknown = table.total("exchange"), "exposed_ms" in unavailable
     summary = Summary(
         headline="",
-        run=_about(run),
+        run=_run_info(run),
         steps=len(chosen.steps),
         warmup_steps=chosen.warmup_steps,
         step_ms=_step_ms(chosen),
@@ -102,20 +102,20 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     return [timeline(run, step, label) for step, label in picked.items()]
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _run_info(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
-    about = run.ranks[min(run.ranks)].metadata
+    first = run.ranks[min(run.ranks)].metadata
     hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     return {
-        "codec": about.codec,
-        "backend": about.backend,
-        "device": about.device,
+        "codec": first.codec,
+        "backend": first.backend,
+        "device": first.device,
         "world_size": run.world_size,
         "hosts": [hosts.get(rank) for rank in range(run.world_size)],
-        "script": about.script,
-        "started": about.started,
-        "versions": dict(about.versions),
+        "script": first.script,
+        "started": first.started,
+        "versions": dict(first.versions),
     }
 
 
@@ -167,7 +167,7 @@ def _ranks(
     totals, per_step = {name: table.of_ranks(name) for name in names}, max(len(table.steps), 1) * MS
     steps = chosen.detailed or chosen.steps
     # With ranks missing it is not known what of the time was waiting for them.
-    is_whole = not gone(run, chosen.ranks)
+    is_whole = not missing_ranks(run, chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
         own = {name: float(of_ranks[row]) for name, of_ranks in totals.items()}
@@ -229,8 +229,8 @@ def _link_gbps(run: Run) -> float | None:
     return max(rates)[1] if rates else None
 
 
-def _crosses(run: Run, about: RankRecord, link: LinkRecord) -> bool:
+def _crosses(run: Run, metadata: RankRecord, link: LinkRecord) -> bool:
     """The link leads to another host."""
-    ends = about.groups.get(link.group, ()) if link.peer is None else [link.peer]
+    ends = metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]
     hosts = {run.ranks[rank].metadata.host for rank in ends if rank in run.ranks}
-    return bool(hosts - {about.host})
+    return bool(hosts - {metadata.host})

@@ -96,7 +96,7 @@ class StepTable:
         return len(self.steps) * len(self.ranks)
 
     @property
-    def is_blind(self) -> bool:
+    def has_no_exchange(self) -> bool:
         """No communication was seen in these steps."""
         return self.cells > 0 and not self.buckets and not self.total("exchange")
 
@@ -205,7 +205,7 @@ def _by_duration(exchange: Exchange) -> Interval:
     return exchange.span.end - exchange.shortest, exchange.span.end
 
 
-def _reach(run: Run, about: RankRecord) -> tuple[frozenset[str], frozenset[str]]:
+def _reach(run: Run, metadata: RankRecord) -> tuple[frozenset[str], frozenset[str]]:
     """Groups of a rank with others of its host, and those with other hosts.
 
     A rank that has left nothing may be anywhere.
@@ -214,13 +214,13 @@ def _reach(run: Run, about: RankRecord) -> tuple[frozenset[str], frozenset[str]]
         name: [
             run.ranks[rank].metadata.host if rank in run.ranks else None
             for rank in members
-            if rank != about.rank
+            if rank != metadata.rank
         ]
-        for name, members in about.groups.items()
+        for name, members in metadata.groups.items()
     }
-    here = {about.host, None}
+    here = {metadata.host, None}
     near = frozenset(name for name, of in hosts.items() if any(host in here for host in of))
-    return near, frozenset(name for name, of in hosts.items() if {*of} - {about.host})
+    return near, frozenset(name for name, of in hosts.items() if {*of} - {metadata.host})
 
 
 def _moving_in(step: Analysed, groups: Container[str]) -> Intervals:

@@ -57,7 +57,7 @@ _COMMUNICATION = ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait")
 _RATES = ("traffic.wire_gbps", "traffic.ddp_equivalent_busbw_gbps")
 
 
-def gone(run: Run, ranks: Iterable[int]) -> list[int]:
+def missing_ranks(run: Run, ranks: Iterable[int]) -> list[int]:
     """All other ranks of the run."""
     return sorted(set(range(run.world_size)) - set(ranks))
 
@@ -71,7 +71,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
     none = chosen.reason or ""
     alone = Unavailable.ALONE if run.world_size < 2 else ""
     no_bucket = run.unseen or Unavailable.NO_BUCKET
-    missing = ", ".join(map(str, gone(run, table.ranks)))
+    missing = ", ".join(map(str, missing_ranks(run, table.ranks)))
     sends = table.total("raw", "intra", "inter") > 0
     reasons: dict[str, str] = {}
     # A reason stands for a field if it is not empty; later ones go before earlier ones.
@@ -81,7 +81,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
         (("step_ms", "profiler_overhead"), "" if chosen.steps else none),
         (("steps",), "" if chosen.steps else chosen.whole_reason),
         (("buckets",), "" if table.buckets else none or alone or no_bucket),
-        (_COMMUNICATION, no_bucket if table.is_blind and not alone else ""),
+        (_COMMUNICATION, no_bucket if table.has_no_exchange and not alone else ""),
         (("exposed_codec",), "" if none else _no_codec(run)),
         (("forward",), "" if none or table.total("forward") else Unavailable.IN_BACKWARD),
         (
