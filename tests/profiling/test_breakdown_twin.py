@@ -115,7 +115,6 @@ class Twin:
         parts = dict.fromkeys(PARTS, 0)
         union = hidden = 0
         waited_for: dict[int, int] = {}
-        exposed_for: dict[int, int] = {}
         for now in range(record.duration):
             phases = [p.name for p in record.phases if p.begin <= now < p.end]
             exposed = ready <= now < done and phases in ([], ["backward"])
@@ -136,8 +135,6 @@ class Twin:
             if here and not moves:
                 _, (_, last) = here[0]
                 waited_for[last] = waited_for.get(last, 0) + 1
-                if exposed:
-                    exposed_for[last] = exposed_for.get(last, 0) + 1
         begin = record.begin + of_rank.clocks[0].offset
         return {
             "rank": self.rank,
@@ -146,7 +143,6 @@ class Twin:
             "union": union,
             "hidden": hidden,
             "waited_for": waited_for,
-            "exposed_for": exposed_for,
         }
 
 

@@ -84,33 +84,11 @@ def without_optimizer(run: Run, every: int) -> Run:
     return run
 
 
-def after_one_forward(run: Run) -> Run:
-    """As of several backward passes, one for each loss."""
-    for rank, of_rank in run.ranks.items():
-        steps = {}
-        for step, record in of_rank.steps.items():
-            begins = [phase.begin for phase in record.phases if phase.name == "forward"]
-            phases = [p for p in record.phases if p.name != "forward" or p.begin == begins[0]]
-            steps[step] = replace(record, phases=phases)
-        run = replaced(run, rank, steps=steps)
-    return run
-
-
 def test_exchanges_that_could_be_spared_are_told() -> None:
-    several = note_of(after_one_forward(TWICE))
+    several = note_of(TWICE)
     assert several.startswith("gradients are exchanged 2 times in a step of an optimizer: ")
     often = without_optimizer(Planted(steps=32).run(), every=3)
     assert note_of(often).startswith("after 33% of the exchanges of gradients an optimizer has")
-
-
-def test_passes_that_an_optimizer_asks_for_cannot_be_spared() -> None:
-    assert note_of(TWICE) == ""
-    (note,) = (each for each in summarize(TWICE).notes if "gradients are exchanged" in each)
-    assert note == (
-        "gradients are exchanged 2 times in a step of an optimizer that evaluates its closure "
-        "several times, as LBFGS does: each evaluation needs the mean over all ranks; LBFGS's "
-        "`max_iter` and `max_eval` bound their number"
-    )
 
 
 def test_steps_that_a_scaler_skips_and_loops_without_optimizers_are_no_such_exchanges() -> None:

@@ -35,7 +35,6 @@ class Analysed:
         union: while any exchange was in flight on this rank.
         hidden: share of ``union`` before the last gradient was ready.
         waited_for: waiting, hidden or not, by the rank that came last.
-        exposed_for: exposed waiting alone.
     """
 
     record: StepRecord
@@ -47,7 +46,6 @@ class Analysed:
     union: int
     hidden: int
     waited_for: Mapping[int, int]
-    exposed_for: Mapping[int, int]
 
     @property
     def duration(self) -> int:
@@ -139,9 +137,8 @@ def _analyse(
         left = difference(left, intervals)
     parts["exposed_other"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
-    waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
-    waited_for = {late: length(of) for late, of in waits.items()}
-    exposed_for = {late: length(intersection(of, window)) for late, of in waits.items()}
+    waits = sorted(_waits(exchanges).items())
+    waited_for = {late: length(difference(of, transfer)) for late, of in waits}
     return Analysed(
         record,
         rank,
@@ -152,7 +149,6 @@ def _analyse(
         union=length(in_flight),
         hidden=length(difference(in_flight, window)),
         waited_for={late: of for late, of in waited_for.items() if of},
-        exposed_for={late: of for late, of in exposed_for.items() if of},
     )
 
 
@@ -227,9 +223,3 @@ def passes_of(record: StepRecord) -> list[Pass]:
         seen.add(bucket.index)
     ends = [*(float(group[0].ready) for group in groups[1:]), inf]
     return [Pass(group, end) for group, end in zip(groups, ends, strict=False)]
-
-
-def asks_again(record: StepRecord) -> bool:
-    """Whether a forward pass came after an exchange of the same step: an optimizer's closure."""
-    first = min((bucket.ready for bucket in record.buckets), default=inf)
-    return any(phase.name == "forward" and phase.begin > first for phase in record.phases)

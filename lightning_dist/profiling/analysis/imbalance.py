@@ -18,6 +18,9 @@ from lightning_dist.profiling.capture.events import ErrorRecord
 SHARE = 2 / 3
 """Of the waiting, that is for a rank which is clearly the last: twice that for all others."""
 
+_LEAST_WAITING = 0.02
+"""Share of the step below which waiting is too little to name a rank."""
+
 _DEVIATIONS = 2
 """By so many standard deviations more than chance would give."""
 
@@ -33,28 +36,21 @@ _EXPLAINED = 0.5
 
 
 def straggler(
-    table: StepTable,
-    column: str,
-    *,
-    phase_skew: Sequence[PhaseSkew],
-    uncertainty: int,
-    least: float = 0.0,
+    table: StepTable, *, phase_skew: Sequence[PhaseSkew], uncertainty: int
 ) -> tuple[int | None, str]:
     """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
 
     Args:
-        column: ``late``, or ``exposed_late`` for exposed waiting alone.
         phase_skew: phases in which ranks differ.
         uncertainty: of the clocks, nanoseconds.
-        least: share of the step below which waiting is too little to name anybody.
     """
-    late = table.of(column)
+    late = table.of("late")
     total = late.sum(axis=0)
     if not total.any():
         return None, ""
     row = int(total.argmax())  # of several the lowest
     waiting, duration = total.sum(), table.total("duration")
-    if waiting < least * duration:
+    if waiting < _LEAST_WAITING * duration:
         return None, Unavailable.LITTLE_WAITING.format(share=waiting / duration)
     waiters = max(len(table.ranks) - 1, 1)
     if because := why_not_last(late, row, uncertainty=uncertainty * waiters):

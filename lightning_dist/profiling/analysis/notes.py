@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterator, Sequence
 
-from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
+from lightning_dist.profiling.analysis.breakdown import passes_of
 from lightning_dist.profiling.analysis.clock_quality import uncertainty_of, uncompared
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
@@ -26,8 +24,6 @@ _ENOUGH = 50
 """Steps of each rank that tell how often gradients travel."""
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
-_LEAST_DIFFERENCE = 0.01
-"""Share of a step below which detailed steps are said to be as long as all steps."""
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
@@ -64,13 +60,12 @@ def _measured(summary: Summary) -> str:
     if summary.exposed_fraction < _LEAST:
         hidden = f"{_ms(summary.hidden_ms)} under the backward pass"
         return f"Communication is hidden: {hidden}, {exposed} exposed; {step}."
-    rank = summary.exposed_straggler
     names = {
         # Where waiting is not known, all of it may be in what counts as transfer.
         "exposed_transfer": (
             "transfer or unknown waiting" if "exposed_wait" in unavailable else "transfer"
         ),
-        "exposed_wait": f"waiting for {'each other' if rank is None else f'rank {rank}'}",
+        "exposed_wait": "waiting",
         "exposed_codec": "codec",
         "exposed_other": "other",
     }
@@ -81,7 +76,8 @@ def _measured(summary: Summary) -> str:
         if share >= _LEAST
     )
     share = format_value(summary.exposed_fraction, "%")
-    return f"{share} of the step is exposed communication ({exposed}): {composition}."
+    straggler = f" Straggler: rank {rank}." if (rank := summary.straggler) is not None else ""
+    return f"{share} of the step is exposed communication ({exposed}): {composition}.{straggler}"
 
 
 def _ms(value: float | None) -> str:
@@ -100,10 +96,8 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         *_phase_skew(summary.phase_skew, len(table.ranks)),
         *_exchanges(chosen),
         *([table.unknown_wait] if table.unknown_wait else []),
-        *(_detailed_steps_differ(chosen, table.mean_ms("duration")) if table.steps else []),
         *(_clock_doubts(run, table) if table.steps else []),
         *_divergence(run),
-        *_over_budget(run, summary.profiler_overhead),
         *([ONE_HOST] if summary.traffic is not None and is_one_host else []),
     ]
 
@@ -157,12 +151,6 @@ def _exchanges(chosen: Sample) -> list[str]:
     stepped = sum(any(phase.name == "optimizer" for phase in each.phases) for each in records)
     if passes and mean(passes) >= 1 + _OFTEN:
         often = f"gradients are exchanged {mean(passes):.2g} times in a step of an optimizer"
-        if any(map(asks_again, records)):
-            return [
-                f"{often} that evaluates its closure several times, as LBFGS does: each evaluation "
-                "needs the mean over all ranks; LBFGS's `max_iter` and `max_eval` bound their "
-                "number"
-            ]
     elif 0 < stepped <= (1 - _OFTEN) * len(records):
         often = (
             f"after {stepped / len(records):.0%} of the exchanges of gradients an optimizer has "
@@ -171,25 +159,8 @@ def _exchanges(chosen: Sample) -> list[str]:
     else:
         return []
     return [
-        f"{often}: passes that only add up gradients need none, under `no_sync()` or with "
-        "Lightning's `accumulate_grad_batches`"
-    ]
-
-
-def _detailed_steps_differ(chosen: Sample, of_detailed: float) -> list[str]:
-    """Steps in detail that are longer or shorter than chance would have picked them."""
-    durations = chosen.durations_ms()
-    of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
-    if abs(of_detailed - of_all) <= _LEAST_DIFFERENCE * of_all:
-        return []
-    # Of a sample that is drawn without putting back; of one step it says nothing.
-    error = statistics.stdev(durations) * math.sqrt((1 / few) - (1 / many))
-    if few > 1 and abs(of_detailed - of_all) <= 2 * error:
-        return []
-    why = "looking in detail takes time" if of_detailed > of_all else "it is no matter of chance"
-    return [
-        f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {of_all:.1f} ms: "
-        f"{why}, or they are other steps than the rest; parts are shares of {of_detailed:.1f} ms"
+        f"{often}: passes that only accumulate gradients need no exchange; `no_sync()` or "
+        "Lightning's `accumulate_grad_batches` avoids it"
     ]
 
 
@@ -227,17 +198,3 @@ def _divergence(run: Run) -> list[str]:
         return []
     _, rank, growth = max(found)
     return [f"rank {-rank}: {growth}"]
-
-
-def _over_budget(run: Run, overhead: float | None) -> list[str]:
-    may_take = min((each.metadata.max_overhead for each in run.ranks.values()), default=0.0)
-    took, may = format_value(overhead, "%"), format_value(may_take, "%")
-    if overhead is None or not 0 < may_take < overhead or took == may:
-        return []
-    note = f"the profiler took {took} of the time, and max_overhead is {may}"
-    if run.is_stock:
-        note += (
-            ": gradients of ddp are seen through a communication hook, which costs its share in "
-            "every step, however few are looked at in detail"
-        )
-    return [note]

@@ -201,7 +201,6 @@ class Summary:
         overlap_fraction: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if it is clearly one
             (:mod:`~lightning_dist.profiling.analysis.imbalance`).
-        exposed_straggler: the same of exposed waiting alone, however little there is.
         profiler_overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in
@@ -233,7 +232,6 @@ class Summary:
     links: Sequence[Mapping[str, Any]] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    exposed_straggler: int | None = None
     predictions: Predictions | None = None
     detailed_steps: int = 0
     phase_skew: Sequence[PhaseSkew] = ()

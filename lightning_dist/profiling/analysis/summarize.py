@@ -29,9 +29,6 @@ from lightning_dist.profiling.analysis.unavailable import Unavailable, missing_r
 from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
 from lightning_dist.profiling.run import Run
 
-_LEAST_WAITING = 0.02
-"""Share of the step below which nobody is called a straggler."""
-
 
 def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     """The summary of a run; ``unavailable`` and ``notes`` say what is missing, and why.
@@ -49,10 +46,7 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     breakdown_ms = _breakdown_ms(table, unavailable)
     phase_skew = find_phase_skew(table)
     uncertainty = mean_uncertainty(run, table.steps)
-    (last, why_none), (exposed_last, _) = (
-        straggler(table, column, phase_skew=phase_skew, uncertainty=uncertainty, least=least)
-        for column, least in (("late", _LEAST_WAITING), ("exposed_late", 0.0))
-    )
+    last, why_none = straggler(table, phase_skew=phase_skew, uncertainty=uncertainty)
     if last is None:
         alone = Unavailable.ALONE if run.world_size < 2 else Unavailable.NO_WAITING
         unavailable["straggler"] = why_none or unavailable.get("exposed_wait") or alone
@@ -74,7 +68,6 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         buckets=table.bucket_summaries(unavailable),
         straggler=last,
         detailed_steps=len(chosen.detailed),
-        exposed_straggler=exposed_last,
         profiler_overhead=sum(each.overhead for each in heads) / duration if duration else None,
         per_step=_per_step(chosen, table, breakdown_ms, unavailable),
         errors=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.errors],

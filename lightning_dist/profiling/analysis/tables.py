@@ -27,7 +27,6 @@ COLUMNS = (
     "hidden",
     "waited",  # for other ranks, hidden or not
     "late",  # for how long the others, added up, waited for this rank
-    "exposed_late",  # the exposed share of that
     "moving",  # any exchange moved, on this rank or to another
     "intra_moving",  # one moved that had another member on this host
     "inter_moving",  # one moved that had a member on another host
@@ -145,17 +144,17 @@ def step_table(
     unknown = ""
     for i, of_step in enumerate(analysed or (analyse(run, step) for step in steps)):
         of_hosts: dict[str, list[Interval]] = {host: [] for host in hosts}
-        late = np.zeros((2, len(ranks)))
+        late = np.zeros(len(ranks))
         for each in of_step:
             row = rows[each.rank]
             for last, waited in each.waited_for.items():
-                late[:, rows[last]] += waited, each.exposed_for.get(last, 0)
+                late[rows[last]] += waited
                 waited_for[row, rows[last]] += waited
         for each in of_step:
             row, (intra, inter) = rows[each.rank], reach[each.rank]
             near, far = _moving_in(each, intra), _moving_in(each, inter)
             own = _row(each, near, far, one_clock[each.rank])
-            own["late"], own["exposed_late"] = late[:, row]
+            own["late"] = late[row]
             values[i, row] = [own[name] for name in COLUMNS]
             of_hosts[hosts[row]] += [(each.begin + a, each.begin + b) for a, b in far]
             for index, codec, sums in _bucket_rows(each):
