@@ -44,38 +44,17 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
     return ClockRecord(at, nearest.offset + round(away * drift), round(uncertainty))
 
 
-def uncompared(run: Run) -> list[int]:
-    """Ranks whose clock has nothing to do with rank 0's: another host, and never compared."""
-    host = run.ranks[0].metadata.host if 0 in run.ranks else None
-    return [
-        rank
-        for rank, each in run.ranks.items()
-        if rank != 0 and not each.clocks and each.metadata.host != host
-    ]
+def clock_of(run: Run, rank: int) -> tuple[int, int] | None:
+    """Identity of the clock of a rank, equal on ranks that read the same one.
 
-
-def groups_of_one_clock(run: Run) -> dict[int, frozenset[str]]:
-    """Groups of every rank whose members all read the same clock."""
-    clocks = {rank: _clock_of(run, rank) for rank in run.ranks}
-    return {
-        rank: frozenset(
-            name
-            for name, members in each.metadata.groups.items()
-            if len({clocks.get(member) for member in members}) == 1
-        )
-        for rank, each in run.ranks.items()
-    }
-
-
-def _clock_of(run: Run, rank: int) -> tuple[int, int] | str:
-    """The same for ranks of one machine, where one compares the clocks for all."""
+    None: it is on another host than rank 0, and was never compared with its clock.
+    """
     of_rank = run.ranks[rank]
-    if not of_rank.clocks:
-        return of_rank.metadata.host
-    first = of_rank.clocks[0]
-    if first.uncertainty == 0 and 0 in run.ranks:  # rank 0's own
-        return run.ranks[0].metadata.host
-    return first.offset, first.uncertainty
+    if of_rank.clocks:
+        first = of_rank.clocks[0]
+        return first.offset, first.uncertainty
+    is_reference = 0 in run.ranks and of_rank.metadata.host == run.ranks[0].metadata.host
+    return (0, 0) if is_reference else None
 
 
 def uncertainty_of(rank: RankRun, steps: Sequence[int]) -> int | None:

@@ -94,7 +94,7 @@ def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
     """
     if table.unknown_wait or not table.total("exchange"):
         return []
-    waited = table.of_ranks("waited") / len(table.steps) / MS
+    waited = table.of("waited").sum(axis=0) / len(table.steps) / MS
     found = []
     for phase in _ORDER:
         lengths = table.of(phase)

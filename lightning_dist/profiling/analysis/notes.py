@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_dist.profiling.analysis.breakdown import passes_of
-from lightning_dist.profiling.analysis.clock_quality import uncertainty_of, uncompared
+from lightning_dist.profiling.analysis.clock_quality import clock_of, uncertainty_of
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
@@ -166,7 +166,7 @@ def _exchanges(chosen: Sample) -> list[str]:
 
 def _clock_doubts(run: Run, table: StepTable) -> Iterator[str]:
     """Doubts about the waiting and transfer of these steps."""
-    if without := uncompared(run):
+    if without := [rank for rank in run.ranks if clock_of(run, rank) is None]:
         ranks = ", ".join(map(str, without))
         yield (
             f"no clock of rank {ranks} was compared with rank 0's: who waited follows from how "

@@ -157,7 +157,10 @@ def _ranks(
     run: Run, chosen: Sample, table: StepTable, unavailable: Mapping[str, str]
 ) -> list[RankSummary]:
     names = (*PHASES, "exposed", "waited", "late", "intra", "intra_moving", "inter", "inter_moving")
-    totals, per_step = {name: table.of_ranks(name) for name in names}, max(len(table.steps), 1) * MS
+    totals, per_step = (
+        {name: table.of(name).sum(axis=0) for name in names},
+        max(len(table.steps), 1) * MS,
+    )
     steps = chosen.detailed or chosen.steps
     # With ranks missing it is not known what of the time was waiting for them.
     is_whole = not missing_ranks(run, chosen.ranks)

@@ -200,10 +200,10 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
     for each in every:
         groups = run.ranks[each.rank].metadata.groups
         for exchange in each.exchanges:
-            span, (begin, end) = exchange.span, exchange.transfer
-            peers = len(groups.get(span.group, ()))
-            if span.group != "intra" and span.sent <= _SMALL and peers > 1:
-                count = (2 if span.op == "all_reduce" else 1) * (peers - 1)
+            begin, end = exchange.transfer
+            peers = len(groups.get(exchange.group, ()))
+            if exchange.group != "intra" and exchange.sent <= _SMALL and peers > 1:
+                count = (2 if exchange.op == "all_reduce" else 1) * (peers - 1)
                 rounds.append((end - begin) / count / NS)
     return Link(rate, min(rounds, default=None))
 
@@ -211,8 +211,8 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
 def _inside(every: Sequence[Analysed]) -> Link | None:
     rates = []
     for each in every:
-        exchanges = [exchange for exchange in each.exchanges if exchange.span.group == "intra"]
-        sent = sum(exchange.span.sent for exchange in exchanges)
+        exchanges = [exchange for exchange in each.exchanges if exchange.group == "intra"]
+        sent = sum(exchange.sent for exchange in exchanges)
         if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
             rates.append(sent / moving * NS)
     return Link(median(rates)) if rates else None
