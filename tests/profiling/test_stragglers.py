@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from planted import MS, Planted
 
-from lightning_dist.profiling.analysis.imbalance import why_not_last
+from lightning_dist.profiling.analysis.imbalance import straggler
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.analysis.tables import Array
+from lightning_dist.profiling.analysis.tables import COLUMNS, Array, StepTable
 
 
 def waits(*steps: dict[int, int]) -> Array:
@@ -23,10 +23,12 @@ def most(late: Array) -> int:
 
 
 def named(late: Array, *, uncertainty: int = 0) -> int | None:
-    if not late.any():
-        return None
-    rank = most(late)
-    return None if why_not_last(late, rank, uncertainty=uncertainty) else rank
+    steps = range(len(late))
+    values = np.zeros((len(steps), 2, len(COLUMNS)))
+    values[..., COLUMNS.index("late")] = late.reshape(-1, 2)
+    nothing = np.zeros((len(steps), 2))
+    table = StepTable(steps, [0, 1], ["a", "b"], values, np.zeros((2, 2)), nothing, {})
+    return straggler(table, phase_skew=[], uncertainty=uncertainty)[0]
 
 
 def test_ranks_that_are_equally_late_are_hardly_ever_named() -> None:

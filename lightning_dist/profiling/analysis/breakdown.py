@@ -213,8 +213,11 @@ def passes_of(record: StepRecord) -> list[list[BucketTimes]]:
     A bucket that comes again is of the next pass.
     """
     passes: list[list[BucketTimes]] = []
+    seen: set[int] = set()
     for bucket in record.buckets:
-        if not passes or any(bucket.index == each.index for each in passes[-1]):
+        if not passes or bucket.index in seen:
             passes.append([])
+            seen.clear()
         passes[-1].append(bucket)
+        seen.add(bucket.index)
     return passes

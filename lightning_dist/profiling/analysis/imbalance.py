@@ -12,7 +12,6 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.parts import PhaseSkew
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
-from lightning_dist.profiling.analysis.unavailable import Unavailable
 from lightning_dist.profiling.capture.events import ErrorRecord
 
 SHARE = 2 / 3
@@ -45,35 +44,26 @@ def straggler(
         uncertainty: of the clocks, nanoseconds.
     """
     late = table.of("late")
-    total = late.sum(axis=0)
+    total, duration = late.sum(axis=0), table.total("duration")
     if not total.any():
         return None, ""
-    row = int(total.argmax())  # of several the lowest
-    waiting, duration = total.sum(), table.total("duration")
+    row, waiting = int(total.argmax()), total.sum()  # of several the lowest
     if waiting < _LEAST_WAITING * duration:
-        return None, Unavailable.LITTLE_WAITING.format(share=waiting / duration)
-    waiters = max(len(table.ranks) - 1, 1)
-    if because := why_not_last(late, row, uncertainty=uncertainty * waiters):
-        return None, because.format(share=total[row] / waiting, rank=table.ranks[row])
-    # It may be late in exchanges only because it has waited before them.
-    if any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
-        return None, Unavailable.UNEVEN
-    return table.ranks[row], ""
-
-
-def why_not_last(late: Array, row: int, *, uncertainty: int) -> Unavailable | None:
-    """The reason why the rank in this row is not clearly the last; None if it is.
-
-    Args:
-        uncertainty: of the clocks, nanoseconds a step, of all ranks that can wait for it together.
-    """
-    total = late.sum(axis=0)
-    if total[row] / total.sum() < SHARE:
-        return Unavailable.NOT_MOST
-    if total[row] <= uncertainty * len(late):
-        return Unavailable.UNCERTAIN
+        return None, f"waiting is {waiting / duration:.1%} of the step"
+    rank, waiters = table.ranks[row], max(len(table.ranks) - 1, 1)
+    if (share := total[row] / waiting) < SHARE:
+        doubt = f"only {share:.0%} of it is for rank {rank}, the most"
+    elif total[row] <= uncertainty * waiters * len(late):
+        doubt = f"clocks are no more certain than what rank {rank} was late"
     # If it were a matter of chance, each step could as well have been the other way round.
-    return Unavailable.CHANCE if may_be_chance(2 * late[:, row] - late.sum(axis=1)) else None
+    elif may_be_chance(2 * late[:, row] - late.sum(axis=1)):
+        doubt = f"rank {rank} was late in too few steps to tell it from chance"
+    # It may be late in exchanges only because it has waited before them.
+    elif any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
+        return None, "ranks are uneven outside of exchanges too, and by more"
+    else:
+        return rank, ""
+    return None, f"no rank is clearly the last: {doubt}"
 
 
 def may_be_chance(leads: Array) -> bool:

@@ -32,17 +32,16 @@ _LEAST_GAP = 2e6
 """Nanoseconds a step below which two readings of the transfer agree."""
 
 
-def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> str:
+def headline(summary: Summary, *, cut: str = "") -> str:
     """The most important figures, in one or two sentences.
 
     Args:
-        of_steps: how many of how many steps count, where the rest has to be mentioned.
+        cut: such as ``"9 of 40 steps"``, where the rest has to be mentioned.
     """
     here, world_size = len(summary.ranks), summary.run.get("world_size", 0)
-    found = [f"{here} of {world_size} ranks"] if 0 < here < world_size else []
-    found += [f"{of_steps[0]} of {of_steps[1]} steps"] if of_steps is not None else []
-    partial = f"Partial data ({', '.join(found)}): " if found else ""
-    return f"{partial}{_measured(summary)}"
+    ranks = f"{here} of {world_size} ranks" if 0 < here < world_size else ""
+    found = ", ".join(filter(None, (ranks, cut)))
+    return f"{f'Partial data ({found}): ' if found else ''}{_measured(summary)}"
 
 
 def _measured(summary: Summary) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
@@ -25,7 +25,7 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.sample import Sample, sample
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
-from lightning_dist.profiling.analysis.unavailable import Unavailable, missing_ranks, unavailable_of
+from lightning_dist.profiling.analysis.unavailable import missing_ranks, unavailable_of
 from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
 from lightning_dist.profiling.run import Run
 
@@ -48,7 +48,7 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     uncertainty = mean_uncertainty(run, table.steps)
     last, why_none = straggler(table, phase_skew=phase_skew, uncertainty=uncertainty)
     if last is None:
-        alone = Unavailable.ALONE if run.world_size < 2 else Unavailable.NO_WAITING
+        alone = "one rank exchanges nothing" if run.world_size < 2 else "no rank waited"
         unavailable["straggler"] = why_none or unavailable.get("exposed_wait") or alone
     heads = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in heads)
@@ -77,7 +77,7 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     )
     return replace(
         summary,
-        headline=headline(summary, of_steps=chosen.cut),
+        headline=headline(summary, cut=chosen.cut),
         notes=notes_of(run, chosen, table, summary),
     )
 
@@ -113,13 +113,13 @@ def _run_info(run: Run) -> dict[str, Any]:
 
 
 def _step_ms(chosen: Sample) -> dict[str, float | None]:
-    durations = sorted(chosen.durations_ms())
+    durations = chosen.durations_ms()
     if not durations:
         return {"mean": None, "median": None, "p95": None}
     return {
         "mean": mean(durations),
         "median": statistics.median(durations),
-        "p95": durations[math.ceil(0.95 * len(durations)) - 1],
+        "p95": float(np.quantile(durations, 0.95, method="inverted_cdf")),
     }
 
 
@@ -141,7 +141,7 @@ def _per_step(
     if not table.steps:
         return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
     known = ("duration", *(name for name, value in breakdown_ms.items() if value is not None))
-    means = {name: [mean(of) for of in (table.of(name) / MS).tolist()] for name in known}
+    means = {name: (table.of(name).mean(axis=1) / MS).tolist() for name in known}
     waited, late = table.of("waited") / MS, table.of("late")
     has_waits = "exposed_wait" not in unavailable or waited.any()
     return PerStep(
@@ -157,33 +157,28 @@ def _ranks(
     run: Run, chosen: Sample, table: StepTable, unavailable: Mapping[str, str]
 ) -> list[RankSummary]:
     names = (*PHASES, "exposed", "waited", "late", "intra", "intra_moving", "inter", "inter_moving")
-    totals, per_step = (
-        {name: table.of(name).sum(axis=0) for name in names},
-        max(len(table.steps), 1) * MS,
-    )
     steps = chosen.detailed or chosen.steps
+    per_step = max(len(table.steps), 1) * MS
+    means = {name: (table.of(name).sum(axis=0) / per_step).tolist() for name in names}
     # With ranks missing it is not known what of the time was waiting for them.
     is_whole = not missing_ranks(run, chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
-        own = {name: float(of_ranks[row]) for name, of_ranks in totals.items()}
-        intra, inter = (_gbps(own[name], own[f"{name}_moving"]) for name in ("intra", "inter"))
+        own = {name: of[row] for name, of in means.items()}
         uncertainty = uncertainty_of(of_rank, steps)
+        intra, inter = (_gbps(own[name], own[f"{name}_moving"]) for name in ("intra", "inter"))
         summaries.append(
             RankSummary(
                 rank,
                 of_rank.metadata.host,
-                step_ms=mean([of_rank.head(step).duration / MS for step in steps]),
-                exposed_ms=None if "exposed_ms" in unavailable else own["exposed"] / per_step,
-                wait_ms=_known(own["waited"] / per_step, "exposed_wait", unavailable),
-                waited_for_ms=_known(own["late"] / per_step, "exposed_wait", unavailable),
-                clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
-                intra_gbps=intra if is_whole else None,
-                inter_gbps=inter if is_whole else None,
-                phases_ms={
-                    name: _known(own[name] / per_step, name, unavailable)
-                    for name in (PHASES if table.steps else ())
-                },
+                mean([of_rank.head(step).duration for step in steps]) / MS,
+                None if "exposed_ms" in unavailable else own["exposed"],
+                _known(own["waited"], "exposed_wait", unavailable),
+                _known(own["late"], "exposed_wait", unavailable),
+                None if uncertainty is None else uncertainty / MS,
+                intra if is_whole else None,
+                inter if is_whole else None,
+                {name: _known(own[name], name, unavailable) for name in PHASES if table.steps},
             )
         )
     return summaries

@@ -84,7 +84,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     sent, moving = step_table(run, chosen.detailed, steps).link_uses()
     used = (sent > 0) & (moving > 0)
     problems = {
-        chosen.whole_reason: bool(chosen.reason),
+        chosen.reason: bool(chosen.reason),
         "one rank exchanges nothing": run.world_size < 2,
         f"it has no step of rank {missing}": bool(missing),
         "no bucket of gradients was seen": not any(each.record.buckets for each in every),
