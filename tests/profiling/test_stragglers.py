@@ -26,9 +26,10 @@ def named(late: Array, *, uncertainty: int = 0) -> int | None:
     steps = range(len(late))
     values = np.zeros((len(steps), 2, len(COLUMNS)))
     values[..., COLUMNS.index("late")] = late.reshape(-1, 2)
+    values[..., COLUMNS.index("uncertainty")] = uncertainty
     nothing = np.zeros((len(steps), 2))
     table = StepTable(steps, [0, 1], ["a", "b"], values, np.zeros((2, 2)), nothing, {})
-    return straggler(table, phase_skew=[], uncertainty=uncertainty)[0]
+    return straggler(table, [])[0]
 
 
 def test_ranks_that_are_equally_late_are_hardly_ever_named() -> None:

@@ -154,6 +154,9 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "exchanges": len(exchanges),
         "moved": sum(each.transfer[1] - each.transfer[0] for each in exchanges),
         "by_clocks": length(union(each.transfer for each, _ in doubted)),
+        "uncertainty": run.ranks[rank].uncertainty(record.begin) or 0,
+        "passes": len(passes_of(record)),
+        "optimizer_steps": any(phase.name == "optimizer" for phase in record.phases),
         "by_durations": length(union((each.end - least, each.end) for each, least in doubted)),
     }
     begin = begin_of(run, rank, step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_dist.profiling.capture.events import ClockRecord
 
 if TYPE_CHECKING:  # which reads clocks with this module
-    from lightning_dist.profiling.run import RankRun, Run
+    from lightning_dist.profiling.run import Run
 
 DRIFT = 1e-4
 """Most by which two clocks part: quartz is specified to be off by 50 in a million."""
@@ -55,20 +55,3 @@ def clock_of(run: Run, rank: int) -> tuple[int, int] | None:
         return first.offset, first.uncertainty
     is_reference = 0 in run.ranks and of_rank.metadata.host == run.ranks[0].metadata.host
     return (0, 0) if is_reference else None
-
-
-def uncertainty_of(rank: RankRun, steps: Sequence[int]) -> int | None:
-    """Nanoseconds of its clock at the worst of these steps; None: never compared."""
-    if not rank.clocks:
-        return None
-    at_steps = (rank.uncertainty(rank.head(step).begin) for step in steps if step in rank.steps)
-    return max((each or 0 for each in at_steps), default=rank.clocks[0].uncertainty)
-
-
-def mean_uncertainty(run: Run, steps: Sequence[int]) -> int:
-    """Nanoseconds of the rank whose clock is the least certain, the mean over these steps."""
-    worst = [
-        max((uncertainty_of(each, [step]) or 0 for each in run.ranks.values()), default=0)
-        for step in steps
-    ]
-    return round(sum(worst) / max(len(worst), 1))

@@ -13,10 +13,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_dist.profiling.analysis.metrics import METRICS, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import MS
+from lightning_dist.profiling.analysis.tables import MS, mean
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
@@ -75,26 +77,22 @@ class Difference:
 
 def measured(run: Run, summary: Summary) -> Measured:
     """Figures of a run that can be compared."""
-    per_step, unavailable = summary.per_step, summary.unavailable
-    if not per_step.step_ms:
-        return Measured({}, dict.fromkeys(NAMES, unavailable["step_ms"]))
-    parts = per_step.breakdown_ms
-    exposed = [parts[part] for part in EXPOSED if parts.get(part)]
-    is_sent, is_exposed = summary.traffic is not None, summary.exposed_ms is not None
+    per_step, parts = summary.per_step, summary.per_step.breakdown_ms
+    exposed = [parts[name] for name in EXPOSED if name in parts and summary.exposed_ms is not None]
     values: dict[str, Sequence[float]] = {
         "step_ms": per_step.step_ms,
         **{f"{part}_ms": parts.get(part, ()) for part in PARTS},
-        "exposed_ms": [sum(row) for row in zip(*exposed, strict=True)] if is_exposed else (),
-        "sent_mb": [_sent(run, step) / MS for step in per_step.steps] if is_sent else (),
+        "exposed_ms": np.sum(exposed, axis=0).tolist() if exposed else (),
+        "sent_mb": [_sent_mb(run, step) for step in per_step.steps] if summary.traffic else (),
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
-    fields = {"exposed_ms": "exposed_ms", "sent_mb": "traffic"}
+    fields = {"step_ms": "step_ms", "exposed_ms": "exposed_ms", "sent_mb": "traffic"}
     missing = {
-        name: why(unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
+        name: why(summary.unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
         for name, of in values.items()
         if not of
     }
-    return Measured({name: of for name, of in values.items() if of}, missing)
+    return Measured(values, missing)
 
 
 def compare(a: Measured, b: Measured) -> list[Difference]:
@@ -149,15 +147,11 @@ def _difference(name: str, a: Measured, b: Measured) -> Difference:
 
 
 def _notch(values: Sequence[float]) -> float:
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return _NOTCH * (high - low) / math.sqrt(len(values))
+    low, high = np.quantile(values, (0.25, 0.75))
+    return float(_NOTCH * (high - low) / math.sqrt(len(values)))
 
 
-def _sent(run: Run, step: int) -> float:
-    """Bytes of a rank, the mean over ranks."""
-    of_ranks = [
-        sum(bucket.intra + bucket.inter for bucket in each.steps[step].buckets)
-        for each in run.ranks.values()
-        if step in each.steps
-    ]
-    return sum(of_ranks) / len(of_ranks)
+def _sent_mb(run: Run, step: int) -> float:
+    """Megabytes of a rank, the mean over ranks."""
+    steps = [each.steps[step] for each in run.ranks.values() if step in each.steps]
+    return mean([sum(b.intra + b.inter for b in each.buckets) for each in steps]) / MS

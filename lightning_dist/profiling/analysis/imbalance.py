@@ -34,14 +34,11 @@ _EXPLAINED = 0.5
 """Share of a difference; where so much of it is waiting in exchanges, that is all there is."""
 
 
-def straggler(
-    table: StepTable, *, phase_skew: Sequence[PhaseSkew], uncertainty: int
-) -> tuple[int | None, str]:
+def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | None, str]:
     """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
 
     Args:
         phase_skew: phases in which ranks differ.
-        uncertainty: of the clocks, nanoseconds.
     """
     late = table.of("late")
     total, duration = late.sum(axis=0), table.total("duration")
@@ -53,7 +50,7 @@ def straggler(
     rank, waiters = table.ranks[row], max(len(table.ranks) - 1, 1)
     if (share := total[row] / waiting) < SHARE:
         doubt = f"only {share:.0%} of it is for rank {rank}, the most"
-    elif total[row] <= uncertainty * waiters * len(late):
+    elif total[row] <= table.of("uncertainty").max(axis=1).sum() * waiters:
         doubt = f"clocks are no more certain than what rank {rank} was late"
     # If it were a matter of chance, each step could as well have been the other way round.
     elif may_be_chance(2 * late[:, row] - late.sum(axis=1)):

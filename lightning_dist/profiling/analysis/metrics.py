@@ -183,16 +183,11 @@ def format_value(value: float | None, unit: str = "", *, signed: bool = False) -
 
 
 def _digits(value: float) -> str:
-    size = abs(value)
-    if size >= 100:
+    if abs(value) >= 100:
         return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 1:
-        return f"{value:.2f}"
-    if size >= 0.001:
-        return f"{value:#.3g}"
-    return f"{value:.1g}" if size else "0"
+    if abs(value) >= 0.001:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:z.1g}"
 
 
 def count(number: int, what: str) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from lightning_dist.profiling.analysis.breakdown import passes_of
-from lightning_dist.profiling.analysis.clock_quality import clock_of, uncertainty_of
+from lightning_dist.profiling.analysis.clock_quality import clock_of
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
-from lightning_dist.profiling.analysis.sample import Sample, spread
-from lightning_dist.profiling.analysis.tables import MS, StepTable, mean
+from lightning_dist.profiling.analysis.sample import Sample
+from lightning_dist.profiling.analysis.tables import MS, StepTable
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
@@ -20,16 +19,14 @@ ONE_HOST = (
 
 _LEAST = 0.005
 """Share of the step below which communication counts as hidden."""
-_ENOUGH = 50
-"""Steps of each rank that tell how often gradients travel."""
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
 """Share of a time that another reading of it, or its clock, has to be off by to be mentioned."""
-_LEAST_GAP = 2e6
-"""Nanoseconds a step below which two readings of the transfer agree."""
+_LEAST_GAP_MS = 2.0
+"""Milliseconds a step below which two readings of the transfer agree."""
 
 
 def headline(summary: Summary, *, cut: str = "") -> str:
@@ -87,16 +84,54 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
     """Notes, the most important first: what ended the training."""
     hosts = {each.metadata.host for each in run.ranks.values()}
     is_one_host = len(hosts) == 1 and len(run.ranks) == run.world_size
+    passes, optimizer_steps = table.of("passes"), table.of("optimizer_steps").sum()
+    per_step = passes.sum() / max((passes > 0).sum(), 1)
+    spare = (
+        "passes that only accumulate gradients need no exchange; `no_sync()` or Lightning's "
+        "`accumulate_grad_batches` avoids it"
+    )
+    uncompared = ", ".join(str(rank) for rank in run.ranks if clock_of(run, rank) is None)
+    by_clocks, by_durations = table.mean_ms("by_clocks"), table.mean_ms("by_durations")
+    gap = abs(by_clocks - by_durations)
+    uncertainty = float(table.of("uncertainty").max(initial=0)) / MS
+    exchange = table.total("moved") / max(table.total("exchanges"), 1) / MS
+    rules = (
+        (
+            per_step >= 1 + _OFTEN,
+            f"gradients are exchanged {per_step:.2g} times in a step of an optimizer: {spare}",
+        ),
+        (
+            per_step < 1 + _OFTEN and 0 < optimizer_steps <= (1 - _OFTEN) * table.cells,
+            f"after {optimizer_steps / max(table.cells, 1):.0%} of the exchanges of gradients an "
+            f"optimizer has made a step, and each exchange is a step here: {spare}",
+        ),
+        (bool(table.unknown_wait), table.unknown_wait),
+        (
+            bool(table.steps and uncompared),
+            f"no clock of rank {uncompared} was compared with rank 0's: who waited follows from "
+            "how long exchanges took",
+        ),
+        (
+            gap > max(_DOUBTFUL * max(by_clocks, by_durations), _LEAST_GAP_MS),
+            f"transfer between hosts is {by_clocks:.1f} ms a step by clocks and "
+            f"{by_durations:.1f} ms by durations: clocks may be wrong, trust the latter",
+        ),
+        (
+            uncertainty > _DOUBTFUL * exchange > 0,
+            f"clocks are uncertain by {uncertainty:.2f} ms and an exchange takes "
+            f"{exchange:.2f} ms: what is waiting and what transfer is vague",
+        ),
+    )
+    growths = [(of, rank) for rank, each in run.ranks.items() if (of := growth_of(each.errors))]
+    growths.sort(key=lambda each: -each[0].now)
     return [
         *_ended_by(run),
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
         *_phase_skew(summary.phase_skew, len(table.ranks)),
-        *_exchanges(chosen),
-        *([table.unknown_wait] if table.unknown_wait else []),
-        *(_clock_doubts(run, table) if table.steps else []),
-        *_divergence(run),
+        *(note for holds, note in rules if holds),
+        *(f"rank {rank}: {growth}" for growth, rank in growths[:1]),
         *([ONE_HOST] if summary.traffic is not None and is_one_host else []),
     ]
 
@@ -140,60 +175,3 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
     if len(ranks) > _MOST_NAMED:
         return f"{len(ranks)} of {of} ranks"
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _exchanges(chosen: Sample) -> list[str]:
-    """Gradients that travel more often than an optimizer makes a step."""
-    steps = spread(chosen.steps, _ENOUGH)
-    records = [each.steps[step] for each in chosen.ranks.values() for step in steps]
-    passes = [len(passes_of(record)) for record in records if record.buckets]
-    stepped = sum(any(phase.name == "optimizer" for phase in each.phases) for each in records)
-    if passes and mean(passes) >= 1 + _OFTEN:
-        often = f"gradients are exchanged {mean(passes):.2g} times in a step of an optimizer"
-    elif 0 < stepped <= (1 - _OFTEN) * len(records):
-        often = (
-            f"after {stepped / len(records):.0%} of the exchanges of gradients an optimizer has "
-            "made a step, and each exchange is a step here"
-        )
-    else:
-        return []
-    return [
-        f"{often}: passes that only accumulate gradients need no exchange; `no_sync()` or "
-        "Lightning's `accumulate_grad_batches` avoids it"
-    ]
-
-
-def _clock_doubts(run: Run, table: StepTable) -> Iterator[str]:
-    """Doubts about the waiting and transfer of these steps."""
-    if without := [rank for rank in run.ranks if clock_of(run, rank) is None]:
-        ranks = ", ".join(map(str, without))
-        yield (
-            f"no clock of rank {ranks} was compared with rank 0's: who waited follows from how "
-            "long exchanges took"
-        )
-    by_clocks, by_durations = table.total("by_clocks"), table.total("by_durations")
-    gap = abs(by_clocks - by_durations)
-    if gap > _DOUBTFUL * max(by_clocks, by_durations) and gap > _LEAST_GAP * table.cells:
-        yield (
-            f"transfer between hosts is {by_clocks / table.cells / MS:.1f} ms a step by "
-            f"clocks and {by_durations / table.cells / MS:.1f} ms by durations: clocks may be "
-            "wrong, trust the latter"
-        )
-    uncertainty = max(uncertainty_of(each, table.steps) or 0 for each in run.ranks.values())
-    if uncertainty and (exchanges := table.total("exchanges")):
-        moved = table.total("moved") / exchanges
-        if uncertainty > _DOUBTFUL * moved:
-            yield (
-                f"clocks are uncertain by {uncertainty / MS:.2f} ms and an exchange takes "
-                f"{moved / MS:.2f} ms: what is waiting and what transfer is vague"
-            )
-
-
-def _divergence(run: Run) -> list[str]:
-    """The residual that has grown the most."""
-    growths = {rank: growth_of(each.errors) for rank, each in run.ranks.items()}
-    found = [(growth.now, -rank, growth) for rank, growth in growths.items() if growth is not None]
-    if not found:
-        return []
-    _, rank, growth = max(found)
-    return [f"rank {-rank}: {growth}"]

@@ -116,7 +116,8 @@ class RankSummary:
         step_ms: of the steps that the parts are of.
         wait_ms: waiting for others, per step, hidden or not.
         waited_for_ms: waiting of the others for this rank, per step, added up over them.
-        clock_uncertainty_ms: at the worst step; None: the clock was never compared.
+        clock_uncertainty_ms: at the worst detailed step; None: there is none, or the clock was
+            never compared.
         intra_gbps, inter_gbps: bytes sent over the time with an exchange in flight.
         phases_ms: ``between_steps``, ``forward``, ``backward`` and ``optimizer`` as they are in
             ``Summary.breakdown_ms``; empty: not recorded.

@@ -11,7 +11,6 @@ import numpy as np
 from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
-from lightning_dist.profiling.analysis.clock_quality import mean_uncertainty, uncertainty_of
 from lightning_dist.profiling.analysis.imbalance import find_phase_skew, straggler
 from lightning_dist.profiling.analysis.notes import headline, notes_of
 from lightning_dist.profiling.analysis.parts import (
@@ -45,8 +44,7 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     unavailable = unavailable_of(run, chosen, table, has_link=peak is not None)
     breakdown_ms = _breakdown_ms(table, unavailable)
     phase_skew = find_phase_skew(table)
-    uncertainty = mean_uncertainty(run, table.steps)
-    last, why_none = straggler(table, phase_skew=phase_skew, uncertainty=uncertainty)
+    last, why_none = straggler(table, phase_skew)
     if last is None:
         alone = "one rank exchanges nothing" if run.world_size < 2 else "no rank waited"
         unavailable["straggler"] = why_none or unavailable.get("exposed_wait") or alone
@@ -160,12 +158,12 @@ def _ranks(
     steps = chosen.detailed or chosen.steps
     per_step = max(len(table.steps), 1) * MS
     means = {name: (table.of(name).sum(axis=0) / per_step).tolist() for name in names}
+    uncertainties = table.of("uncertainty").max(axis=0, initial=0).tolist()
     # With ranks missing it is not known what of the time was waiting for them.
     is_whole = not missing_ranks(run, chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
         own = {name: of[row] for name, of in means.items()}
-        uncertainty = uncertainty_of(of_rank, steps)
         intra, inter = (_gbps(own[name], own[f"{name}_moving"]) for name in ("intra", "inter"))
         summaries.append(
             RankSummary(
@@ -175,7 +173,7 @@ def _ranks(
                 None if "exposed_ms" in unavailable else own["exposed"],
                 _known(own["waited"], "exposed_wait", unavailable),
                 _known(own["late"], "exposed_wait", unavailable),
-                None if uncertainty is None else uncertainty / MS,
+                uncertainties[row] / MS if table.steps and of_rank.clocks else None,
                 intra if is_whole else None,
                 inter if is_whole else None,
                 {name: _known(own[name], name, unavailable) for name in PHASES if table.steps},

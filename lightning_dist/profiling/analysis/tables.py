@@ -34,6 +34,9 @@ COLUMNS = (
     "inter",
     "exchanges",  # their number
     "moved",  # transfers of all exchanges, added up
+    "uncertainty",  # of the clock
+    "passes",  # backward passes that exchanged gradients
+    "optimizer_steps",  # 1: an optimizer has made one
     "by_clocks",  # transfer between clocks that differ, by comparing them
     "by_durations",  # the same, without
 )
