@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,12 +37,8 @@ NAMES = (
 ``all_steps_ms`` are of the steps that were looked at in detail, as they are in a report."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Figures of a run by name: a value for every step, or why there is none."""
-
-    values: Mapping[str, Sequence[float]]
-    unavailable: Mapping[str, str]
+Figures: TypeAlias = Mapping[str, Sequence[float] | str]
+"""Figures of a run by name: a value for every step, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -50,32 +47,22 @@ class Difference:
 
     Args:
         a, b: medians over steps; None: not measured, see ``reason``.
+        difference: ``b - a``; None if one is not known.
         spread: how much of ``b - a`` the spread of the steps can explain; None: too few steps.
+        is_explained: the spread alone can explain the difference; None: not known.
         reason: why a figure is None.
     """
 
     name: str
     a: float | None
     b: float | None
-    spread: float | None
+    difference: float | None = None
+    spread: float | None = None
+    is_explained: bool | None = None
     reason: str = ""
 
-    @property
-    def difference(self) -> float | None:
-        """Difference ``b - a``; None if one is not known."""
-        return None if self.a is None or self.b is None else self.b - self.a
 
-    @property
-    def is_explained(self) -> bool | None:
-        """The spread of the steps alone can explain the difference; None: not known."""
-        if self.difference is None or self.spread is None:
-            return None
-        assert self.a is not None
-        assert self.b is not None
-        return abs(self.difference) <= self.spread or math.isclose(self.a, self.b)
-
-
-def measured(run: Run, summary: Summary) -> Measured:
+def measured(run: Run, summary: Summary) -> Figures:
     """Figures of a run that can be compared."""
     per_step, parts = summary.per_step, summary.per_step.breakdown_ms
     exposed = [parts[name] for name in EXPOSED if name in parts and summary.exposed_ms is not None]
@@ -87,15 +74,14 @@ def measured(run: Run, summary: Summary) -> Measured:
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
     fields = {"step_ms": "step_ms", "exposed_ms": "exposed_ms", "sent_mb": "traffic"}
-    missing = {
-        name: why(summary.unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
+    return {
+        name: of
+        or why(summary.unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
         for name, of in values.items()
-        if not of
     }
-    return Measured(values, missing)
 
 
-def compare(a: Measured, b: Measured) -> list[Difference]:
+def compare(a: Figures, b: Figures) -> list[Difference]:
     """Everything of :data:`NAMES`, in that order."""
     return [_difference(name, a, b) for name in NAMES]
 
@@ -132,18 +118,22 @@ def _largest(differences: Sequence[Difference], of_step: float) -> str:
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 
-def _difference(name: str, a: Measured, b: Measured) -> Difference:
-    of_a, of_b = a.values.get(name, ()), b.values.get(name, ())
-    median_a, median_b = (statistics.median(of) if of else None for of in (of_a, of_b))
-    spread, reason = None, ""
-    if not of_a or not of_b:
-        reasons = ((run, each.unavailable.get(name)) for run, each in (("A", a), ("B", b)))
-        reason = "; ".join(f"{run}: {because}" for run, because in reasons if because)
-    elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
+def _difference(name: str, a: Figures, b: Figures) -> Difference:
+    of_runs = {"A": a.get(name, ""), "B": b.get(name, "")}
+    known = [of for of in of_runs.values() if not isinstance(of, str)]
+    if len(known) < len(of_runs):
+        first, second = (
+            None if isinstance(of, str) else statistics.median(of) for of in of_runs.values()
+        )
+        reasons = (f"{run}: {of}" for run, of in of_runs.items() if isinstance(of, str) and of)
+        return Difference(name, first, second, reason="; ".join(reasons))
+    of_a, of_b = map(statistics.median, known)
+    if (fewest := min(map(len, known))) < _FEWEST:
         reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
-    else:
-        spread = _notch(of_a) + _notch(of_b)
-    return Difference(name, median_a, median_b, spread, reason)
+        return Difference(name, of_a, of_b, of_b - of_a, reason=reason)
+    spread = sum(map(_notch, known))
+    is_explained = abs(of_b - of_a) <= spread or math.isclose(of_a, of_b)
+    return Difference(name, of_a, of_b, of_b - of_a, spread, is_explained)
 
 
 def _notch(values: Sequence[float]) -> float:

@@ -12,7 +12,12 @@ from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.imbalance import find_phase_skew, straggler
-from lightning_dist.profiling.analysis.notes import headline, notes_of
+from lightning_dist.profiling.analysis.notes import (
+    headline,
+    missing_ranks,
+    notes_of,
+    unavailable_of,
+)
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
     PARTS,
@@ -24,7 +29,6 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.sample import Sample, sample
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
-from lightning_dist.profiling.analysis.unavailable import missing_ranks, unavailable_of
 from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
 from lightning_dist.profiling.run import Run
 
