@@ -64,12 +64,8 @@ def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | 
 
 
 def may_be_chance(leads: Array) -> bool:
-    """Values of steps may add up to this though each is as likely above zero as below.
-
-    They are whole numbers, however large.
-    """
-    exact = [int(lead) for lead in leads.tolist()]
-    return sum(exact) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in exact)
+    """Values of steps may add up to this though each is as likely above zero as below."""
+    return bool(leads.sum() ** 2 < _DEVIATIONS**2 * (leads**2).sum())
 
 
 def find_phase_skew(table: StepTable) -> list[PhaseSkew]:

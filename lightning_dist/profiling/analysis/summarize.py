@@ -29,7 +29,7 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.sample import Sample, sample
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
-from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.run import Run
 
 
@@ -103,9 +103,7 @@ def _run_info(run: Run) -> dict[str, Any]:
     first = run.ranks[min(run.ranks)].metadata
     hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     return {
-        "codec": first.codec,
-        "backend": first.backend,
-        "device": first.device,
+        **{name: getattr(first, name) for name in ("codec", "backend", "device")},
         "world_size": run.world_size,
         "hosts": [hosts.get(rank) for rank in range(run.world_size)],
         "script": first.script,
@@ -213,17 +211,12 @@ def _gbps(nbytes: float, nanoseconds: float) -> float | None:
 
 def _link_gbps(run: Run) -> float | None:
     """The best of the links between hosts; inside a host only where there is no other."""
-    rates = [
-        (_crosses(run, each.metadata, link), rate)
-        for each in run.ranks.values()
-        for link in each.links
-        if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None
-    ]
+    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
+    rates = []
+    for each in run.ranks.values():
+        for link in each.links:
+            ends = each.metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]
+            crosses = {hosts[rank] for rank in ends if rank in hosts} - {each.metadata.host}
+            if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None:
+                rates.append((bool(crosses), rate))
     return max(rates)[1] if rates else None
-
-
-def _crosses(run: Run, metadata: RankRecord, link: LinkRecord) -> bool:
-    """The link leads to another host."""
-    ends = metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]
-    hosts = {run.ranks[rank].metadata.host for rank in ends if rank in run.ranks}
-    return bool(hosts - {metadata.host})
