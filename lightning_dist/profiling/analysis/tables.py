@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -138,19 +138,15 @@ def step_table(
     unknown = ""
     for i, of_step in enumerate(analysed or (analyse(run, step) for step in steps)):
         of_hosts: dict[str, list[Interval]] = {host: [] for host in hosts.values()}
-        waits = np.zeros_like(waited_for)
+        late: Counter[int] = Counter()
         for each in of_step:
+            late.update(each.waited_for)
+        for each in of_step:
+            row, begin, own = rows[each.rank], each.begin, {**each.ns, "late": late[each.rank]}
+            values[i, row] = [own[name] for name in COLUMNS]
             for last, waited in each.waited_for.items():
-                waits[rows[each.rank], rows[last]] = waited
-        waited_for += waits
-        late = dict(zip(rows, waits.sum(axis=0).tolist(), strict=True))
-        for each in of_step:
-            own = {**each.ns, "late": late[each.rank]}
-            values[i, rows[each.rank]] = [own[name] for name in COLUMNS]
-            moving = [
-                (each.begin + since, each.begin + until) for since, until in each.inter_moving
-            ]
-            of_hosts[hosts[each.rank]] += moving
+                waited_for[row, rows[last]] += waited
+            of_hosts[hosts[each.rank]] += [(begin + a, begin + b) for a, b in each.inter_moving]
             for index, codec, sums in _bucket_rows(each):
                 _, count, before = buckets.get(index, ("", 0, 0.0))
                 buckets[index] = codec, count + 1, before + sums
