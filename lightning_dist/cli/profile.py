@@ -107,10 +107,7 @@ def compare_command(
         for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
             steps = {"steps": len(each.per_step.steps), "all_steps": each.steps}
             content[name.lower()] = {"folder": folder, "run": each.run, **steps}
-        derived = ("difference", "is_explained")
-        content["differences"] = [
-            {**vars(each), **{name: getattr(each, name) for name in derived}} for each in found
-        ]
+        content["differences"] = list(map(vars, found))
         typer.echo(to_json(content))
     else:
         for folder, (name, each) in zip((a, b), summaries.items(), strict=True):

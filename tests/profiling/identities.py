@@ -10,6 +10,5 @@ def check_identities(parts: Analysed) -> None:
     assert tuple(parts.parts) == PARTS
     assert sum(parts.parts.values()) == parts.duration
     assert min(parts.parts.values()) >= 0
-    assert (
-        parts.hidden + parts.parts["exposed_wait"] + parts.parts["exposed_transfer"] == parts.union
-    )
+    ns = parts.ns
+    assert ns["hidden"] + ns["exposed_wait"] + ns["exposed_transfer"] == ns["exchange"]

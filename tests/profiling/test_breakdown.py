@@ -36,13 +36,13 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
         "optimizer": 5,
         "other": 0,
     }
-    assert punctual.hidden == 29 * MS
-    assert punctual.union == (late + 60) * MS
+    assert punctual.ns["hidden"] == 29 * MS
+    assert punctual.ns["exchange"] == (late + 60) * MS
     assert punctual.begin == tardy.begin == 0
     # Rank 1's last gradient was there after 30 of the 60 ms of transfer, less 1 of encoding.
     assert in_ms(tardy)["exposed_wait"] == 0
     assert in_ms(tardy)["exposed_transfer"] == 31
-    assert tardy.hidden == 29 * MS
+    assert tardy.ns["hidden"] == 29 * MS
     for each in (punctual, tardy):
         check_identities(each)
 
@@ -53,8 +53,8 @@ def test_planted_transfer_and_codec_times(transfer: float, encode: float, decode
     run = Planted(transfer=transfer, encode=encode, decode=decode).run()
     for parts in analyse(run, 0):
         # The first exchange is launched 30 ms before the last gradient is there, less encoding.
-        assert parts.union == 4 * transfer * MS
-        assert parts.hidden == (30 - encode) * MS
+        assert parts.ns["exchange"] == 4 * transfer * MS
+        assert parts.ns["hidden"] == (30 - encode) * MS
         assert in_ms(parts)["exposed_transfer"] == 4 * transfer - 30 + encode
         assert in_ms(parts)["exposed_codec"] == decode
         assert parts.waited_for == {}
@@ -69,7 +69,7 @@ def test_what_nothing_covers_is_other() -> None:
     assert in_ms(analyse(stock, 0)[0])["exposed_other"] == 2
     bare = replaced(run, 0, steps={0: replace(record, spans=())})
     assert in_ms(analyse(bare, 0)[0])["exposed_other"] == 33
-    assert analyse(bare, 0)[0].union == 0
+    assert analyse(bare, 0)[0].ns["exchange"] == 0
 
 
 def test_a_rank_is_waited_for_once_however_many_exchanges_wait() -> None:
@@ -175,7 +175,7 @@ def test_an_arrival_after_the_end_is_the_clocks_fault() -> None:
     run = Planted(misread={1: -500}).run()
     waiting, waited_for = analyse(run, 0)
     assert waiting.parts["exposed_transfer"] == 0
-    assert waiting.union == waiting.hidden + waiting.parts["exposed_wait"]
+    assert waiting.ns["exchange"] == waiting.ns["hidden"] + waiting.parts["exposed_wait"]
     assert waited_for.waited_for == {}
     for each in (waiting, waited_for):
         check_identities(each)

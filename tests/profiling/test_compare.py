@@ -10,7 +10,7 @@ from planted import Planted, replace
 from lightning_dist.profiling.analysis.compare import (
     NAMES,
     Difference,
-    Measured,
+    Figures,
     compare,
     measured,
     verdict,
@@ -22,7 +22,7 @@ UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
 BASE = Planted(steps=42, slow_steps=UNEVEN)
 
 
-def of(run: Run) -> Measured:
+def of(run: Run) -> Figures:
     return measured(run, summarize(run))
 
 
@@ -50,16 +50,16 @@ def test_planted_differences_are_found() -> None:
 def test_the_spread_is_that_of_both_notches() -> None:
     values = [float(value) for value in range(9)]  # quartiles 2 and 6
     twice = [2 * value + 1 for value in values]
-    (found, *_) = compare(Measured({"step_ms": values}, {}), Measured({"step_ms": twice}, {}))
+    (found, *_) = compare({"step_ms": values}, {"step_ms": twice})
     assert found.spread == pytest.approx(1.58 * 4 / 3 + 1.58 * 8 / 3)
     assert (found.difference, found.is_explained) == (5.0, True)
-    (found, *_) = compare(Measured({"step_ms": values}, {}), Measured({"step_ms": [7.0] * 9}, {}))
+    (found, *_) = compare({"step_ms": values}, {"step_ms": [7.0] * 9})
     assert found.spread == pytest.approx(1.58 * 4 / 3)
     assert (found.difference, found.is_explained) == (3.0, False)
 
 
 def test_rounding_is_no_difference() -> None:
-    sums = Measured({"step_ms": [0.1 + 0.2] * 6}, {}), Measured({"step_ms": [0.3] * 6}, {})
+    sums = {"step_ms": [0.1 + 0.2] * 6}, {"step_ms": [0.3] * 6}
     assert verdict(compare(*sums)).startswith("There is no difference")
 
 

@@ -258,39 +258,6 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
     assert summary.ranks[0].wait_ms == pytest.approx(late)
 
 
-@pytest.mark.parametrize(
-    ("codec", "allowed", "overhead", "note"),
-    [
-        (
-            "ddp",
-            0.01,
-            0.028,
-            "took 2.8 % of the time, and max_overhead is 1 %: gradients of ddp are",
-        ),
-        ("int8", 0.01, 0.0124, "took 1.2 % of the time, and max_overhead is 1 %"),
-        ("int8", 0.01, 0.0104, None),  # no more than rounding shows
-        ("ddp", 0.01, 0.009, None),
-        ("ddp", 0.0, 0.028, None),  # of an older version: not known
-    ],
-)
-def test_a_profiler_that_takes_more_than_it_may_says_so(
-    codec: str, allowed: float, overhead: float, note: str | None
-) -> None:
-    run = Planted(codec=codec).run()
-    for rank, each in run.ranks.items():
-        steps = {
-            number: replace(step, overhead=round(overhead * step.duration))
-            for number, step in each.steps.items()
-        }
-        run = replaced(
-            run, rank, steps=steps, metadata=replace(each.metadata, max_overhead=allowed)
-        )
-    notes = [each for each in summarize(run).notes if each.startswith("the profiler took")]
-    assert len(notes) == (note is not None)
-    assert note is None or f"the profiler {note}" in notes[0]
-    assert codec != "int8" or note is None or notes[0].endswith("max_overhead is 1 %")
-
-
 def test_on_one_host_there_is_no_network() -> None:
     assert ONE_HOST in summarize(Planted(hosts=["a"]).run()).notes
     assert ONE_HOST not in summarize(Planted().run()).notes

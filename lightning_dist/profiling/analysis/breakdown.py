@@ -1,12 +1,13 @@
-"""Parts of a step on every rank, and its exchanges on one time line."""
+"""Parts of a step on every rank, and its spans on one time line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
-from lightning_dist.profiling.analysis.collectives import Exchange, begin_of, exchanges_of
+from msgspec.structs import replace
+
+from lightning_dist.profiling.analysis.collectives import begin_of, spans_of
 from lightning_dist.profiling.analysis.intervals import (
     Interval,
     Intervals,
@@ -16,8 +17,7 @@ from lightning_dist.profiling.analysis.intervals import (
     union,
 )
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
-from lightning_dist.profiling.analysis.unavailable import Unavailable
-from lightning_dist.profiling.capture.events import PHASES, BucketTimes, Span, StepRecord
+from lightning_dist.profiling.capture.events import PHASES, BucketTimes, StepRecord
 from lightning_dist.profiling.run import Run
 
 _OTHERS = tuple(name for name in PHASES if name != "backward")
@@ -29,25 +29,22 @@ class Analysed:
 
     Args:
         begin: on rank 0's clock.
-        exchanges: in their order.
+        spans: in their order.
         moving: while any exchange moved, until all its members were done.
-        parts: by name, all of :data:`PARTS`; they add up to ``duration``.
-        union: while any exchange was in flight on this rank.
-        hidden: share of ``union`` before the last gradient was ready.
+        inter_moving: the same of exchanges with other hosts.
+        ns: all of :data:`PARTS`, which add up to the duration, and the other columns of
+            :class:`~lightning_dist.profiling.analysis.tables.StepTable`.
         waited_for: waiting, hidden or not, by the rank that came last.
-        exposed_for: exposed waiting alone.
     """
 
     record: StepRecord
     rank: int
     begin: int
-    exchanges: Sequence[Exchange]
+    spans: Sequence[TimelineSpan]
     moving: Intervals
-    parts: Mapping[str, int]
-    union: int
-    hidden: int
+    inter_moving: Intervals
+    ns: Mapping[str, int]
     waited_for: Mapping[int, int]
-    exposed_for: Mapping[int, int]
 
     @property
     def duration(self) -> int:
@@ -55,9 +52,19 @@ class Analysed:
         return self.record.duration
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Parts of the step, by name; they add up to ``duration``."""
+        return {name: self.ns[name] for name in PARTS}
+
+    @property
     def exposed(self) -> int:
         """Communication that compute does not hide."""
-        return sum(self.parts[name] for name in EXPOSED)
+        return self.ns["exposed"]
+
+    @property
+    def exchanges(self) -> list[TimelineSpan]:
+        """Collectives, in their order."""
+        return [span for span in self.spans if span.phase == "exchange"]
 
 
 def analyse(run: Run, step: int) -> list[Analysed]:
@@ -66,23 +73,23 @@ def analyse(run: Run, step: int) -> list[Analysed]:
     Where members of a collective have left no record of it, waiting for it is not known and all of
     it counts as transfer; :func:`unknown_wait` says so.
     """
-    return [
-        _analyse(run.ranks[rank].steps[step], exchanges, rank=rank, begin=begin_of(run, rank, step))
-        for rank, exchanges in exchanges_of(run, step).items()
-    ]
+    return [_analyse(run, rank, step, spans) for rank, spans in spans_of(run, step).items()]
 
 
 def unknown_wait(steps: Iterable[Analysed]) -> str:
     """Reason why waiting is not, or not wholly, known; empty if it is."""
     exchanges = [exchange for step in steps for exchange in step.exchanges]
-    if missing := set[int]().union(*(each.missing for each in exchanges)):
-        return Unavailable.NO_RECORD.format(ranks=", ".join(map(str, sorted(missing))))
-    return Unavailable.NO_MEMBERS if any(each.arrival is None for each in exchanges) else ""
+    if missing := sorted(set[int]().union(*(each.missing for each in exchanges))):
+        ranks = ", ".join(map(str, missing))
+        return f"exchanges without a record of rank {ranks} count as transfer, waiting included"
+    if any(each.arrival is None for each in exchanges):
+        return "exchanges that do not say who takes part count as transfer, waiting included"
+    return ""
 
 
 def timeline(run: Run, step: int, label: str) -> Timeline:
     """A step of all ranks that have recorded it, on the clock of rank 0."""
-    exchanges = exchanges_of(run, step)
+    analysed = spans_of(run, step)
     begins = {
         rank: begin_of(run, rank, step) for rank, each in run.ranks.items() if step in each.steps
     }
@@ -91,42 +98,27 @@ def timeline(run: Run, step: int, label: str) -> Timeline:
         at, record = begin - min(begins.values()), run.ranks[rank].steps[step]
         phases[rank] = [(each.name, each.begin + at, each.end + at) for each in record.phases]
         buckets[rank] = [(each.index, each.ready + at, each.done + at) for each in record.buckets]
-        seen = iter(exchanges.get(rank, ()))
-        spans[rank] = [
-            _placed(span, next(seen) if span.phase == "exchange" else Exchange(span), at)
-            for span in (record.spans if record.detailed else ())
-        ]
+        spans[rank] = [_shifted(span, at) for span in analysed.get(rank, ())]
         exposed[rank] = [(since + at, until + at) for since, until in exposed_in(record)]
     return Timeline(step, label, phases, buckets, spans, exposed)
 
 
-def _placed(span: Span, exchange: Exchange, at: int) -> TimelineSpan:
-    """A span of a rank that began the step ``at`` nanoseconds after the first one."""
-    return TimelineSpan(
-        span.phase,
-        span.bucket,
-        span.begin + at,
-        span.end + at,
-        arrival=None if exchange.arrival is None else exchange.arrival + at,
-        op=span.op,
-        group=span.group,
-        sent=span.sent,
-        last=exchange.last,
-        collective_id=exchange.collective_id,
-    )
+def _shifted(span: TimelineSpan, by: int) -> TimelineSpan:
+    times = {name: getattr(span, name) for name in ("begin", "end", "arrival", "over")}
+    return replace(span, **{name: at + by for name, at in times.items() if at is not None})
 
 
-def _analyse(
-    record: StepRecord, exchanges: Sequence[Exchange], *, rank: int, begin: int
-) -> Analysed:
+def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> Analysed:
+    record = run.ranks[rank].steps[step]
+    exchanges = [span for span in spans if span.phase == "exchange"]
     phases = {
         name: union((each.begin, each.end) for each in record.phases if each.name == name)
         for name in PHASES
     }
     window = exposed_in(record)
     transfer = union(each.transfer for each in exchanges)
-    in_flight = union((each.span.begin, each.span.end) for each in exchanges)
-    codec = union((each.begin, each.end) for each in record.spans if each.phase != "exchange")
+    in_flight = union((each.begin, each.end) for each in exchanges)
+    codec = union((each.begin, each.end) for each in spans if each.phase != "exchange")
     parts = {name: length(each) for name, each in phases.items()}
     parts["backward"] = length(difference(phases["backward"], window))
     left: Intervals = window
@@ -140,20 +132,35 @@ def _analyse(
     parts["exposed_other"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
     waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
-    waited_for = {late: length(of) for late, of in waits.items()}
-    exposed_for = {late: length(intersection(of, window)) for late, of in waits.items()}
-    return Analysed(
-        record,
-        rank,
-        begin,
-        exchanges,
-        union(each.moving for each in exchanges),
-        {name: parts[name] for name in PARTS},
-        union=length(in_flight),
-        hidden=length(difference(in_flight, window)),
-        waited_for={late: of for late, of in waited_for.items() if of},
-        exposed_for={late: of for late, of in exposed_for.items() if of},
-    )
+    waited_for = {late: length(of) for late, of in waits.items() if of}
+    intra, inter = _reach(run, rank)
+    moving = union(each.moving for each in exchanges)
+    inter_moving = union(each.moving for each in exchanges if each.group in inter)
+    # Between clocks that differ, the least that a collective took any member, at its end.
+    doubted = [(each, each.shortest) for each in exchanges if each.shortest is not None]
+    ns = {
+        **parts,
+        "duration": record.duration,
+        "exposed": sum(parts[name] for name in EXPOSED),
+        "exchange": length(in_flight),
+        "hidden": length(difference(in_flight, window)),
+        "waited": sum(waited_for.values()),
+        "moving": length(moving),
+        "intra_moving": length(union(each.moving for each in exchanges if each.group in intra)),
+        "inter_moving": length(inter_moving),
+        "raw": sum(bucket.raw for bucket in record.buckets),
+        "intra": sum(bucket.intra for bucket in record.buckets),
+        "inter": sum(bucket.inter for bucket in record.buckets),
+        "exchanges": len(exchanges),
+        "moved": sum(each.transfer[1] - each.transfer[0] for each in exchanges),
+        "by_clocks": length(union(each.transfer for each, _ in doubted)),
+        "uncertainty": run.ranks[rank].uncertainty(record.begin) or 0,
+        "passes": len(passes_of(record)),
+        "optimizer_steps": any(phase.name == "optimizer" for phase in record.phases),
+        "by_durations": length(union((each.end - least, each.end) for each, least in doubted)),
+    }
+    begin = begin_of(run, rank, step)
+    return Analysed(record, rank, begin, spans, moving, inter_moving, ns, waited_for)
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:
@@ -162,21 +169,24 @@ def exposed_in(record: StepRecord) -> list[Interval]:
     Of every backward pass: gradients of the next one are not there before the means of this one.
     """
     windows = [
-        (each.last_ready, min(max(bucket.done for bucket in each.buckets), record.duration))
-        for each in passes_of(record)
+        (
+            max(bucket.ready for bucket in buckets),
+            min(max(bucket.done for bucket in buckets), record.duration),
+        )
+        for buckets in passes_of(record)
     ]
     others = union((each.begin, each.end) for each in record.phases if each.name in _OTHERS)
     return difference(union(windows), others)
 
 
-def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
+def _waits(exchanges: Sequence[TimelineSpan]) -> dict[int, list[Interval]]:
     """Intervals of waiting, by the rank that was waited for.
 
     An instant belongs to one rank: the last of the exchange that was launched first.
     """
     waits: dict[int, list[Interval]] = {}
     claimed: int | None = None
-    for each in sorted(exchanges, key=lambda each: each.span.begin):
+    for each in sorted(exchanges, key=lambda each: each.begin):
         begin, end = each.wait
         if each.last is None or begin >= end:
             continue
@@ -188,48 +198,29 @@ def _waits(exchanges: Sequence[Exchange]) -> dict[int, list[Interval]]:
     return {rank: union(of) for rank, of in waits.items()}
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One backward pass whose gradients travelled.
+def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:
+    """Groups of a rank with others of its host, and those with other hosts.
 
-    Args:
-        buckets: in the order in which they were ready.
-        end: when the first bucket of the next one was ready; infinite of the last.
+    A rank that has left nothing may be anywhere.
     """
-
-    buckets: Sequence[BucketTimes]
-    end: float
-
-    @property
-    def begin(self) -> int:
-        """Time at which its first bucket was ready."""
-        return self.buckets[0].ready
-
-    @property
-    def last_ready(self) -> int:
-        """Time at which its last bucket was ready."""
-        return max(each.ready for each in self.buckets)
-
-    def has(self, begin: int) -> bool:
-        """Whether what began then, in nanoseconds of the step, is of this pass."""
-        return self.begin <= begin < self.end
+    hosts: dict[int, str | None] = {each: of.metadata.host for each, of in run.ranks.items()}
+    here, groups = hosts[rank], run.ranks[rank].metadata.groups
+    others = {name: {hosts.get(m) for m in of if m != rank} for name, of in groups.items()}
+    intra = {name for name, of in others.items() if of & {here, None}}
+    return intra, {name for name, of in others.items() if of - {here}}
 
 
-def passes_of(record: StepRecord) -> list[Pass]:
-    """Backward passes in their order. A bucket that comes again is of the next one."""
-    groups: list[list[BucketTimes]] = []
+def passes_of(record: StepRecord) -> list[list[BucketTimes]]:
+    """Buckets of every backward pass, in the order in which they were ready.
+
+    A bucket that comes again is of the next pass.
+    """
+    passes: list[list[BucketTimes]] = []
     seen: set[int] = set()
     for bucket in record.buckets:
-        if not groups or bucket.index in seen:
-            groups.append([])
-            seen = set()
-        groups[-1].append(bucket)
+        if not passes or bucket.index in seen:
+            passes.append([])
+            seen.clear()
+        passes[-1].append(bucket)
         seen.add(bucket.index)
-    ends = [*(float(group[0].ready) for group in groups[1:]), inf]
-    return [Pass(group, end) for group, end in zip(groups, ends, strict=False)]
-
-
-def asks_again(record: StepRecord) -> bool:
-    """Whether a forward pass came after an exchange of the same step: an optimizer's closure."""
-    first = min((bucket.ready for bucket in record.buckets), default=inf)
-    return any(phase.name == "forward" and phase.begin > first for phase in record.phases)
+    return passes

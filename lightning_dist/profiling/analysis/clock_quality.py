@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_dist.profiling.capture.events import ClockRecord
 
 if TYPE_CHECKING:  # which reads clocks with this module
-    from lightning_dist.profiling.run import RankRun, Run
+    from lightning_dist.profiling.run import Run
 
 DRIFT = 1e-4
 """Most by which two clocks part: quartz is specified to be off by 50 in a million."""
@@ -32,64 +32,26 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
     apart, away = right.at - left.at, at - nearest.at
     drift = (right.offset - left.offset) / apart if apart else 0.0
     # Bound of the error of the drift beyond these two.
-    doubt = (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
+    drift_error = (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else DRIFT
     if left.at <= at <= right.at:
         widening = (right.uncertainty - left.uncertainty) / apart if apart else 0.0
         uncertainty = nearest.uncertainty + away * widening + _WANDER * abs(away)
     else:
-        drift = drift if doubt < DRIFT else 0.0
-        uncertainty = nearest.uncertainty + abs(away) * min(doubt, DRIFT)
+        drift = drift if drift_error < DRIFT else 0.0
+        uncertainty = nearest.uncertainty + abs(away) * min(drift_error, DRIFT)
     if not any(each.uncertainty for each in readings):
         uncertainty = 0.0  # rank 0's own clock, which does not drift from itself
     return ClockRecord(at, nearest.offset + round(away * drift), round(uncertainty))
 
 
-def uncompared(run: Run) -> list[int]:
-    """Ranks whose clock has nothing to do with rank 0's: another host, and never compared."""
-    host = run.ranks[0].metadata.host if 0 in run.ranks else None
-    return [
-        rank
-        for rank, each in run.ranks.items()
-        if rank != 0 and not each.clocks and each.metadata.host != host
-    ]
+def clock_of(run: Run, rank: int) -> tuple[int, int] | None:
+    """Identity of the clock of a rank, equal on ranks that read the same one.
 
-
-def groups_of_one_clock(run: Run) -> dict[int, frozenset[str]]:
-    """Groups of every rank whose members all read the same clock."""
-    clocks = {rank: _clock_of(run, rank) for rank in run.ranks}
-    return {
-        rank: frozenset(
-            name
-            for name, members in each.metadata.groups.items()
-            if len({clocks.get(member) for member in members}) == 1
-        )
-        for rank, each in run.ranks.items()
-    }
-
-
-def _clock_of(run: Run, rank: int) -> tuple[int, int] | str:
-    """The same for ranks of one machine, where one compares the clocks for all."""
+    None: it is on another host than rank 0, and was never compared with its clock.
+    """
     of_rank = run.ranks[rank]
-    if not of_rank.clocks:
-        return of_rank.metadata.host
-    first = of_rank.clocks[0]
-    if first.uncertainty == 0 and 0 in run.ranks:  # rank 0's own
-        return run.ranks[0].metadata.host
-    return first.offset, first.uncertainty
-
-
-def uncertainty_of(rank: RankRun, steps: Sequence[int]) -> int | None:
-    """Nanoseconds of its clock at the worst of these steps; None: never compared."""
-    if not rank.clocks:
-        return None
-    at_steps = (rank.uncertainty(rank.head(step).begin) for step in steps if step in rank.steps)
-    return max((each or 0 for each in at_steps), default=rank.clocks[0].uncertainty)
-
-
-def mean_uncertainty(run: Run, steps: Sequence[int]) -> int:
-    """Nanoseconds of the rank whose clock is the least certain, the mean over these steps."""
-    worst = [
-        max((uncertainty_of(each, [step]) or 0 for each in run.ranks.values()), default=0)
-        for step in steps
-    ]
-    return round(sum(worst) / max(len(worst), 1))
+    if of_rank.clocks:
+        first = of_rank.clocks[0]
+        return first.offset, first.uncertainty
+    is_reference = 0 in run.ranks and of_rank.metadata.host == run.ranks[0].metadata.host
+    return (0, 0) if is_reference else None

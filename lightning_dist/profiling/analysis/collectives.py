@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Hashable, Mapping
+from typing import Any
 
-from lightning_dist.profiling.analysis.clock_quality import uncompared
-from lightning_dist.profiling.analysis.intervals import Interval
+from msgspec.structs import replace
+
+from lightning_dist.profiling.analysis.clock_quality import clock_of
+from lightning_dist.profiling.analysis.parts import TimelineSpan
 from lightning_dist.profiling.capture.events import Span
 from lightning_dist.profiling.run import Run
-
-Members: TypeAlias = tuple[int, ...]
-_Key: TypeAlias = tuple[int, int]  # number of the group in this step, order
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One collective as one rank saw it, in nanoseconds since its step began on this rank.
-
-    Args:
-        arrival: launch on the last member, never before ``span.begin``; None: not known.
-        last: the member that came last; the lowest of several.
-        shortest: the least that it took any member, which no clock can falsify; None: not known.
-        missing: members of which there is no record of it.
-        collective_id: its number in the step, equal on all members; None: the rank
-            does not say which one it is.
-        over: end on the last member; None: not known.
-    """
-
-    span: Span
-    arrival: int | None = None
-    last: int | None = None
-    shortest: int | None = None
-    missing: Members = ()
-    collective_id: int | None = None
-    over: int | None = None
-
-    @property
-    def wait(self) -> Interval:
-        """From the launch to that on the last member; empty where that is not known."""
-        return self.span.begin, self.transfer[0]
-
-    @property
-    def transfer(self) -> Interval:
-        """With all members there: it moved, or queued behind others. All of it if not known."""
-        since = self.span.begin if self.arrival is None else self.arrival
-        return min(since, self.span.end), self.span.end
-
-    @property
-    def moving(self) -> Interval:
-        """The transfer, and on until the last member is done.
-
-        A rank is done when it has what the others have sent. What it has sent itself may still be
-        on its way to them, in buffers of the kernel.
-        """
-        begin, end = self.transfer
-        return begin, end if self.over is None else max(end, self.over)
 
 
 def begin_of(run: Run, rank: int, step: int) -> int:
@@ -69,77 +23,73 @@ def begin_of(run: Run, rank: int, step: int) -> int:
     return begin + of_rank.offset(begin)
 
 
-def exchanges_of(run: Run, step: int) -> dict[int, list[Exchange]]:
-    """All exchanges of every rank that has recorded the step in detail, in their order.
+def spans_of(run: Run, step: int) -> dict[int, list[TimelineSpan]]:
+    """Spans of every rank that has recorded the step in detail, in their order.
 
     The same collective has the same group and order on all its members. Groups of one name are the
     same if their ranks are.
     """
-    numbers: dict[tuple[str, Members], int] = {}
-    own: dict[int, list[tuple[Span, _Key | None]]] = {}
-    together: dict[_Key, dict[int, Span]] = {}
-    for rank, each in run.ranks.items():
-        if step not in each.steps or not each.head(step).detailed:
-            continue
-        groups = {
-            name: numbers.setdefault((name, tuple(members)), len(numbers))
-            for name, members in each.metadata.groups.items()
+    records = {
+        rank: each.steps[step]
+        for rank, each in run.ranks.items()
+        if step in each.steps and each.head(step).detailed
+    }
+    spans = {rank: [_unknown(span) for span in of.spans] for rank, of in records.items()}
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}  # their numbers in this step
+    collectives: dict[tuple[int, int], dict[int, int]] = {}  # index of the span on every rank
+    for rank, record in records.items():
+        own = {
+            name: groups.setdefault((name, tuple(members)), len(groups))
+            for name, members in run.ranks[rank].metadata.groups.items()
         }
-        own[rank] = []
-        for span in each.steps[step].spans:
-            if span.phase != "exchange":
-                continue
-            is_known = span.group in groups and span.order >= 0
-            key = (groups[span.group], span.order) if is_known else None
-            own[rank].append((span, key))
-            if key is not None:
-                together.setdefault(key, {})[rank] = span
-    begins = {rank: begin_of(run, rank, step) for rank in own}
-    members, strangers = [of for _, of in numbers], uncompared(run)
-    seen = {
-        key: _collective(number, members[key[0]], spans, begins, strangers)
-        for number, (key, spans) in enumerate(together.items())
-    }
-    return {
-        rank: [Exchange(span) if key is None else seen[key][rank] for span, key in spans]
-        for rank, spans in own.items()
-    }
+        for index, span in enumerate(record.spans):
+            if span.phase == "exchange" and span.group in own and span.order >= 0:
+                collectives.setdefault((own[span.group], span.order), {})[rank] = index
+    begins = {rank: begin_of(run, rank, step) for rank in records}
+    clocks = {rank: clock_of(run, rank) for rank in records}
+    members = [of for _, of in groups]
+    for number, ((group, _), indices) in enumerate(collectives.items()):
+        of_members = {rank: spans[rank][index] for rank, index in indices.items()}
+        if missing := tuple(rank for rank in members[group] if rank not in indices):
+            known = {rank: {"missing": missing} for rank in indices}
+        else:
+            known = _arrivals(of_members, begins, clocks)
+        for rank, index in indices.items():
+            spans[rank][index] = replace(of_members[rank], collective_id=number, **known[rank])
+    return spans
 
 
-def _collective(
-    number: int,
-    members: Members,
-    spans: Mapping[int, Span],
-    begins: Mapping[int, int],
-    strangers: Collection[int],
-) -> dict[int, Exchange]:
-    """One collective as every rank saw it.
+def _unknown(span: Span) -> TimelineSpan:
+    """A span of one rank, before it is compared with those of others."""
+    times = span.begin, span.end
+    return TimelineSpan(span.phase, span.bucket, *times, None, span.op, span.group, span.sent)
+
+
+def _arrivals(
+    spans: Mapping[int, TimelineSpan], begins: Mapping[int, int], clocks: Mapping[int, Hashable]
+) -> dict[int, dict[str, Any]]:
+    """Fields of a collective on every member.
 
     Args:
         begins: of the step, on rank 0's clock.
-        strangers: ranks whose clock was never compared.
+        clocks: of ranks; None: never compared.
     """
-    if missing := tuple(rank for rank in members if rank not in spans):
-        return {
-            rank: Exchange(span, missing=missing, collective_id=number)
-            for rank, span in spans.items()
-        }
-    durations = {rank: span.end - span.begin for rank, span in spans.items()}
-    shortest = min(durations.values())
-    if len(spans) > 1 and not spans.keys().isdisjoint(strangers):
+    of_members = {clocks[rank] for rank in spans}
+    if len(spans) > 1 and None in of_members:
         # Without clocks: all leave a collective together, so who took longer has waited.
-        last = min(rank for rank, took in durations.items() if took == shortest)
-        return {
-            rank: Exchange(span, span.end - shortest, last, shortest, collective_id=number)
-            for rank, span in spans.items()
-        }
+        begins = {rank: -span.end for rank, span in spans.items()}
     launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
     arrival = max(launches.values())
     last = min(rank for rank, launch in launches.items() if launch == arrival)
     over = max(begins[rank] + span.end for rank, span in spans.items())
+    shortest = min(span.end - span.begin for span in spans.values())
     return {
-        rank: Exchange(
-            span, arrival - begins[rank], last, shortest, (), number, over - begins[rank]
-        )
+        rank: {
+            "arrival": arrival - begins[rank],
+            "over": over - begins[rank],
+            "last": last,
+            # The root of a broadcast may leave it first: its duration says nothing.
+            "shortest": shortest if len(of_members) > 1 and span.op != "broadcast" else None,
+        }
         for rank, span in spans.items()
     }

@@ -12,11 +12,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from lightning_dist.profiling.analysis.metrics import METRICS, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import MS
+from lightning_dist.profiling.analysis.tables import MS, mean
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
@@ -34,12 +37,8 @@ NAMES = (
 ``all_steps_ms`` are of the steps that were looked at in detail, as they are in a report."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Figures of a run by name: a value for every step, or why there is none."""
-
-    values: Mapping[str, Sequence[float]]
-    unavailable: Mapping[str, str]
+Figures: TypeAlias = Mapping[str, Sequence[float] | str]
+"""Figures of a run by name: a value for every step, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -48,56 +47,41 @@ class Difference:
 
     Args:
         a, b: medians over steps; None: not measured, see ``reason``.
+        difference: ``b - a``; None if one is not known.
         spread: how much of ``b - a`` the spread of the steps can explain; None: too few steps.
+        is_explained: the spread alone can explain the difference; None: not known.
         reason: why a figure is None.
     """
 
     name: str
     a: float | None
     b: float | None
-    spread: float | None
+    difference: float | None = None
+    spread: float | None = None
+    is_explained: bool | None = None
     reason: str = ""
 
-    @property
-    def difference(self) -> float | None:
-        """Difference ``b - a``; None if one is not known."""
-        return None if self.a is None or self.b is None else self.b - self.a
 
-    @property
-    def is_explained(self) -> bool | None:
-        """The spread of the steps alone can explain the difference; None: not known."""
-        if self.difference is None or self.spread is None:
-            return None
-        assert self.a is not None
-        assert self.b is not None
-        return abs(self.difference) <= self.spread or math.isclose(self.a, self.b)
-
-
-def measured(run: Run, summary: Summary) -> Measured:
+def measured(run: Run, summary: Summary) -> Figures:
     """Figures of a run that can be compared."""
-    per_step, unavailable = summary.per_step, summary.unavailable
-    if not per_step.step_ms:
-        return Measured({}, dict.fromkeys(NAMES, unavailable["step_ms"]))
-    parts = per_step.breakdown_ms
-    exposed = [parts[part] for part in EXPOSED if parts.get(part)]
-    is_sent, is_exposed = summary.traffic is not None, summary.exposed_ms is not None
+    per_step, parts = summary.per_step, summary.per_step.breakdown_ms
+    exposed = [parts[name] for name in EXPOSED if name in parts and summary.exposed_ms is not None]
     values: dict[str, Sequence[float]] = {
         "step_ms": per_step.step_ms,
         **{f"{part}_ms": parts.get(part, ()) for part in PARTS},
-        "exposed_ms": [sum(row) for row in zip(*exposed, strict=True)] if is_exposed else (),
-        "sent_mb": [_sent(run, step) / MS for step in per_step.steps] if is_sent else (),
+        "exposed_ms": np.sum(exposed, axis=0).tolist() if exposed else (),
+        "sent_mb": [_sent_mb(run, step) for step in per_step.steps] if summary.traffic else (),
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
-    fields = {"exposed_ms": "exposed_ms", "sent_mb": "traffic"}
-    missing = {
-        name: why(unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
+    fields = {"step_ms": "step_ms", "exposed_ms": "exposed_ms", "sent_mb": "traffic"}
+    return {
+        name: of
+        or why(summary.unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
         for name, of in values.items()
-        if not of
     }
-    return Measured({name: of for name, of in values.items() if of}, missing)
 
 
-def compare(a: Measured, b: Measured) -> list[Difference]:
+def compare(a: Figures, b: Figures) -> list[Difference]:
     """Everything of :data:`NAMES`, in that order."""
     return [_difference(name, a, b) for name in NAMES]
 
@@ -122,42 +106,42 @@ def verdict(differences: Sequence[Difference]) -> str:
 def _largest(differences: Sequence[Difference], of_step: float) -> str:
     """In words, the three parts that differ most; without any, what is sent.
 
-    First those that go where the step went: they are why.
+    Parts that changed in the direction of the step come first: they explain it.
     """
     signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
     parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
     if parts:
         along = [each for each in parts if each[1] * of_step > 0]
         against = [each for each in parts if each not in along]
-        told = [*along[: 2 if against else 3], *against]
-        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in told[:3])
+        largest = [*along[: 2 if against else 3], *against]
+        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in largest[:3])
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 
-def _difference(name: str, a: Measured, b: Measured) -> Difference:
-    of_a, of_b = a.values.get(name, ()), b.values.get(name, ())
-    median_a, median_b = (statistics.median(of) if of else None for of in (of_a, of_b))
-    spread, reason = None, ""
-    if not of_a or not of_b:
-        told = ((run, each.unavailable.get(name)) for run, each in (("A", a), ("B", b)))
-        reason = "; ".join(f"{run}: {because}" for run, because in told if because)
-    elif (fewest := min(len(of_a), len(of_b))) < _FEWEST:
+def _difference(name: str, a: Figures, b: Figures) -> Difference:
+    of_runs = {"A": a.get(name, ""), "B": b.get(name, "")}
+    known = [of for of in of_runs.values() if not isinstance(of, str)]
+    if len(known) < len(of_runs):
+        first, second = (
+            None if isinstance(of, str) else statistics.median(of) for of in of_runs.values()
+        )
+        reasons = (f"{run}: {of}" for run, of in of_runs.items() if isinstance(of, str) and of)
+        return Difference(name, first, second, reason="; ".join(reasons))
+    of_a, of_b = map(statistics.median, known)
+    if (fewest := min(map(len, known))) < _FEWEST:
         reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
-    else:
-        spread = _notch(of_a) + _notch(of_b)
-    return Difference(name, median_a, median_b, spread, reason)
+        return Difference(name, of_a, of_b, of_b - of_a, reason=reason)
+    spread = sum(map(_notch, known))
+    is_explained = abs(of_b - of_a) <= spread or math.isclose(of_a, of_b)
+    return Difference(name, of_a, of_b, of_b - of_a, spread, is_explained)
 
 
 def _notch(values: Sequence[float]) -> float:
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return _NOTCH * (high - low) / math.sqrt(len(values))
+    low, high = np.quantile(values, (0.25, 0.75))
+    return float(_NOTCH * (high - low) / math.sqrt(len(values)))
 
 
-def _sent(run: Run, step: int) -> float:
-    """Bytes of a rank, the mean over ranks."""
-    of_ranks = [
-        sum(bucket.intra + bucket.inter for bucket in each.steps[step].buckets)
-        for each in run.ranks.values()
-        if step in each.steps
-    ]
-    return sum(of_ranks) / len(of_ranks)
+def _sent_mb(run: Run, step: int) -> float:
+    """Megabytes of a rank, the mean over ranks."""
+    steps = [each.steps[step] for each in run.ranks.values() if step in each.steps]
+    return mean([sum(b.intra + b.inter for b in each.buckets) for each in steps]) / MS

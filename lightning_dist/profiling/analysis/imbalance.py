@@ -12,11 +12,13 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.parts import PhaseSkew
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
-from lightning_dist.profiling.analysis.unavailable import Unavailable
 from lightning_dist.profiling.capture.events import ErrorRecord
 
 SHARE = 2 / 3
 """Of the waiting, that is for a rank which is clearly the last: twice that for all others."""
+
+_LEAST_WAITING = 0.02
+"""Share of the step below which waiting is too little to name a rank."""
 
 _DEVIATIONS = 2
 """By so many standard deviations more than chance would give."""
@@ -32,61 +34,38 @@ _EXPLAINED = 0.5
 """Share of a difference; where so much of it is waiting in exchanges, that is all there is."""
 
 
-def straggler(
-    table: StepTable,
-    column: str,
-    *,
-    phase_skew: Sequence[PhaseSkew],
-    uncertainty: int,
-    least: float = 0.0,
-) -> tuple[int | None, str]:
+def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | None, str]:
     """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
 
     Args:
-        column: ``late``, or ``exposed_late`` for exposed waiting alone.
         phase_skew: phases in which ranks differ.
-        uncertainty: of the clocks, nanoseconds.
-        least: share of the step below which waiting is too little to name anybody.
     """
-    late = table.of(column)
-    total = late.sum(axis=0)
+    late = table.of("late")
+    total, duration = late.sum(axis=0), table.total("duration")
     if not total.any():
         return None, ""
-    row = int(total.argmax())  # of several the lowest
-    waiting, duration = total.sum(), table.total("duration")
-    if waiting < least * duration:
-        return None, Unavailable.LITTLE_WAITING.format(share=waiting / duration)
-    waiters = max(len(table.ranks) - 1, 1)
-    if because := why_not_last(late, row, uncertainty=uncertainty * waiters):
-        return None, because.format(share=total[row] / waiting, rank=table.ranks[row])
-    # It may be late in exchanges only because it has waited before them.
-    if any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
-        return None, Unavailable.UNEVEN
-    return table.ranks[row], ""
-
-
-def why_not_last(late: Array, row: int, *, uncertainty: int) -> Unavailable | None:
-    """The reason why the rank in this row is not clearly the last; None if it is.
-
-    Args:
-        uncertainty: of the clocks, nanoseconds a step, of all ranks that can wait for it together.
-    """
-    total = late.sum(axis=0)
-    if total[row] / total.sum() < SHARE:
-        return Unavailable.NOT_MOST
-    if total[row] <= uncertainty * len(late):
-        return Unavailable.UNCERTAIN
+    row, waiting = int(total.argmax()), total.sum()  # of several the lowest
+    if waiting < _LEAST_WAITING * duration:
+        return None, f"waiting is {waiting / duration:.1%} of the step"
+    rank, waiters = table.ranks[row], max(len(table.ranks) - 1, 1)
+    if (share := total[row] / waiting) < SHARE:
+        doubt = f"only {share:.0%} of it is for rank {rank}, the most"
+    elif total[row] <= table.of("uncertainty").max(axis=1).sum() * waiters:
+        doubt = f"clocks are no more certain than what rank {rank} was late"
     # If it were a matter of chance, each step could as well have been the other way round.
-    return Unavailable.CHANCE if may_be_chance(2 * late[:, row] - late.sum(axis=1)) else None
+    elif may_be_chance(2 * late[:, row] - late.sum(axis=1)):
+        doubt = f"rank {rank} was late in too few steps to tell it from chance"
+    # It may be late in exchanges only because it has waited before them.
+    elif any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
+        return None, "ranks are uneven outside of exchanges too, and by more"
+    else:
+        return rank, ""
+    return None, f"no rank is clearly the last: {doubt}"
 
 
 def may_be_chance(leads: Array) -> bool:
-    """Values of steps may add up to this though each is as likely above zero as below.
-
-    They are whole numbers, however large.
-    """
-    exact = [int(lead) for lead in leads.tolist()]
-    return sum(exact) ** 2 < _DEVIATIONS**2 * sum(lead**2 for lead in exact)
+    """Values of steps may add up to this though each is as likely above zero as below."""
+    return bool(leads.sum() ** 2 < _DEVIATIONS**2 * (leads**2).sum())
 
 
 def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
@@ -98,7 +77,7 @@ def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
     """
     if table.unknown_wait or not table.total("exchange"):
         return []
-    waited = table.of_ranks("waited") / len(table.steps) / MS
+    waited = table.of("waited").sum(axis=0) / len(table.steps) / MS
     found = []
     for phase in _ORDER:
         lengths = table.of(phase)

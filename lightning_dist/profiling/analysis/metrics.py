@@ -30,7 +30,7 @@ class Metric:
     meaning: str = ""
 
 
-def metric(key: str, label: str = "", unit: str = "", meaning: str = "") -> Metric:
+def metric(key: str, meaning: str = "", *, label: str = "", unit: str = "") -> Metric:
     """A metric; label and unit as the key says them, such as those of ``ready_ms``."""
     stem, _, suffix = key.rpartition("_")
     known = {"ms": "ms", "mb": "MB", "gbps": "Gbit/s"}.get(suffix, "")
@@ -38,113 +38,102 @@ def metric(key: str, label: str = "", unit: str = "", meaning: str = "") -> Metr
     return Metric(key, label, unit or known, meaning)
 
 
+_PARTS = {  # in the order in which they are drawn
+    "between_steps": "waiting for a batch, callbacks, loggers, checkpoints",
+    "forward": "forward pass and loss",
+    "backward": "backward pass, with the communication that is hidden under it",
+    "exposed_wait": "gradients are complete, but another rank is late",
+    "exposed_transfer": "all ranks are there, the collective is in flight",
+    "exposed_codec": "encoding and decoding, with no collective in flight",
+    "exposed_other": "exposed, but none of the three above",
+    "optimizer": "clipping, callbacks before the step, updating the parameters",
+    "other": "none of the parts above",
+}
+_OF_RUN = (
+    metric(
+        "step_ms",
+        "From the end of one optimizer step to the end of the next. Validation belongs to no step. "
+        "Step times are of all steps; all else is the mean over ranks and detailed steps, of which "
+        "every collective was recorded.",
+    ),
+    metric(
+        "exposed_ms",
+        "Communication that compute does not hide: from the last gradient of the backward pass to "
+        "the mean of all gradients.",
+    ),
+    metric(
+        "exposed_fraction",
+        "Exposed time over that of the step.",
+        label="exposed communication",
+        unit="%",
+    ),
+    metric(
+        "overlap_fraction",
+        "Share of the time with a collective in flight that is hidden under the backward pass.",
+        label="overlap",
+        unit="%",
+    ),
+    metric(
+        "traffic",
+        "Per step and rank. 1 MB is a million bytes, 1 Gbit/s a billion bits per second.",
+        label="bytes sent",
+        unit="B",
+    ),
+    metric(
+        "traffic.wire_gbps",
+        "Bits sent over the time with a collective in flight, without waiting: of a host to other "
+        "hosts, or of a rank where there is one host.",
+        label="wire bandwidth",
+    ),
+    metric(
+        "traffic.ddp_equivalent_busbw_gbps",
+        "Bus bandwidth at which uncompressed DDP would take the same time.",
+        label="effective bandwidth",
+    ),
+    metric("traffic.link_gbps", "Highest rate measured on the idle link.", label="link bandwidth"),
+    metric(
+        "straggler",
+        "The rank that two thirds of the waiting is for, in more steps than chance would give, and "
+        "by more than the clock uncertainty.",
+    ),
+    metric("profiler_overhead", "Time the profiler took, as measured by itself.", unit="%"),
+)
+_OF_RANKS_AND_BUCKETS = (
+    metric("host", unit=TEXT),
+    metric(
+        "wait_ms",
+        "From the launch of a collective on this rank to that on the last, hidden or exposed.",
+    ),
+    metric("waited_for_ms", "Time for which the other ranks waited for this one."),
+    metric("clock_uncertainty_ms", "Bound of a clock's error against that of rank 0."),
+    metric("intra_gbps", label="inside its host"),
+    metric("inter_gbps", label="to other hosts"),
+    metric("bucket_codec", label="codec", unit=TEXT),
+    metric(
+        "relative_l2",
+        "|p - C(p)| / |p| of p, what a rank encoded (gradient and residual), and C(p), what its "
+        "payload says: of one bucket in turn, on a random sample of its elements.",
+        label="relative error",
+    ),
+    metric("cosine", "Cosine of the angle between p and C(p)."),
+    metric(
+        "residual_ratio",
+        "Norm of the residual over that of the gradient. If it keeps growing, the codec loses too "
+        "much.",
+    ),
+)
+_WITHOUT_MEANING = (
+    *("rank", "bucket", "raw_mb", "wire_mb", "ready_ms", "encode_ms", "transfer_ms", "decode_ms"),
+    *("end_after_last_gradient_ms", "position", "sent_mb", "change"),
+)
 METRICS: Mapping[str, Metric] = {
-    each[0]: metric(*each)
+    each.key: each
     for each in (
-        # Parts of a step, in the order in which they are drawn.
-        ("between_steps", "", "ms", "waiting for a batch, callbacks, loggers, checkpoints"),
-        ("forward", "", "ms", "forward pass and loss"),
-        ("backward", "", "ms", "backward pass, with the communication that is hidden under it"),
-        ("exposed_wait", "", "ms", "gradients are complete, but another rank is late"),
-        ("exposed_transfer", "", "ms", "all ranks are there, the collective is in flight"),
-        ("exposed_codec", "", "ms", "encoding and decoding, with no collective in flight"),
-        ("exposed_other", "", "ms", "exposed, but none of the three above"),
-        ("optimizer", "", "ms", "clipping, callbacks before the step, updating the parameters"),
-        ("other", "", "ms", "none of the parts above"),
-        # Of the run.
-        (
-            "step_ms",
-            "",
-            "",
-            "From the end of one optimizer step to the end of the next. Validation belongs to no "
-            "step. Step times are of all steps; all else is the mean over ranks and detailed "
-            "steps, of which every collective was recorded.",
-        ),
-        (
-            "exposed_ms",
-            "",
-            "",
-            "Communication that compute does not hide: from the last gradient of the backward pass "
-            "to the mean of all gradients.",
-        ),
-        ("exposed_fraction", "exposed communication", "%", "Exposed time over that of the step."),
-        (
-            "overlap_fraction",
-            "overlap",
-            "%",
-            "Share of the time with a collective in flight that is hidden under the backward pass.",
-        ),
-        (
-            "traffic",
-            "bytes sent",
-            "B",
-            "Per step and rank. 1 MB is a million bytes, 1 Gbit/s a billion bits per second.",
-        ),
-        (
-            "traffic.wire_gbps",
-            "wire bandwidth",
-            "",
-            "Bits sent over the time with a collective in flight, without waiting: of a host to "
-            "other hosts, or of a rank where there is one host.",
-        ),
-        (
-            "traffic.ddp_equivalent_busbw_gbps",
-            "effective bandwidth",
-            "",
-            "Bus bandwidth at which uncompressed DDP would take the same time.",
-        ),
-        ("traffic.link_gbps", "link bandwidth", "", "Highest rate measured on the idle link."),
-        (
-            "straggler",
-            "",
-            "",
-            "The rank that two thirds of the waiting is for, in more steps than chance would give, "
-            "and by more than the clock uncertainty.",
-        ),
-        (
-            "profiler_overhead",
-            "profiler overhead",
-            "%",
-            "Time the profiler took, as measured by itself.",
-        ),
-        # Of ranks and buckets.
-        ("rank",),
-        ("host", "", TEXT),
-        (
-            "wait_ms",
-            "",
-            "",
-            "From the launch of a collective on this rank to that on the last, hidden or exposed.",
-        ),
-        ("waited_for_ms", "waited for", "", "Time for which the other ranks waited for this one."),
-        ("clock_uncertainty_ms", "", "", "Bound of a clock's error against that of rank 0."),
-        ("intra_gbps", "inside its host"),
-        ("inter_gbps", "to other hosts"),
-        ("bucket",),
-        ("bucket_codec", "codec", TEXT),
-        *((key,) for key in ("raw_mb", "wire_mb", "ready_ms", "encode_ms")),
-        *((key,) for key in ("transfer_ms", "decode_ms", "end_after_last_gradient_ms")),
-        (
-            "relative_l2",
-            "relative error",
-            "",
-            "|p - C(p)| / |p| of p, what a rank encoded (gradient and residual), and C(p), what "
-            "its payload says: of one bucket in turn, on a random sample of its elements.",
-        ),
-        ("cosine", "", "", "Cosine of the angle between p and C(p)."),
-        (
-            "residual_ratio",
-            "",
-            "",
-            "Norm of the residual over that of the gradient. If it keeps growing, the codec loses "
-            "too much.",
-        ),
-        # Of predictions.
-        ("position",),
-        ("setting", "", TEXT),
-        ("sent_mb",),
-        ("change",),
-        ("remark", "", TEXT),
+        *(metric(name, meaning, unit="ms") for name, meaning in _PARTS.items()),
+        *_OF_RUN,
+        *_OF_RANKS_AND_BUCKETS,
+        *map(metric, _WITHOUT_MEANING),
+        *(metric(name, unit=TEXT) for name in ("setting", "remark")),
     )
 }
 
@@ -183,16 +172,11 @@ def format_value(value: float | None, unit: str = "", *, signed: bool = False) -
 
 
 def _digits(value: float) -> str:
-    size = abs(value)
-    if size >= 100:
+    if abs(value) >= 100:
         return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 1:
-        return f"{value:.2f}"
-    if size >= 0.001:
-        return f"{value:#.3g}"
-    return f"{value:.1g}" if size else "0"
+    if abs(value) >= 0.001:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:z.1g}"
 
 
 def count(number: int, what: str) -> str:

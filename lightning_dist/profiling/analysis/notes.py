@@ -1,18 +1,15 @@
-"""Headline and notes of a summary: the sentences a reader needs beside its numbers."""
+"""Sentences of a summary: its headline, its notes, and why figures are unavailable."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from lightning_dist.profiling.analysis.breakdown import asks_again, passes_of
-from lightning_dist.profiling.analysis.clock_quality import uncertainty_of, uncompared
+from lightning_dist.profiling.analysis.clock_quality import clock_of
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
-from lightning_dist.profiling.analysis.sample import Sample, spread
-from lightning_dist.profiling.analysis.tables import MS, StepTable, mean
+from lightning_dist.profiling.analysis.sample import Sample
+from lightning_dist.profiling.analysis.tables import MS, StepTable
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
@@ -20,33 +17,33 @@ ONE_HOST = (
     "memory, and say nothing of a network"
 )
 
+_COMMUNICATION = ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait")
+_RATES = ("traffic.wire_gbps", "traffic.ddp_equivalent_busbw_gbps")
+_NO_EXCHANGE = "no exchange was recorded"
+_NO_LINK = "no link was measured"
+
 _LEAST = 0.005
 """Share of the step below which communication counts as hidden."""
-_ENOUGH = 50
-"""Steps of each rank that tell how often gradients travel."""
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
-_LEAST_DIFFERENCE = 0.01
-"""Share of a step below which detailed steps are said to be as long as all steps."""
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
 """Share of a time that another reading of it, or its clock, has to be off by to be mentioned."""
-_LEAST_GAP = 2e6
-"""Nanoseconds a step below which two readings of the transfer agree."""
+_LEAST_GAP_MS = 2.0
+"""Milliseconds a step below which two readings of the transfer agree."""
 
 
-def headline(summary: Summary, *, of_steps: tuple[int, int] | None = None) -> str:
+def headline(summary: Summary, *, cut: str = "") -> str:
     """The most important figures, in one or two sentences.
 
     Args:
-        of_steps: how many of how many steps count, where the rest has to be mentioned.
+        cut: such as ``"9 of 40 steps"``, where the rest has to be mentioned.
     """
     here, world_size = len(summary.ranks), summary.run.get("world_size", 0)
-    found = [f"{here} of {world_size} ranks"] if 0 < here < world_size else []
-    found += [f"{of_steps[0]} of {of_steps[1]} steps"] if of_steps is not None else []
-    partial = f"Partial data ({', '.join(found)}): " if found else ""
-    return f"{partial}{_measured(summary)}"
+    ranks = f"{here} of {world_size} ranks" if 0 < here < world_size else ""
+    found = ", ".join(filter(None, (ranks, cut)))
+    return f"{f'Partial data ({found}): ' if found else ''}{_measured(summary)}"
 
 
 def _measured(summary: Summary) -> str:
@@ -64,24 +61,24 @@ def _measured(summary: Summary) -> str:
     if summary.exposed_fraction < _LEAST:
         hidden = f"{_ms(summary.hidden_ms)} under the backward pass"
         return f"Communication is hidden: {hidden}, {exposed} exposed; {step}."
-    rank = summary.exposed_straggler
     names = {
         # Where waiting is not known, all of it may be in what counts as transfer.
         "exposed_transfer": (
             "transfer or unknown waiting" if "exposed_wait" in unavailable else "transfer"
         ),
-        "exposed_wait": f"waiting for {'each other' if rank is None else f'rank {rank}'}",
+        "exposed_wait": "waiting",
         "exposed_codec": "codec",
         "exposed_other": "other",
     }
     shares = {name: (summary.breakdown_ms[name] or 0.0) / summary.exposed_ms for name in names}
-    told = ", ".join(
+    composition = ", ".join(
         f"{format_value(share, '%')} {names[name]}"
         for name, share in shares.items()
         if share >= _LEAST
     )
     share = format_value(summary.exposed_fraction, "%")
-    return f"{share} of the step is exposed communication ({exposed}): {told}."
+    straggler = f" Straggler: rank {rank}." if (rank := summary.straggler) is not None else ""
+    return f"{share} of the step is exposed communication ({exposed}): {composition}.{straggler}"
 
 
 def _ms(value: float | None) -> str:
@@ -92,18 +89,54 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
     """Notes, the most important first: what ended the training."""
     hosts = {each.metadata.host for each in run.ranks.values()}
     is_one_host = len(hosts) == 1 and len(run.ranks) == run.world_size
+    passes, optimizer_steps = table.of("passes"), table.of("optimizer_steps").sum()
+    per_step = passes.sum() / max((passes > 0).sum(), 1)
+    spare = (
+        "passes that only accumulate gradients need no exchange; `no_sync()` or Lightning's "
+        "`accumulate_grad_batches` avoids it"
+    )
+    uncompared = ", ".join(str(rank) for rank in run.ranks if clock_of(run, rank) is None)
+    by_clocks, by_durations = table.mean_ms("by_clocks"), table.mean_ms("by_durations")
+    gap = abs(by_clocks - by_durations)
+    uncertainty = float(table.of("uncertainty").max(initial=0)) / MS
+    exchange = table.total("moved") / max(table.total("exchanges"), 1) / MS
+    rules = (
+        (
+            per_step >= 1 + _OFTEN,
+            f"gradients are exchanged {per_step:.2g} times in a step of an optimizer: {spare}",
+        ),
+        (
+            per_step < 1 + _OFTEN and 0 < optimizer_steps <= (1 - _OFTEN) * table.cells,
+            f"after {optimizer_steps / max(table.cells, 1):.0%} of the exchanges of gradients an "
+            f"optimizer has made a step, and each exchange is a step here: {spare}",
+        ),
+        (bool(table.unknown_wait), table.unknown_wait),
+        (
+            bool(table.steps and uncompared),
+            f"no clock of rank {uncompared} was compared with rank 0's: who waited follows from "
+            "how long exchanges took",
+        ),
+        (
+            gap > max(_DOUBTFUL * max(by_clocks, by_durations), _LEAST_GAP_MS),
+            f"transfer between hosts is {by_clocks:.1f} ms a step by clocks and "
+            f"{by_durations:.1f} ms by durations: clocks may be wrong, trust the latter",
+        ),
+        (
+            uncertainty > _DOUBTFUL * exchange > 0,
+            f"clocks are uncertain by {uncertainty:.2f} ms and an exchange takes "
+            f"{exchange:.2f} ms: what is waiting and what transfer is vague",
+        ),
+    )
+    growths = [(of, rank) for rank, each in run.ranks.items() if (of := growth_of(each.errors))]
+    growths.sort(key=lambda each: -each[0].now)
     return [
         *_ended_by(run),
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
-        *_outside(summary.phase_skew, len(table.ranks)),
-        *_exchanges(chosen),
-        *([table.unknown_wait] if table.unknown_wait else []),
-        *(_others_differ(chosen, table.mean_ms("duration")) if table.steps else []),
-        *(_clock_doubts(run, table) if table.steps else []),
-        *_divergence(run),
-        *_over_budget(run, summary.profiler_overhead),
+        *_phase_skew(summary.phase_skew, len(table.ranks)),
+        *(note for holds, note in rules if holds),
+        *(f"rank {rank}: {growth}" for growth, rank in growths[:1]),
         *([ONE_HOST] if summary.traffic is not None and is_one_host else []),
     ]
 
@@ -131,12 +164,12 @@ def _ended_by(run: Run) -> list[str]:
     return [f"the training ended by {', '.join(told)}"] if told else []
 
 
-def _outside(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
+def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     """Phases in which ranks differ, and who is late where that can be told."""
     if not phase_skew:
         return []
     phases = [
-        f"{METRICS[each.phase].label} ({_who(each.ranks, ranks)}: +{_ms(each.excess_ms)})"
+        f"{METRICS[each.phase].label} ({_ranks(each.ranks, ranks)}: +{_ms(each.excess_ms)})"
         for each in phase_skew
     ]
     note = (
@@ -147,105 +180,80 @@ def _outside(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     first, *rest = phase_skew
     # Where the other ranks wait, the late one does not.
     if any(each.fastest_rank in first.ranks for each in rest):
-        note += f"; late: {_who(first.ranks, ranks)} ({METRICS[first.phase].label})"
+        note += f"; late: {_ranks(first.ranks, ranks)} ({METRICS[first.phase].label})"
     return [note]
 
 
-def _who(ranks: Sequence[int], of: int) -> str:
+def _ranks(ranks: Sequence[int], of: int) -> str:
     if len(ranks) > _MOST_NAMED:
         return f"{len(ranks)} of {of} ranks"
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _exchanges(chosen: Sample) -> list[str]:
-    """Gradients that travel more often than an optimizer makes a step."""
-    steps = spread(chosen.steps, _ENOUGH)
-    records = [each.steps[step] for each in chosen.ranks.values() for step in steps]
-    passes = [len(passes_of(record)) for record in records if record.buckets]
-    stepped = sum(any(phase.name == "optimizer" for phase in each.phases) for each in records)
-    if passes and mean(passes) >= 1 + _OFTEN:
-        often = f"gradients are exchanged {mean(passes):.2g} times in a step of an optimizer"
-        if any(map(asks_again, records)):
-            return [
-                f"{often} that evaluates its closure several times, as LBFGS does: each evaluation "
-                "needs the mean over all ranks; LBFGS's `max_iter` and `max_eval` bound their "
-                "number"
-            ]
-    elif 0 < stepped <= (1 - _OFTEN) * len(records):
-        often = (
-            f"after {stepped / len(records):.0%} of the exchanges of gradients an optimizer has "
-            "made a step, and each exchange is a step here"
-        )
-    else:
-        return []
-    return [
-        f"{often}: passes that only add up gradients need none, under `no_sync()` or with "
-        "Lightning's `accumulate_grad_batches`"
-    ]
+def missing_ranks(run: Run, ranks: Iterable[int]) -> list[int]:
+    """All other ranks of the run."""
+    return sorted(set(range(run.world_size)) - set(ranks))
 
 
-def _others_differ(chosen: Sample, of_detailed: float) -> list[str]:
-    """Steps in detail that are longer or shorter than chance would have picked them."""
-    durations = chosen.durations_ms()
-    of_all, few, many = mean(durations), len(chosen.detailed), len(durations)
-    if abs(of_detailed - of_all) <= _LEAST_DIFFERENCE * of_all:
-        return []
-    # Of a sample that is drawn without putting back; of one step it says nothing.
-    error = statistics.stdev(durations) * math.sqrt((1 / few) - (1 / many))
-    if few > 1 and abs(of_detailed - of_all) <= 2 * error:
-        return []
-    why = "looking in detail takes time" if of_detailed > of_all else "it is no matter of chance"
-    return [
-        f"steps looked at in detail take {of_detailed:.1f} ms, and all steps {of_all:.1f} ms: "
-        f"{why}, or they are other steps than the rest; parts are shares of {of_detailed:.1f} ms"
-    ]
+def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool) -> dict[str, str]:
+    """Reasons by field of the summary; all but that of the straggler.
+
+    Args:
+        has_link: the bandwidth of a link was measured.
+    """
+    none, is_alone = chosen.reason, run.world_size < 2
+    alone = "one rank exchanges nothing" if is_alone else ""
+    no_bucket = run.unseen or "no bucket of gradients was seen, nor an exchange"
+    no_traffic = "one rank sends nothing" if is_alone else "no bucket of gradients was sent"
+    no_codec = "DDP itself exchanges the gradients, without a codec" if run.is_stock else run.unseen
+    missing = ", ".join(map(str, missing_ranks(run, table.ranks)))
+    no_rank = (
+        f"no step of rank {missing} is there: what it has sent is not known, and waiting for it "
+        "counts as transfer"
+    )
+    nested = "the passes ran within each other; both are in backward"
+    exchanges, sends = table.total("exchange") > 0, table.total("raw", "intra", "inter") > 0
+    has_links, has_errors = (
+        any(getattr(each, records) for each in run.ranks.values())
+        for records in ("links", "errors")
+    )
+    # Empty reasons count for nothing, and later ones replace earlier ones.
+    rules = (
+        ((*_COMMUNICATION, "traffic"), True, none),
+        (("exposed_wait",), True, table.unknown_wait),
+        (("step_ms", "profiler_overhead"), not chosen.steps, none),
+        (("steps",), not chosen.steps, none if chosen.ranks else f"{none}: {_why_no_step(run)}"),
+        (("buckets",), not table.buckets, none or alone or no_bucket),
+        (_COMMUNICATION, table.has_no_exchange and not is_alone, no_bucket),
+        (("exposed_codec",), not none, no_codec),
+        (("forward",), not none and not table.total("forward"), nested),
+        (("overlap_fraction",), not exchanges, none or alone or _NO_EXCHANGE),
+        (("traffic",), not sends and not none, no_traffic),
+        (_RATES, sends and not table.total("moving"), _NO_EXCHANGE),
+        (_RATES, sends and bool(missing), no_rank),
+        (("traffic.link_gbps",), sends and not has_link, _NO_LINK),
+        (("errors",), not has_errors, no_codec or _no_errors(chosen)),
+        (("links",), not has_links, _NO_LINK),
+    )
+    return {
+        field: reason for fields, holds, reason in rules if holds and reason for field in fields
+    }
 
 
-def _clock_doubts(run: Run, table: StepTable) -> Iterator[str]:
-    """Doubts about the waiting and transfer of these steps."""
-    if strangers := uncompared(run):
-        ranks = ", ".join(map(str, strangers))
-        yield (
-            f"no clock of rank {ranks} was compared with rank 0's: who waited follows from how "
-            "long exchanges took"
-        )
-    by_clocks, by_durations = table.total("by_clocks"), table.total("by_durations")
-    gap = abs(by_clocks - by_durations)
-    if gap > _DOUBTFUL * max(by_clocks, by_durations) and gap > _LEAST_GAP * table.cells:
-        yield (
-            f"transfer between hosts is {by_clocks / table.cells / MS:.1f} ms a step by "
-            f"clocks and {by_durations / table.cells / MS:.1f} ms by durations: clocks may be "
-            "wrong, trust the latter"
-        )
-    uncertainty = max(uncertainty_of(each, table.steps) or 0 for each in run.ranks.values())
-    if uncertainty and (exchanges := table.total("exchanges")):
-        moved = table.total("moved") / exchanges
-        if uncertainty > _DOUBTFUL * moved:
-            yield (
-                f"clocks are uncertain by {uncertainty / MS:.2f} ms and an exchange takes "
-                f"{moved / MS:.2f} ms: what is waiting and what transfer is vague"
-            )
+def _why_no_step(run: Run) -> str:
+    """Reason and remedy. The error or signal that ended a training is in a note."""
+    endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
+    if not endings:
+        return "the training was killed in its first second, or has not made a step yet"
+    if endings != {"finished"}:
+        return "the training ended before its first step was over"
+    return (
+        "no optimizer has made a step with parameters of the model; profile a training that makes "
+        "a few"
+    )
 
 
-def _divergence(run: Run) -> list[str]:
-    """The residual that has grown the most."""
-    growths = {rank: growth_of(each.errors) for rank, each in run.ranks.items()}
-    found = [(growth.now, -rank, growth) for rank, growth in growths.items() if growth is not None]
-    if not found:
-        return []
-    _, rank, growth = max(found)
-    return [f"rank {-rank}: {growth}"]
-
-
-def _over_budget(run: Run, overhead: float | None) -> list[str]:
-    may_take = min((each.metadata.max_overhead for each in run.ranks.values()), default=0.0)
-    took, may = format_value(overhead, "%"), format_value(may_take, "%")
-    if overhead is None or not 0 < may_take < overhead or took == may:
-        return []
-    note = f"the profiler took {took} of the time, and max_overhead is {may}"
-    if run.is_stock:
-        note += (
-            ": gradients of ddp are seen through a communication hook, which costs its share in "
-            "every step, however few are looked at in detail"
-        )
-    return [note]
+def _no_errors(chosen: Sample) -> str:
+    last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
+    is_whole = {bucket.codec for step in last for bucket in step.buckets} == {"none"}
+    return "nothing is compressed" if is_whole else "none was sampled"

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lightning_dist.profiling.analysis.intervals import Intervals
+from msgspec import Struct
+
+from lightning_dist.profiling.analysis.intervals import Interval, Intervals
 from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
@@ -35,16 +37,19 @@ is hidden under the backward pass is in ``backward``."""
 EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_codec", "exposed_other")
 
 
-@dataclass(frozen=True)
-class TimelineSpan:
-    """A span on the time line of a step that all ranks share, in nanoseconds.
+class TimelineSpan(Struct, frozen=True, gc=False):
+    """A span of a rank in a step, in nanoseconds from the begin of the step on this rank.
 
-    It counts from the begin of the step on the first rank that began it.
+    In a :class:`Timeline` they count from its begin on the first rank that began it.
 
     Args:
-        arrival: of an exchange, when the last member had come to it.
-        last: that member.
+        arrival: of an exchange, launch on the last member; None: unknown.
+        last: that member; the lowest of several.
         collective_id: of an exchange, its number in the step, equal on all members; None: unknown.
+        over: of an exchange, end on the last member; None: unknown.
+        shortest: of an exchange between clocks that differ, its least duration on any member,
+            which no clock can falsify; None: unknown.
+        missing: members of which there is no record of it.
     """
 
     phase: str
@@ -57,6 +62,30 @@ class TimelineSpan:
     sent: int = 0
     last: int | None = None
     collective_id: int | None = None
+    over: int | None = None
+    shortest: int | None = None
+    missing: tuple[int, ...] = ()
+
+    @property
+    def transfer(self) -> Interval:
+        """With all members there: it moved, or queued behind others. All of it if not known."""
+        since = self.begin if self.arrival is None else max(self.arrival, self.begin)
+        return min(since, self.end), self.end
+
+    @property
+    def wait(self) -> Interval:
+        """From the launch to that on the last member; empty where that is not known."""
+        return self.begin, self.transfer[0]
+
+    @property
+    def moving(self) -> Interval:
+        """The transfer, and on until the last member is done.
+
+        A rank is done when it has what the others have sent. What it has sent itself may still be
+        on its way to them, in buffers of the kernel.
+        """
+        begin, end = self.transfer
+        return begin, end if self.over is None else max(end, self.over)
 
 
 @dataclass(frozen=True)
@@ -87,7 +116,8 @@ class RankSummary:
         step_ms: of the steps that the parts are of.
         wait_ms: waiting for others, per step, hidden or not.
         waited_for_ms: waiting of the others for this rank, per step, added up over them.
-        clock_uncertainty_ms: at the worst step; None: the clock was never compared.
+        clock_uncertainty_ms: at the worst detailed step; None: there is none, or the clock was
+            never compared.
         intra_gbps, inter_gbps: bytes sent over the time with an exchange in flight.
         phases_ms: ``between_steps``, ``forward``, ``backward`` and ``optimizer`` as they are in
             ``Summary.breakdown_ms``; empty: not recorded.
@@ -201,7 +231,6 @@ class Summary:
         overlap_fraction: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if it is clearly one
             (:mod:`~lightning_dist.profiling.analysis.imbalance`).
-        exposed_straggler: the same of exposed waiting alone, however little there is.
         profiler_overhead: share of the time that the profiler took.
         errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
             "residual_ratio"}``, as in
@@ -233,7 +262,6 @@ class Summary:
     links: Sequence[Mapping[str, Any]] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    exposed_straggler: int | None = None
     predictions: Predictions | None = None
     detailed_steps: int = 0
     phase_skew: Sequence[PhaseSkew] = ()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from lightning_dist.profiling.analysis.metrics import count
 from lightning_dist.profiling.analysis.tables import MS, mean
-from lightning_dist.profiling.analysis.unavailable import Unavailable
 from lightning_dist.profiling.run import RankRun, Run
 
 MOST = 500
@@ -33,28 +32,21 @@ class Sample:
         warmup_steps: number of first steps that were left out.
         reason: why ``detailed`` is empty: it stands wherever a figure is missing.
         notes: what was left out, for the user to see.
-        cut: how many of how many steps all ranks have, where one ends much earlier than another.
-        advice: where no rank has a step, why, and what to do about it.
+        cut: such as ``"9 of 40 steps"``, where a rank ends much earlier than another.
     """
 
     ranks: Mapping[int, RankRun]
     steps: Sequence[int]
     detailed: Sequence[int]
     warmup_steps: int
-    reason: Unavailable | None
+    reason: str
     notes: Sequence[str]
-    cut: tuple[int, int] | None = None
-    advice: str = ""
-
-    @property
-    def whole_reason(self) -> str:
-        """``reason`` with the advice, for the one place that says all."""
-        return ": ".join(filter(None, (self.reason, self.advice)))
+    cut: str = ""
 
     def durations_ms(self) -> list[float]:
         """Duration of every step, the mean over ranks."""
         ranks = self.ranks.values()
-        return [mean([each.head(step).duration / MS for each in ranks]) for step in self.steps]
+        return [mean([each.head(step).duration for each in ranks]) / MS for step in self.steps]
 
 
 def sample(run: Run, *, warmup_steps: int) -> Sample:
@@ -67,47 +59,50 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
         raise ValueError(
             f"warmup_steps must not be negative, it is {warmup_steps}; 0 counts all steps"
         )
-    notes: list[str] = []
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     common = Run(ranks).common_steps
     recorded = set[int]().union(*(each.steps for each in ranks.values()))
-    everything, cut = len(recorded), None
-    if common:
-        end = min(max(each.steps) for each in ranks.values())
-        if sum(step > end for step in recorded) > _LEAST_MISSING * everything:
-            cut = len(common), everything
-    if len(common) < everything:
-        notes.append(f"{len(common)} of {everything} steps are of all ranks; only these count")
     left_out = warmup_steps if len(common) > warmup_steps else 0
-    if common and left_out < warmup_steps:
-        notes.append(
-            f"with only {count(len(common), 'step')} the first are not left out, in which DDP "
-            "still builds its buckets"
-        )
     steps = common[left_out:]
     detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
-    if 0 < len(detailed) < len(steps):
-        notes.append(
+    spans = sum(len(each.steps[step].spans) for each in ranks.values() for step in detailed[-1:])
+    most = min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
+    of_all = f"{len(common)} of {len(recorded)} steps"
+    end = min((max(each.steps) for each in ranks.values()), default=0)
+    lost = sum(step > end for step in recorded) if common else 0
+    notes = (
+        (len(common) < len(recorded), f"{of_all} are of all ranks; only these count"),
+        (
+            len(common) > 0 and left_out < warmup_steps,
+            f"with only {count(len(common), 'step')} the first are not left out, in which DDP "
+            "still builds its buckets",
+        ),
+        (
+            0 < len(detailed) < len(steps),
             f"parts and communication are of the {count(len(detailed), 'step')} of {len(steps)} "
-            "that were looked at in detail; step times are of all"
-        )
-    if detailed:
-        spans = sum(len(each.steps[detailed[-1]].spans) for each in ranks.values())
-        most = min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
-        if most < len(detailed):
-            notes.append(
-                f"communication is of {most} of {len(detailed)} steps, spread evenly; step times "
-                "are of all"
-            )
-        return Sample(ranks, steps, spread(detailed, most), left_out, None, notes, cut)
-    if everything:
-        reason = Unavailable.NO_DETAIL if steps else Unavailable.NO_COMMON_STEP
-        return Sample(ranks, steps, [], left_out, reason, notes, cut)
-    # What ended a training is told by a note.
-    endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
-    finished = Unavailable.NO_OPTIMIZER_STEP if endings == {"finished"} else Unavailable.ENDED
-    advice = finished if endings else Unavailable.KILLED
-    return Sample(ranks, [], [], left_out, Unavailable.NO_STEP, notes, advice=advice)
+            "that were looked at in detail; step times are of all",
+        ),
+        (
+            len(detailed) > most,
+            f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
+            "of all",
+        ),
+    )
+    reasons = (
+        (bool(detailed), ""),
+        (bool(steps), "no step is recorded in detail on all ranks"),
+        (bool(recorded), "no step is recorded on all ranks"),
+        (True, "no rank has recorded a step"),
+    )
+    return Sample(
+        ranks,
+        steps,
+        spread(detailed, most),
+        left_out,
+        reason=next(reason for holds, reason in reasons if holds),
+        notes=[note for holds, note in notes if holds],
+        cut=of_all if lost > _LEAST_MISSING * len(recorded) else "",
+    )
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
-from lightning_dist.profiling.analysis.clock_quality import mean_uncertainty, uncertainty_of
 from lightning_dist.profiling.analysis.imbalance import find_phase_skew, straggler
-from lightning_dist.profiling.analysis.notes import headline, notes_of
+from lightning_dist.profiling.analysis.notes import (
+    headline,
+    missing_ranks,
+    notes_of,
+    unavailable_of,
+)
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
     PARTS,
@@ -25,12 +29,8 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.sample import Sample, sample
 from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
-from lightning_dist.profiling.analysis.unavailable import Unavailable, gone, unavailable_of
-from lightning_dist.profiling.capture.events import PHASES, LinkRecord, RankRecord
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.run import Run
-
-_LEAST_WAITING = 0.02
-"""Share of the step below which nobody is called a straggler."""
 
 
 def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
@@ -48,20 +48,16 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     unavailable = unavailable_of(run, chosen, table, has_link=peak is not None)
     breakdown_ms = _breakdown_ms(table, unavailable)
     phase_skew = find_phase_skew(table)
-    uncertainty = mean_uncertainty(run, table.steps)
-    (last, why_none), (exposed_last, _) = (
-        straggler(table, column, phase_skew=phase_skew, uncertainty=uncertainty, least=least)
-        for column, least in (("late", _LEAST_WAITING), ("exposed_late", 0.0))
-    )
+    last, why_none = straggler(table, phase_skew)
     if last is None:
-        alone = Unavailable.ALONE if run.world_size < 2 else Unavailable.NO_WAITING
+        alone = "one rank exchanges nothing" if run.world_size < 2 else "no rank waited"
         unavailable["straggler"] = why_none or unavailable.get("exposed_wait") or alone
     heads = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
     duration = sum(each.duration for each in heads)
     exchange, is_unknown = table.total("exchange"), "exposed_ms" in unavailable
     summary = Summary(
         headline="",
-        run=_about(run),
+        run=_run_info(run),
         steps=len(chosen.steps),
         warmup_steps=chosen.warmup_steps,
         step_ms=_step_ms(chosen),
@@ -74,7 +70,6 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         buckets=table.bucket_summaries(unavailable),
         straggler=last,
         detailed_steps=len(chosen.detailed),
-        exposed_straggler=exposed_last,
         profiler_overhead=sum(each.overhead for each in heads) / duration if duration else None,
         per_step=_per_step(chosen, table, breakdown_ms, unavailable),
         errors=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.errors],
@@ -84,7 +79,7 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     )
     return replace(
         summary,
-        headline=headline(summary, of_steps=chosen.cut),
+        headline=headline(summary, cut=chosen.cut),
         notes=notes_of(run, chosen, table, summary),
     )
 
@@ -102,31 +97,29 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     return [timeline(run, step, label) for step, label in picked.items()]
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _run_info(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
-    about = run.ranks[min(run.ranks)].metadata
+    first = run.ranks[min(run.ranks)].metadata
     hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     return {
-        "codec": about.codec,
-        "backend": about.backend,
-        "device": about.device,
+        **{name: getattr(first, name) for name in ("codec", "backend", "device")},
         "world_size": run.world_size,
         "hosts": [hosts.get(rank) for rank in range(run.world_size)],
-        "script": about.script,
-        "started": about.started,
-        "versions": dict(about.versions),
+        "script": first.script,
+        "started": first.started,
+        "versions": dict(first.versions),
     }
 
 
 def _step_ms(chosen: Sample) -> dict[str, float | None]:
-    durations = sorted(chosen.durations_ms())
+    durations = chosen.durations_ms()
     if not durations:
         return {"mean": None, "median": None, "p95": None}
     return {
         "mean": mean(durations),
         "median": statistics.median(durations),
-        "p95": durations[math.ceil(0.95 * len(durations)) - 1],
+        "p95": float(np.quantile(durations, 0.95, method="inverted_cdf")),
     }
 
 
@@ -148,7 +141,7 @@ def _per_step(
     if not table.steps:
         return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
     known = ("duration", *(name for name, value in breakdown_ms.items() if value is not None))
-    means = {name: [mean(of) for of in (table.of(name) / MS).tolist()] for name in known}
+    means = {name: (table.of(name).mean(axis=1) / MS).tolist() for name in known}
     waited, late = table.of("waited") / MS, table.of("late")
     has_waits = "exposed_wait" not in unavailable or waited.any()
     return PerStep(
@@ -164,30 +157,28 @@ def _ranks(
     run: Run, chosen: Sample, table: StepTable, unavailable: Mapping[str, str]
 ) -> list[RankSummary]:
     names = (*PHASES, "exposed", "waited", "late", "intra", "intra_moving", "inter", "inter_moving")
-    totals, per_step = {name: table.of_ranks(name) for name in names}, max(len(table.steps), 1) * MS
     steps = chosen.detailed or chosen.steps
+    per_step = max(len(table.steps), 1) * MS
+    means = {name: (table.of(name).sum(axis=0) / per_step).tolist() for name in names}
+    uncertainties = table.of("uncertainty").max(axis=0, initial=0).tolist()
     # With ranks missing it is not known what of the time was waiting for them.
-    is_whole = not gone(run, chosen.ranks)
+    is_whole = not missing_ranks(run, chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
-        own = {name: float(of_ranks[row]) for name, of_ranks in totals.items()}
+        own = {name: of[row] for name, of in means.items()}
         intra, inter = (_gbps(own[name], own[f"{name}_moving"]) for name in ("intra", "inter"))
-        uncertainty = uncertainty_of(of_rank, steps)
         summaries.append(
             RankSummary(
                 rank,
                 of_rank.metadata.host,
-                step_ms=mean([of_rank.head(step).duration / MS for step in steps]),
-                exposed_ms=None if "exposed_ms" in unavailable else own["exposed"] / per_step,
-                wait_ms=_known(own["waited"] / per_step, "exposed_wait", unavailable),
-                waited_for_ms=_known(own["late"] / per_step, "exposed_wait", unavailable),
-                clock_uncertainty_ms=None if uncertainty is None else uncertainty / MS,
-                intra_gbps=intra if is_whole else None,
-                inter_gbps=inter if is_whole else None,
-                phases_ms={
-                    name: _known(own[name] / per_step, name, unavailable)
-                    for name in (PHASES if table.steps else ())
-                },
+                mean([of_rank.head(step).duration for step in steps]) / MS,
+                None if "exposed_ms" in unavailable else own["exposed"],
+                _known(own["waited"], "exposed_wait", unavailable),
+                _known(own["late"], "exposed_wait", unavailable),
+                uncertainties[row] / MS if table.steps and of_rank.clocks else None,
+                intra if is_whole else None,
+                inter if is_whole else None,
+                {name: _known(own[name], name, unavailable) for name in PHASES if table.steps},
             )
         )
     return summaries
@@ -220,17 +211,12 @@ def _gbps(nbytes: float, nanoseconds: float) -> float | None:
 
 def _link_gbps(run: Run) -> float | None:
     """The best of the links between hosts; inside a host only where there is no other."""
-    rates = [
-        (_crosses(run, each.metadata, link), rate)
-        for each in run.ranks.values()
-        for link in each.links
-        if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None
-    ]
+    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
+    rates = []
+    for each in run.ranks.values():
+        for link in each.links:
+            ends = each.metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]
+            crosses = {hosts[rank] for rank in ends if rank in hosts} - {each.metadata.host}
+            if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None:
+                rates.append((bool(crosses), rate))
     return max(rates)[1] if rates else None
-
-
-def _crosses(run: Run, about: RankRecord, link: LinkRecord) -> bool:
-    """The link leads to another host."""
-    ends = about.groups.get(link.group, ()) if link.peer is None else [link.peer]
-    hosts = {run.ranks[rank].metadata.host for rank in ends if rank in run.ranks}
-    return bool(hosts - {about.host})

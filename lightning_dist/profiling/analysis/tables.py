@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -9,11 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of, unknown_wait
-from lightning_dist.profiling.analysis.clock_quality import groups_of_one_clock
-from lightning_dist.profiling.analysis.collectives import Exchange
-from lightning_dist.profiling.analysis.intervals import Interval, Intervals, length, union
-from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary
-from lightning_dist.profiling.capture.events import RankRecord
+from lightning_dist.profiling.analysis.intervals import Interval, difference, length, union
+from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary, TimelineSpan
 from lightning_dist.profiling.run import Run
 
 MS = 1e6
@@ -27,7 +26,6 @@ COLUMNS = (
     "hidden",
     "waited",  # for other ranks, hidden or not
     "late",  # for how long the others, added up, waited for this rank
-    "exposed_late",  # the exposed share of that
     "moving",  # any exchange moved, on this rank or to another
     "intra_moving",  # one moved that had another member on this host
     "inter_moving",  # one moved that had a member on another host
@@ -36,6 +34,9 @@ COLUMNS = (
     "inter",
     "exchanges",  # their number
     "moved",  # transfers of all exchanges, added up
+    "uncertainty",  # of the clock
+    "passes",  # backward passes that exchanged gradients
+    "optimizer_steps",  # 1: an optimizer has made one
     "by_clocks",  # transfer between clocks that differ, by comparing them
     "by_durations",  # the same, without
 )
@@ -77,13 +78,8 @@ class StepTable:
         found: Array = self.values[:, :, [COLUMNS.index(name) for name in columns]].sum(axis=2)
         return found
 
-    def of_ranks(self, *columns: str) -> Array:
-        """The same by rank, of all steps."""
-        found: Array = self.of(*columns).sum(axis=0)
-        return found
-
     def total(self, *columns: str) -> float:
-        """The same, of all steps and ranks."""
+        """The same, summed over steps and ranks."""
         return float(self.of(*columns).sum())
 
     def mean_ms(self, *columns: str) -> float:
@@ -96,7 +92,7 @@ class StepTable:
         return len(self.steps) * len(self.ranks)
 
     @property
-    def is_blind(self) -> bool:
+    def has_no_exchange(self) -> bool:
         """No communication was seen in these steps."""
         return self.cells > 0 and not self.buckets and not self.total("exchange")
 
@@ -133,128 +129,57 @@ def step_table(
         analysed: every step as :func:`~lightning_dist.profiling.analysis.breakdown.analyse` has it,
             where that is there already.
     """
-    ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
-    rows = {rank: row for row, rank in enumerate(ranks)}
-    hosts = [each.metadata.host for each in ranks.values()]
-    reach = {rank: _reach(run, each.metadata) for rank, each in ranks.items()}
-    one_clock = groups_of_one_clock(run)
-    values = np.full((len(steps), len(ranks), len(COLUMNS)), np.nan)
-    waited_for = np.zeros((len(ranks), len(ranks)))
-    host_moving = np.zeros((len(steps), len(set(hosts))))
+    hosts = {rank: each.metadata.host for rank, each in run.ranks.items() if each.steps}
+    rows = {rank: row for row, rank in enumerate(hosts)}
+    values = np.full((len(steps), len(rows), len(COLUMNS)), np.nan)
+    waited_for = np.zeros((len(rows), len(rows)))
+    host_moving = np.zeros((len(steps), len(set(hosts.values()))))
     buckets: dict[int, tuple[str, int, Array]] = {}
     unknown = ""
     for i, of_step in enumerate(analysed or (analyse(run, step) for step in steps)):
-        of_hosts: dict[str, list[Interval]] = {host: [] for host in hosts}
-        late = np.zeros((2, len(ranks)))
+        of_hosts: dict[str, list[Interval]] = {host: [] for host in hosts.values()}
+        late: Counter[int] = Counter()
         for each in of_step:
-            row = rows[each.rank]
-            for last, waited in each.waited_for.items():
-                late[:, rows[last]] += waited, each.exposed_for.get(last, 0)
-                waited_for[row, rows[last]] += waited
+            late.update(each.waited_for)
         for each in of_step:
-            row, (intra, inter) = rows[each.rank], reach[each.rank]
-            near, far = _moving_in(each, intra), _moving_in(each, inter)
-            own = _row(each, near, far, one_clock[each.rank])
-            own["late"], own["exposed_late"] = late[:, row]
+            row, begin, own = rows[each.rank], each.begin, {**each.ns, "late": late[each.rank]}
             values[i, row] = [own[name] for name in COLUMNS]
-            of_hosts[hosts[row]] += [(each.begin + a, each.begin + b) for a, b in far]
+            for last, waited in each.waited_for.items():
+                waited_for[row, rows[last]] += waited
+            of_hosts[hosts[each.rank]] += [(begin + a, begin + b) for a, b in each.inter_moving]
             for index, codec, sums in _bucket_rows(each):
                 _, count, before = buckets.get(index, ("", 0, 0.0))
                 buckets[index] = codec, count + 1, before + sums
         # Ranks of one host may send at the same time or one after the other: the clock tells.
         host_moving[i] = [length(union(each)) for each in of_hosts.values()]
         unknown = unknown or unknown_wait(of_step)
-    return StepTable(steps, list(ranks), hosts, values, waited_for, host_moving, buckets, unknown)
-
-
-def _row(
-    step: Analysed, near: Intervals, far: Intervals, one_clock: Container[str]
-) -> dict[str, float]:
-    buckets = step.record.buckets
-    doubted = [each for each in step.exchanges if each.span.group not in one_clock]
-    return {
-        **step.parts,
-        "duration": step.duration,
-        "exposed": step.exposed,
-        "exchange": step.union,
-        "hidden": step.hidden,
-        "waited": sum(step.waited_for.values()),
-        "moving": length(step.moving),
-        "intra_moving": length(near),
-        "inter_moving": length(far),
-        "raw": sum(bucket.raw for bucket in buckets),
-        "intra": sum(bucket.intra for bucket in buckets),
-        "inter": sum(bucket.inter for bucket in buckets),
-        "exchanges": len(step.exchanges),
-        "moved": sum(each.transfer[1] - each.transfer[0] for each in step.exchanges),
-        "by_clocks": length(union(each.transfer for each in doubted)),
-        "by_durations": length(union(map(_by_duration, doubted))),
-    }
-
-
-def _by_duration(exchange: Exchange) -> Interval:
-    """The time that a collective took the member that came last, at its end.
-
-    That is the least that it took any, and needs no comparison of clocks, only that all members
-    leave it together. Where members read one clock that cannot be wrong, and what differs is when
-    they leave.
-    """
-    # The root of a broadcast leaves it before the others have it: its duration says nothing.
-    if exchange.shortest is None or exchange.span.op == "broadcast":
-        return exchange.transfer
-    return exchange.span.end - exchange.shortest, exchange.span.end
-
-
-def _reach(run: Run, about: RankRecord) -> tuple[frozenset[str], frozenset[str]]:
-    """Groups of a rank with others of its host, and those with other hosts.
-
-    A rank that has left nothing may be anywhere.
-    """
-    hosts = {
-        name: [
-            run.ranks[rank].metadata.host if rank in run.ranks else None
-            for rank in members
-            if rank != about.rank
-        ]
-        for name, members in about.groups.items()
-    }
-    here = {about.host, None}
-    near = frozenset(name for name, of in hosts.items() if any(host in here for host in of))
-    return near, frozenset(name for name, of in hosts.items() if {*of} - {about.host})
-
-
-def _moving_in(step: Analysed, groups: Container[str]) -> Intervals:
-    chosen = [each for each in step.exchanges if each.span.group in groups]
-    if len(chosen) == len(step.exchanges):
-        return step.moving
-    return union(each.moving for each in chosen)
+    axes = steps, list(hosts), list(hosts.values())
+    return StepTable(*axes, values, waited_for, host_moving, buckets, unknown)
 
 
 def _bucket_rows(step: Analysed) -> Iterator[tuple[int, str, Array]]:
     """Index, codec and :data:`BUCKET_COLUMNS` of every exchange of all gradients."""
-    exchanges: dict[int, list[Exchange]] = {}
-    for exchange in step.exchanges:
-        exchanges.setdefault(exchange.span.bucket, []).append(exchange)
-    coding = [span for span in step.record.spans if span.phase != "exchange"]
-    for each in passes_of(step.record):
-        coded = {(phase, b.index): 0 for b in each.buckets for phase in ("encode", "decode")}
-        for span in coding:
-            if (span.phase, span.bucket) in coded and each.has(span.begin):
-                coded[span.phase, span.bucket] += span.end - span.begin
-        last_ready = each.last_ready
-        for bucket in each.buckets:
-            own = [x for x in exchanges.get(bucket.index, ()) if each.has(x.span.begin)]
-            transfer = union(x.transfer for x in own)
-            end = max((x.span.end for x in own), default=bucket.done)
+    passes = passes_of(step.record)
+    begins = [buckets[0].ready for buckets in passes]
+    spans: dict[tuple[int, int, str], list[TimelineSpan]] = defaultdict(list)
+    for span in step.spans:
+        spans[bisect_right(begins, span.begin), span.bucket, span.phase].append(span)
+    for number, buckets in enumerate(passes, start=1):
+        last_ready = max(bucket.ready for bucket in buckets)
+        for bucket in buckets:
+            encode, exchange, decode = (
+                spans[number, bucket.index, phase] for phase in ("encode", "exchange", "decode")
+            )
+            transfer = union(each.transfer for each in exchange)
             sums = (
                 bucket.raw,
                 bucket.intra + bucket.inter,
                 bucket.ready,
-                coded["encode", bucket.index],
-                length(union([*(x.wait for x in own), *transfer])) - length(transfer),
+                sum(each.end - each.begin for each in encode),
+                length(difference(union(each.wait for each in exchange), transfer)),
                 length(transfer),
-                coded["decode", bucket.index],
-                max(end - last_ready, 0),
+                sum(each.end - each.begin for each in decode),
+                max(max((each.end for each in exchange), default=bucket.done) - last_ready, 0),
             )
             yield bucket.index, bucket.codec, np.array(sums, dtype=float)
 

@@ -83,7 +83,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     sent, moving = step_table(run, chosen.detailed, steps).link_uses()
     used = (sent > 0) & (moving > 0)
     problems = {
-        chosen.whole_reason: bool(chosen.reason),
+        chosen.reason: bool(chosen.reason),
         "one rank exchanges nothing": run.world_size < 2,
         f"it has no step of rank {missing}": bool(missing),
         "no bucket of gradients was seen": not any(each.record.buckets for each in every),
@@ -199,10 +199,10 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
     for each in every:
         groups = run.ranks[each.rank].metadata.groups
         for exchange in each.exchanges:
-            span, (begin, end) = exchange.span, exchange.transfer
-            peers = len(groups.get(span.group, ()))
-            if span.group != "intra" and span.sent <= _SMALL and peers > 1:
-                count = (2 if span.op == "all_reduce" else 1) * (peers - 1)
+            begin, end = exchange.transfer
+            peers = len(groups.get(exchange.group, ()))
+            if exchange.group != "intra" and exchange.sent <= _SMALL and peers > 1:
+                count = (2 if exchange.op == "all_reduce" else 1) * (peers - 1)
                 rounds.append((end - begin) / count / NS)
     return Link(rate, min(rounds, default=None))
 
@@ -210,8 +210,8 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
 def _inside(every: Sequence[Analysed]) -> Link | None:
     rates = []
     for each in every:
-        exchanges = [exchange for exchange in each.exchanges if exchange.span.group == "intra"]
-        sent = sum(exchange.span.sent for exchange in exchanges)
+        exchanges = [exchange for exchange in each.exchanges if exchange.group == "intra"]
+        sent = sum(exchange.sent for exchange in exchanges)
         if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
             rates.append(sent / moving * NS)
     return Link(median(rates)) if rates else None
