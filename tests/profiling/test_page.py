@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from summaries import a_summary, a_timeline, sampled
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan, Traffic
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
-from lightning_dist.profiling.report.figures import bins_of
 from lightning_dist.profiling.report.page import write_report
 from lightning_dist.profiling.report.tables import buckets_table, facts, parts_table, ranks_table
 from lightning_dist.profiling.report.timeline import most_telling
@@ -32,60 +31,21 @@ def test_the_text_of_the_page() -> None:
     assert_snapshot("page.txt", text_of(a_summary(), a_timeline(), a_timeline(label="p95 step")))
 
 
-@pytest.mark.parametrize(
-    ("steps", "width"),
-    [
-        ([7], 1),
-        (range(2, 252), 1),
-        (range(2, 253), 2),
-        ([2, 3, 9, 40], 1),
-        (range(5, 5000, 16), 20),
-        ([0, 100_000], 401),
-    ],
-)
-def test_bins_are_equal_parts_of_the_axis(steps: Sequence[int], width: int) -> None:
-    found = bins_of(steps, most=250)
-    assert found.width == width
-    assert len(found.runs) <= 250
-    assert [step for run in found.runs for step in steps[run]] == list(steps)
-    low, high = found.axis["range"]
-    edges = [(x - width / 2, x + width / 2) for x in found.middles]
-    assert (edges[0][0], edges[-1][1]) == (low, high)
-    assert all(left[1] == right[0] for left, right in pairwise(edges))
-    for run, (begin, end) in zip(found.runs, edges, strict=True):
-        assert all(begin < step < end for step in steps[run])
-
-
-def test_steps_that_were_not_looked_at_are_gaps() -> None:
+def test_the_axis_of_steps_has_those_in_detail_one_beside_the_other() -> None:
     steps = [2, 6, 7, 8, 20]
-    drawn = figures_of(sampled(a_summary(steps=24), steps))
-    heat, marks = drawn["waits"]["data"]
-    assert heat["x"] == list(range(2, 21))
-    for row in heat["z"]:
-        assert [x for x, z in zip(heat["x"], row, strict=True) if z is not None] == steps
-    assert not heat["hoverongaps"]
-    assert drawn["waits"]["layout"]["xaxis"]["range"] == [1.5, 20.5]
-    for bars in drawn["steps"]["data"]:
-        assert bars["x"] == steps
-        assert bars["width"] == 0.85
-    assert set(marks["x"]) <= set(steps)
-    blank = "Steps that were not looked at in detail are blank."
-    assert text_of(sampled(a_summary(steps=24), steps)).count(blank) == 2
-    assert blank not in text_of(a_summary(steps=24))
-
-
-def test_bars_of_many_steps_are_no_wider_than_what_they_are_of() -> None:
-    steps = [*range(2, 302), *range(900, 1002)]
-    drawn = figures_of(sampled(a_summary(steps=1000), steps))
-    for bars in drawn["steps"]["data"]:
-        edges = [(x - bars["width"] / 2, x + bars["width"] / 2) for x in bars["x"]]
-        assert not [edge for edge in edges if 305 < edge[1] < 899]
-        assert all(end - begin == 4 for begin, end in edges)
-
-
-def test_bins_leave_out_what_is_no_number() -> None:
-    bins = bins_of([0, 1, 2, 3, 4, 40], most=2)
-    assert bins.groups([1.0, None, 3.0, float("nan"), None, None]) == {10.0: [1.0, 3.0]}
+    summary = sampled(a_summary(steps=24), steps)
+    drawn = figures_of(summary)
+    parts, (heat, marks) = drawn["steps"]["data"], drawn["waits"]["data"]
+    assert len(parts) == len(PARTS)
+    assert all(each["x"] == steps for each in (*parts, heat, marks))
+    assert {drawn[name]["layout"]["xaxis"]["type"] for name in ("steps", "waits")} == {"category"}
+    assert {each["name"]: each["y"] for each in parts} == {
+        METRICS[name].label: values for name, values in summary.per_step.breakdown_ms.items()
+    }
+    assert heat["z"] == list(summary.per_step.wait_ms.values())
+    assert [y and y.partition(" ·")[0] for y in marks["y"]] == [
+        None if rank is None else f"rank {rank}" for rank in summary.per_step.slowest
+    ]
 
 
 def test_every_part_is_a_metric_with_a_meaning() -> None:
@@ -122,16 +82,20 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
     assert format_value(-1e-9, "%", signed=True) == "+0.0 %"
 
 
-def test_many_steps_are_few_bars_with_the_same_mean() -> None:
-    summary = a_summary(steps=1000)
-    traces = figures_of(summary)["steps"]["data"]
-    transfer = next(each for each in traces if each["name"] == "exposed transfer")
-    assert len(transfer["y"]) == 250
-    assert transfer["width"] * 250 == 1000
-    assert sum(transfer["y"]) / 250 == pytest.approx(
-        sum(summary.per_step.breakdown_ms["exposed_transfer"]) / 1000
-    )
-    assert "up to 4 consecutive steps" in text_of(summary)
+def test_errors_of_many_steps_are_few_points_of_their_median_and_range() -> None:
+    rng = random.Random(1)
+    errors = [
+        {"step": step, "bucket": bucket, "rank": 0, "relative_l2": rng.random(), "cosine": 0.5}
+        for step in range(0, 10_000, 10)
+        for bucket in range(3)
+    ]
+    rng.shuffle(errors)
+    low, high, line, *_ = figures_of(replace(a_summary(steps=4), errors=errors))["errors"]["data"]
+    assert (len(line["x"]), line["x"][0], line["x"][-1]) == (250, 15, 9975)  # of 4 steps each
+    for x, least, middle, most in zip(line["x"], low["y"], line["y"], high["y"], strict=True):
+        values = [each["relative_l2"] for each in errors if abs(each["step"] - x) < 20]
+        assert (least, most) == (min(values), max(values))
+        assert middle == pytest.approx(median(values))
 
 
 def test_of_many_ranks_the_worst_are_shown_and_it_says_so() -> None:

@@ -12,7 +12,7 @@ from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.report.figures import HOVER, INK, LINE, fill, plain, short, styled
+from lightning_dist.profiling.report.figures import HOVER, fill, plain, short, styled
 from lightning_dist.profiling.report.tables import View, missing
 
 _MOST_RANKS = 16
@@ -100,7 +100,7 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
     traces = [_trace(layer, name, bars[layer, name]) for layer, name in keys]
     if ready:
         x, heights, hovers = (list(of) for of in zip(*ready, strict=True))
-        mark = {"symbol": "triangle-down", "size": 9, "color": INK}
+        mark = {"symbol": "triangle-down", "size": 9}
         look = {"mode": "markers", "marker": mark, "name": "gradients of a bucket ready"}
         traces.append(go.Scatter(x=x, y=heights, hovertext=hovers, hovertemplate=HOVER, **look))
     return styled(
@@ -141,7 +141,6 @@ def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]
 
 
 def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
-    outline = {"width": 0.5 if layer == _SPAN else 0, "color": LINE}
     return go.Bar(
         orientation="h",
         name=_WORK[name] if layer == _SPAN else _label(name),
@@ -155,7 +154,10 @@ def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        marker={**fill("exposed_other" if name == "exchange" else name), "line": outline},
+        marker={
+            **fill("exposed_other" if name == "exchange" else name),
+            "line": {"width": 0.5 if layer == _SPAN else 0},
+        },
         **_LOOKS[layer],
     )
 
