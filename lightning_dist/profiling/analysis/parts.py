@@ -58,6 +58,12 @@ class TimelineSpan:
     last: int | None = None
     collective_id: int | None = None
 
+    @property
+    def moves_from(self) -> int:
+        """End of the wait for other members, as far as it is known."""
+        # Clocks are never quite equal.
+        return self.begin if self.arrival is None else min(max(self.arrival, self.begin), self.end)
+
 
 @dataclass(frozen=True)
 class Timeline:

@@ -60,38 +60,28 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[
 
 def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Event]:
     events: list[Event] = []
-    tracks: dict[tuple[int, str], list[_Slice]] = defaultdict(list)
+    threads: dict[tuple[int, int], str] = {}
     flows, at = itertools.count(1), 0
     for timeline in timelines:
-        rates = list(_rates(timeline))
-        slices = [*_phases(timeline), *_work(timeline, flows)]
-        of_step = [*rates, *(event for inside in slices for event in inside)]
-        begin = min((each["ts"] for each in of_step), default=0)
-        end = max((each["ts"] + each.get("dur", 0) for each in of_step), default=0)
-        for event in of_step:
-            event["ts"] += at - begin
-        at += (end - begin) * 21 // 20 + 1
-        events += rates
-        for inside in slices:
+        of_step = list(_rates(timeline))
+        tracks: dict[tuple[int, str], list[_Slice]] = defaultdict(list)
+        for inside in (*_phases(timeline), *_work(timeline, flows)):
             tracks[inside[0]["pid"], inside[0]["cat"]].append(inside)
-    for rank in sorted({*hosts, *(rank for rank, _ in tracks)}):
-        host = f" @ {hosts[rank]}" if hosts.get(rank) else ""
-        events.append(_event("M", rank, "process_name", 0, args={"name": f"rank {rank}{host}"}))
-        events.append(_event("M", rank, "process_sort_index", 0, args={"sort_index": rank}))
-        first = _FIRST_THREAD
-        for track in _TRACKS:
-            slices = tracks[rank, track]
+        for (rank, track), slices in tracks.items():
             chosen = lanes([(each["ts"], each["ts"] + each["dur"]) for each, *_ in slices])
             for inside, lane in zip(slices, chosen, strict=True):
-                events += [{**each, "tid": first + lane} for each in inside]
-            for lane in range(len({*chosen})):
-                name = {"name": f"{track} {lane + 1}" if lane else track}
-                events.append(_event("M", rank, "thread_name", 0, tid=first + lane, args=name))
-                order = {"sort_index": first + lane}
-                events.append(
-                    _event("M", rank, "thread_sort_index", 0, tid=first + lane, args=order)
-                )
-            first += len({*chosen})
+                thread = _FIRST_THREAD * (1 + _TRACKS.index(track)) + lane
+                threads[rank, thread] = f"{track} {lane + 1}" if lane else track
+                of_step += [{**each, "tid": thread} for each in inside]
+        begin = min((each["ts"] for each in of_step), default=0)
+        end = max((each["ts"] + each.get("dur", 0) for each in of_step), default=0)
+        events += [{**each, "ts": each["ts"] + at - begin} for each in of_step]
+        at += (end - begin) * 21 // 20 + 1
+    for rank in sorted({*hosts, *(rank for rank, _ in threads)}):
+        host = f" @ {hosts[rank]}" if hosts.get(rank) else ""
+        events += _named("process", rank, f"rank {rank}{host}", rank)
+    for (rank, thread), name in sorted(threads.items()):
+        events += _named("thread", rank, name, thread, tid=thread)
     # A slice comes before those in it, which begin no earlier: sorting keeps that.
     return sorted(events, key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
 
@@ -102,6 +92,12 @@ def _event(phase: str, rank: int, name: str, at: int, **more: Any) -> Event:
 
 def _slice(rank: int, category: str, name: str, begin: int, end: int, **more: Any) -> Event:
     return _event("X", rank, name, begin, dur=end - begin, cat=category, **more)
+
+
+def _named(kind: str, rank: int, name: str, order: int, **more: int) -> list[Event]:
+    """Name of a process or a thread, and its place among the others."""
+    facts = {"name": name, "sort_index": order}
+    return [_event("M", rank, f"{kind}_{k}", 0, args={k: v}, **more) for k, v in facts.items()]
 
 
 def _us(nanoseconds: int) -> int:
@@ -146,7 +142,7 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
         last = lasts.pop() if len(lasts) == 1 else None  # None: not known, or not shown
         slices = {rank: [_exchange(rank, span)] for rank, span in members.items()}
         for rank, span in members.items():
-            begin, moves, end = _us(span.begin), _us(_moves_from(span)), _us(span.end)
+            begin, moves, end = _us(span.begin), _us(span.moves_from), _us(span.end)
             if begin < moves:
                 name = "wait" if last is None else f"wait for rank {last}"
                 slices[rank].append(_slice(rank, "wait", name, begin, moves))
@@ -162,7 +158,7 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
 
 
 def _exchange(rank: int, span: TimelineSpan) -> Event:
-    rate, wait = _mbit_per_s(span), (_moves_from(span) - span.begin) / 1e6
+    rate, wait = _mbit_per_s(span), (span.moves_from - span.begin) / 1e6
     unknown = "not known: not every member has recorded this step"
     args = {
         **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
@@ -173,13 +169,8 @@ def _exchange(rank: int, span: TimelineSpan) -> Event:
     return _slice(rank, "exchange", name, _us(span.begin), _us(span.end), args=args)
 
 
-def _moves_from(span: TimelineSpan) -> int:
-    """When an exchange no longer waited for others, as far as is known."""
-    return span.begin if span.arrival is None else min(max(span.arrival, span.begin), span.end)
-
-
 def _mbit_per_s(span: TimelineSpan) -> float | None:
-    lasted = span.end - _moves_from(span)
+    lasted = span.end - span.moves_from
     return span.sent * 8000 / lasted if lasted > 0 else None
 
 
@@ -187,7 +178,7 @@ def _rates(timeline: Timeline) -> Iterator[Event]:
     """Counters: what every rank sends in each group, were every exchange even."""
     for rank, spans in timeline.spans.items():
         moving = [
-            (_moves_from(span), span.end, span.group, rate)
+            (span.moves_from, span.end, span.group, rate)
             for span in spans
             if span.phase == "exchange" and (rate := _mbit_per_s(span))
         ]
