@@ -15,7 +15,7 @@ from profile_calls import profile, refusal, save
 from test_program import LOADED
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs, read_costs, write_costs
 from lightning_dist.profiling.whatif.predict import with_whatif

@@ -236,12 +236,6 @@ def test_equal_arguments_give_equal_bytes(tmp_path: Path) -> None:
     assert not re.findall(r"(?:src|href)=\"(?!#)|url\(|@import|https?://", before), "self-contained"
 
 
-def test_half_a_character_is_no_reason_to_have_no_report(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    write_report(path, a_summary(hosts=["host-\ud83d", "b"]), [a_timeline()])
-    assert "host-?" in path.read_bytes().decode()
-
-
 def test_commands_in_texts_are_code_and_nothing_else_is() -> None:
     summary = replace(
         a_summary(), notes=["run `lightning-dist doctor <x>` now"], headline="`a` and `<b>`"

@@ -15,7 +15,7 @@ from summaries import a_summary, a_whatif
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run

@@ -27,8 +27,7 @@ def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timelin
     Raises:
         OSError: it cannot be written.
     """
-    # Text from a damaged file may hold half characters, which no encoding knows.
-    replace_file(path, page(summary, timelines).encode(errors="replace"))
+    replace_file(path, page(summary, timelines).encode())
 
 
 def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
