@@ -40,7 +40,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    sections = (
+    views = (
         figures.steps_over_time(summary),
         tables.parts_table(summary),
         timeline(summary, timelines),
@@ -48,12 +48,10 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         figures.waits_over_time(summary),
         tables.whatif_table(summary),
         figures.links_between_hosts(summary),
-        tables.groups_table(summary),
         tables.buckets_table(summary),
         figures.errors_over_time(summary),
         tables.run_table(summary),
     )
-    views = [each for each in sections if each is not None]
     drawn = {each.id: list(each.figures.values()) for each in views if each.figures}
     script = Path(str(summary.run.get("script") or "")).name
     started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")

@@ -209,26 +209,6 @@ def buckets_table(summary: Summary) -> View:
     return _view("buckets", "Buckets", caption, columns, records)
 
 
-def groups_table(summary: Summary) -> View | None:
-    """Collectives measured on the idle link, by group; None if there were none."""
-    rates = defaultdict(list)
-    for link in summary.links:
-        if link.get("peer") is None and (seconds := finite(link.get("seconds"))):
-            rates[str(link["group"])].append(link["sent"] * 8e-9 / seconds)
-    if not rates:
-        return None
-    rows = [
-        (group, str(len(of)), *(format_value(each, "Gbit/s") for each in (min(of), max(of))))
-        for group, of in sorted(rates.items())
-    ]
-    columns = (
-        _text("group"),
-        *(Metric(name, name) for name in ("measurements", "slowest", "fastest")),
-    )
-    caption = "Rate at which a rank sent in a collective of its group, on the idle link."
-    return View("groups", "Bandwidth of groups", caption, columns, rows)
-
-
 def whatif_table(summary: Summary) -> View:
     """Predictions for the run and for other settings, the fastest first."""
     if summary.predictions is None:
