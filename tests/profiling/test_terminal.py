@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from planted import Planted, replace
+from planted import Planted, bare, replace
 from rendered import assert_snapshot
 from rich.console import Console
 
@@ -56,16 +56,7 @@ def test_what_is_not_known_is_no_zero() -> None:
     alone = rows(summarize(Planted(world_size=1, buckets=0).run()))
     assert alone["bytes sent"] == "n/a one rank sends nothing"
     assert alone["overlap"] == "n/a one rank exchanges nothing"
-    bare = {
-        rank: replace(
-            of,
-            steps={
-                s: replace(e, buckets=(), spans=(), detailed=False) for s, e in of.steps.items()
-            },
-        )
-        for rank, of in run.ranks.items()
-    }
-    found = rows(summarize(Run(bare)))
+    found = rows(summarize(bare(run, buckets=(), spans=(), detailed=False)))
     reason = "n/a no step is recorded in detail on all ranks"
     assert "no step is recorded in detail on all ranks" in found["parts"]
     assert found["exposed communication"] == reason
