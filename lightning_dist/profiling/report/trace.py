@@ -87,21 +87,19 @@ def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Eve
 
 
 def _event(phase: str, rank: int, name: str, at: int, **more: Any) -> Event:
-    return {"name": name, "ph": phase, "ts": at, "pid": rank, **more}
+    """An event; times of arguments are nanoseconds."""
+    return {"name": name, "ph": phase, "ts": round(at / 1000), "pid": rank, **more}
 
 
 def _slice(rank: int, category: str, name: str, begin: int, end: int, **more: Any) -> Event:
-    return _event("X", rank, name, begin, dur=end - begin, cat=category, **more)
+    lasted = round(end / 1000) - round(begin / 1000)
+    return _event("X", rank, name, begin, dur=lasted, cat=category, **more)
 
 
 def _named(kind: str, rank: int, name: str, order: int, **more: int) -> list[Event]:
     """Name of a process or a thread, and its place among the others."""
     facts = {"name": name, "sort_index": order}
     return [_event("M", rank, f"{kind}_{k}", 0, args={k: v}, **more) for k, v in facts.items()]
-
-
-def _us(nanoseconds: int) -> int:
-    return round(nanoseconds / 1000)
 
 
 def _phases(timeline: Timeline) -> Iterator[_Slice]:
@@ -113,17 +111,14 @@ def _phases(timeline: Timeline) -> Iterator[_Slice]:
             whole = [(begin, end)]
             left = difference(whole, exposed) if name == "backward" else whole
             cut += [(name, *each) for each in left]
-        for name, begin, end in cut:
-            yield [_slice(rank, "phases", name, _us(begin), _us(end))]
-        ready = [
-            _event("i", rank, f"ready {index}", _us(time), cat="ready", s="t")
-            for index, time, _ in timeline.buckets.get(rank, ())
-        ]
-        times = [_us(time) for _, *both in phases for time in both]
-        times += [each["ts"] for each in ready]
-        if times:
+        for each in cut:
+            yield [_slice(rank, "phases", *each)]
+        ready = [(f"ready {index}", at) for index, at, _ in timeline.buckets.get(rank, ())]
+        times = [at for _, begin, end in phases for at in (begin, end)]
+        if times := [*times, *(at for _, at in ready)]:
             name = f"step {timeline.step} ({timeline.label})"
-            yield [_slice(rank, "step", name, min(times), max(times)), *ready]
+            marks = (_event("i", rank, *each, cat="ready", s="t") for each in ready)
+            yield [_slice(rank, "step", name, min(times), max(times)), *marks]
 
 
 def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
@@ -135,19 +130,20 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
                 key = (rank, number) if span.collective_id is None else span.collective_id
                 collectives[key][rank] = span
             else:
-                name, begin, end = f"{span.phase} {span.bucket}", _us(span.begin), _us(span.end)
-                yield [_slice(rank, "codec", name, begin, end, args={"bucket": span.bucket})]
+                name, args = f"{span.phase} {span.bucket}", {"bucket": span.bucket}
+                yield [_slice(rank, "codec", name, span.begin, span.end, args=args)]
     for members in collectives.values():
         lasts = {span.last if span.last in members else None for span in members.values()}
         last = lasts.pop() if len(lasts) == 1 else None  # None: not known, or not shown
         slices = {rank: [_exchange(rank, span)] for rank, span in members.items()}
         for rank, span in members.items():
-            begin, moves, end = _us(span.begin), _us(span.moves_from), _us(span.end)
-            if begin < moves:
-                name = "wait" if last is None else f"wait for rank {last}"
-                slices[rank].append(_slice(rank, "wait", name, begin, moves))
-            if begin < moves < end:
-                slices[rank].append(_slice(rank, "transfer", "transfer", moves, end))
+            name, moves = "wait" if last is None else f"wait for rank {last}", span.moves_from
+            wait = _slice(rank, "wait", name, span.begin, moves)
+            transfer = _slice(rank, "transfer", "transfer", moves, span.end)
+            if wait["dur"]:
+                slices[rank].append(wait)
+            if wait["dur"] and transfer["dur"]:
+                slices[rank].append(transfer)
                 if last is not None and slices[last][0]["dur"]:
                     # Into a slice that begins there: Perfetto turns an arrow round whose head is in
                     # one that began before the one with its tail.
@@ -166,7 +162,7 @@ def _exchange(rank: int, span: TimelineSpan) -> Event:
         "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
     }
     name = f"{span.op or span.phase} {span.bucket}"
-    return _slice(rank, "exchange", name, _us(span.begin), _us(span.end), args=args)
+    return _slice(rank, "exchange", name, span.begin, span.end, args=args)
 
 
 def _mbit_per_s(span: TimelineSpan) -> float | None:
@@ -187,4 +183,4 @@ def _rates(timeline: Timeline) -> Iterator[Event]:
             for begin, end, group, rate in moving:
                 rates[group] += rate * (begin <= now < end)
             args = {group: round(rate, 2) for group, rate in rates.items()}
-            yield _event("C", rank, "sends, Mbit/s", _us(now), args=args)
+            yield _event("C", rank, "sends, Mbit/s", now, args=args)
