@@ -34,42 +34,30 @@ _LOOKS = {
 """Colours of Okabe and Ito, which colour-blind people can tell apart, and patterns beside them."""
 
 
-def _template(ink: str, line: str, grid: str, raised: str, heat: Sequence[str]) -> dict[str, Any]:
-    axis = {"automargin": True, "linecolor": line, "zeroline": False, "gridcolor": grid}
-    axis["title"] = {"standoff": 10}
-    pattern = {"fillmode": "overlay", "fgcolor": "#14171c", "fgopacity": 0.75, "size": 6}
-    scale = list(zip((0, 0.25, 0.6, 1), heat, strict=True))
-    bar = {"thickness": 12, "outlinewidth": 0, "nticks": 5}
-    layout = {
+_LINE = "rgba(128,128,128,0.5)"
+_AXIS = {
+    **{"automargin": True, "zeroline": False, "title": {"standoff": 10}},
+    **{"linecolor": _LINE, "gridcolor": "rgba(128,128,128,0.2)"},
+}
+_PATTERN = {"fillmode": "overlay", "fgcolor": "#14171c", "fgopacity": 0.75, "size": 6}
+_TEMPLATE = {
+    "layout": {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
-        "hoverlabel": {"bgcolor": raised, "bordercolor": line, "align": "left"},
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "hoverlabel": {"align": "left"},
         "hovermode": "closest",
         "hoverdistance": 30,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        "xaxis": axis,
-        "yaxis": axis,
-    }
-    marks = {"marker": {"color": ink, "line": {"color": ink}}}
-    bars = {
-        "marker": {"line": {"color": line, "width": 0}, "pattern": {**pattern, "solidity": 0.25}}
-    }
-    heatmap = {"colorscale": scale, "colorbar": bar, "hoverongaps": False}
-    return {"layout": layout, "data": {"bar": [bars], "scatter": [marks], "heatmap": [heatmap]}}
-
-
-TEMPLATES = {
-    "light": _template(
-        *("#1b1f24", "#c9ced6", "#e6e8ec", "#f5f6f8"),
-        heat=("#e3eaf2", "#9ecbea", "#2b7bba", "#08306b"),
-    ),
-    "dark": _template(
-        *("#e8eaed", "#434b57", "#2a3038", "#1e232a"),
-        heat=("#27303b", "#1f4f7d", "#4a9bd4", "#d6ecfb"),
-    ),
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+    },
+    "data": {
+        "bar": [{"marker": {"line": {"color": _LINE, "width": 0}, "pattern": _PATTERN}}],
+        "heatmap": [{"colorscale": "Cividis", "colorbar": {"thickness": 12, "outlinewidth": 0}}],
+    },
 }
-"""Templates of plotly for both colour schemes, of which the page chooses."""
+"""Look of all figures, light and dark; the page adds the colour of its text."""
 
 HOVER = "%{hovertext}<extra></extra>"
 _MOST_POINTS = 250
@@ -133,7 +121,7 @@ def waits_over_time(summary: Summary) -> View:
         showlegend=True,
         x=list(per_step.steps),
         y=[None if rank is None else names.get(rank) for rank in per_step.slowest],
-        marker={"symbol": "circle-open", "size": 5},
+        marker={"symbol": "circle-open", "size": 5, "color": _LOOKS["wait"][0]},
         hoverinfo="skip",
     )
     ticks = {"type": "category", "nticks": min(len(names), _MOST_NAMES)}
@@ -256,7 +244,7 @@ def styled(drawn: go.Figure | Sequence[Any], height: int, **layout: Any) -> go.F
     figure = go.Figure(drawn)
     has_scale = any(isinstance(each, go.Heatmap) for each in figure.data)
     return figure.update_layout(
-        template={},
+        template=_TEMPLATE,
         height=height,
         margin={"l": 60, "r": 16 if has_scale else 44, "t": 16, "b": 48},
         modebar={"orientation": "h" if has_scale else "v", "bgcolor": "rgba(0,0,0,0)"},

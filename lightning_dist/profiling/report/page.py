@@ -66,7 +66,6 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         ],
         metrics=[each for each in METRICS.values() if each.meaning and each.key not in PARTS],
         figures=to_json_plotly(drawn),  # in which nothing can end the script
-        templates=to_json_plotly(figures.TEMPLATES),
         plotly=get_plotlyjs() if drawn else "",
     )
 
