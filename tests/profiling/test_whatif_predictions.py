@@ -127,10 +127,6 @@ def test_what_cannot_be_told_of_many_buckets_is_said_once() -> None:
     ]
 
 
-def test_without_an_error_nothing_is_told() -> None:
-    assert headline(replace(a_whatif(), tolerance=None)) == ""
-
-
 @pytest.mark.parametrize(
     ("change", "factor"), [(-0.474, "1.9x"), (-0.5, "2x"), (-0.84, "6.2x"), (-0.95, "20x")]
 )

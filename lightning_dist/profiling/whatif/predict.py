@@ -116,20 +116,23 @@ def scenarios_of(
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
-    """Simulate the run itself, and then ``scenarios``, which share links and hosts."""
+    """Simulate the run itself, and then ``scenarios``, which share links and hosts.
+
+    Raises:
+        ValueError: the run itself cannot be simulated, so that the error is unknown.
+    """
     run, unavailable = observed.scenario, dict(observed.unavailable)
     own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
     assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {DDP: FREE, **costs, **_cost_in_run(observed, costs)}
     baseline = _prediction(observed, run, known)
-    error = None if baseline.step_ms is None else baseline.step_ms / (observed.step * 1e3) - 1
-    tolerance = None if error is None else max(abs(error), LEAST_TOLERANCE)
-    found = [_prediction(observed, scenario, known) for scenario in scenarios]
     own_ms = _prediction(observed, own, known).step_ms
-    if own_ms is None or tolerance is None:
-        found.sort(key=lambda each: each.step_ms or inf)
-    else:
-        found = _ranked(found, own_ms, tolerance)
+    if baseline.step_ms is None or own_ms is None:
+        raise ValueError(f"this run cannot be simulated: {baseline.reason}")
+    error = baseline.step_ms / (observed.step * 1e3) - 1
+    tolerance = max(abs(error), LEAST_TOLERANCE)
+    found = [_prediction(observed, scenario, known) for scenario in scenarios]
+    found = _ranked(found, own_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         unavailable["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
