@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 from planted import Planted, bare, replace
-from rendered import assert_snapshot
-from rich.console import Console
+from rendered import assert_snapshot, printed
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
@@ -13,12 +10,6 @@ from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run
-
-
-def printed(summary: Summary, *, width: int = 200, color: bool = False) -> str:
-    file = io.StringIO()
-    print_summary(summary, Console(file=file, width=width, force_terminal=color))
-    return file.getvalue()
 
 
 def rows(summary: Summary) -> dict[str, str]:
