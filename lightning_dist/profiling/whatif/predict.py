@@ -125,14 +125,14 @@ def predict(
     own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
     assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {DDP: FREE, **costs, **_cost_in_run(observed, costs)}
-    baseline = _prediction(observed, run, known)
-    own_ms = _prediction(observed, own, known).step_ms
-    if baseline.step_ms is None or own_ms is None:
-        raise ValueError(f"this run cannot be simulated: {baseline.reason}")
+    baseline, own_there = (_prediction(observed, each, known) for each in (run, own))
+    if baseline.step_ms is None or own_there.step_ms is None:
+        reason = baseline.reason or own_there.reason
+        raise ValueError(f"this run cannot be simulated: {reason}")
     error = baseline.step_ms / (observed.step * 1e3) - 1
     tolerance = max(abs(error), LEAST_TOLERANCE)
     found = [_prediction(observed, scenario, known) for scenario in scenarios]
-    found = _ranked(found, own_ms, tolerance)
+    found = _ranked(found, own_there.step_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         unavailable["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"

@@ -279,9 +279,8 @@ def simulate_step(
                 ends[index] = link.send(now, again, elements)
                 now += cpu
         chunks += zip(sizes, ends, strict=True)
-    # Vote on whether all ranks were finite: a few bytes, in as many rounds as a ring has.
-    vote = scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
-    now += vote * (not is_ddp)
+    if not is_ddp:  # vote on whether all were finite: a few bytes, in as many rounds as a ring has
+        now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
     waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
     for elements, end in chunks:
         now = max(now, end) + elements / shares * (decode + copy)
