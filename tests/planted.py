@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_dataclass
 from typing import Any, TypeVar
@@ -253,4 +253,15 @@ def twice(run: Run) -> Run:
             for number, each in enumerate(steps.values())
         ]
         run = replaced(run, rank, steps={each.step: each for each in apart})
+    return run
+
+
+def bare(run: Run, only: Collection[int] = range(99), **changes: object) -> Run:
+    """``run``, in which the records of steps, or of ``only`` some, say something else."""
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: replace(each, **changes) if step in only else each
+            for step, each in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
     return run

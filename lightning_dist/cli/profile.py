@@ -15,8 +15,7 @@ from lightning_dist.profiling.analysis.compare import Difference, compare, measu
 from lightning_dist.profiling.analysis.metrics import METRICS, count
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.files import Wanted, write_files
-from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.files import Wanted, to_json, write_files
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import read_costs

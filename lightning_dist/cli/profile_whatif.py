@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
-from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import predictions_table
 from lightning_dist.profiling.report.terminal import draw_table
 from lightning_dist.profiling.run import read_run, run_folder

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import SessionSettings
-from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.files import to_json
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.versions import versions
 

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted import Planted, replace
+from planted import Planted, bare, replace
 from processes import run
 from profile_calls import profile, refusal, save
 from test_program import LOADED
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.summary_file import to_json
-from lightning_dist.profiling.run import Run, read_run
+from lightning_dist.profiling.report.files import to_json
+from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.costs import Costs, read_costs, write_costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 from lightning_dist.reducer.costs import CodecCost
@@ -212,18 +212,8 @@ def test_compare_for_programs(folder: Path, tmp_path: Path) -> None:
 
 
 def test_compare_counts_the_steps_that_its_figures_are_of(folder: Path, tmp_path: Path) -> None:
-    run = PLANTED.run()
-    bare = {
-        rank: replace(
-            each,
-            steps={
-                step: replace(of, buckets=(), spans=(), detailed=False) if step % 2 else of
-                for step, of in each.steps.items()
-            },
-        )
-        for rank, each in run.ranks.items()
-    }
-    other = save(tmp_path / "other", Run(bare))
+    coarse = bare(PLANTED.run(), range(1, 99, 2), buckets=(), spans=(), detailed=False)
+    other = save(tmp_path / "other", coarse)
     content = json.loads(profile("compare", folder, other, "--json").stdout)
     assert (content["a"]["steps"], content["a"]["all_steps"]) == (10, 10)
     assert (content["b"]["steps"], content["b"]["all_steps"]) == (5, 10)

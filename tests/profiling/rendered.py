@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
+
+from rich.console import Console
+
+from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.report.terminal import print_summary
 
 KEPT = Path(__file__).with_name("kept") / "snapshots"
 
@@ -17,3 +23,9 @@ def assert_snapshot(name: str, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text()
+
+
+def printed(summary: Summary, *, width: int = 200, color: bool = False) -> str:
+    file = io.StringIO()
+    print_summary(summary, Console(file=file, width=width, force_terminal=color))
+    return file.getvalue()

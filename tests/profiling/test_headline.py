@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from planted import Planted, replace, replaced
+from planted import Planted, bare, replace, replaced
 
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.run import Run
@@ -88,29 +88,14 @@ def test_where_waiting_is_not_known_transfer_says_so() -> None:
 
 
 def test_steps_without_detail() -> None:
-    run = Planted().run()
-    bare = {
-        rank: replace(
-            of,
-            steps={
-                step: replace(each, buckets=(), spans=(), detailed=False)
-                for step, each in of.steps.items()
-            },
-        )
-        for rank, of in run.ranks.items()
-    }
-    assert summarize(Run(bare)).headline == (
+    run = bare(Planted().run(), buckets=(), spans=(), detailed=False)
+    assert summarize(run).headline == (
         "The step takes 100 ms; its parts are unavailable: no step is recorded in detail on all "
         "ranks."
     )
 
 
 def test_what_nothing_covers_is_told() -> None:
-    run = Planted().run()
-    bare = {
-        rank: replace(of, steps={step: replace(each, spans=()) for step, each in of.steps.items()})
-        for rank, of in run.ranks.items()
-    }
-    assert summarize(Run(bare)).headline == (
+    assert summarize(bare(Planted().run(), spans=())).headline == (
         "33 % of the step is exposed communication (33.0 ms): 100 % other."
     )

@@ -13,7 +13,7 @@ from lightning_dist.integrations.live_profile import metrics_of
 from lightning_dist.profiling.analysis.compare import compare, measured
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.events import EndRecord
-from lightning_dist.profiling.report.summary_file import to_json, write_summary
+from lightning_dist.profiling.report.files import to_json, write_summary
 from lightning_dist.profiling.report.tables import facts, ranks_table
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import io
-
 import pytest
-from planted import Planted, replace
-from rendered import assert_snapshot
-from rich.console import Console
+from planted import Planted, bare, replace
+from rendered import assert_snapshot, printed
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
@@ -13,12 +10,6 @@ from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run
-
-
-def printed(summary: Summary, *, width: int = 200, color: bool = False) -> str:
-    file = io.StringIO()
-    print_summary(summary, Console(file=file, width=width, force_terminal=color))
-    return file.getvalue()
 
 
 def rows(summary: Summary) -> dict[str, str]:
@@ -56,16 +47,7 @@ def test_what_is_not_known_is_no_zero() -> None:
     alone = rows(summarize(Planted(world_size=1, buckets=0).run()))
     assert alone["bytes sent"] == "n/a one rank sends nothing"
     assert alone["overlap"] == "n/a one rank exchanges nothing"
-    bare = {
-        rank: replace(
-            of,
-            steps={
-                s: replace(e, buckets=(), spans=(), detailed=False) for s, e in of.steps.items()
-            },
-        )
-        for rank, of in run.ranks.items()
-    }
-    found = rows(summarize(Run(bare)))
+    found = rows(summarize(bare(run, buckets=(), spans=(), detailed=False)))
     reason = "n/a no step is recorded in detail on all ranks"
     assert "no step is recorded in detail on all ranks" in found["parts"]
     assert found["exposed communication"] == reason

@@ -13,7 +13,7 @@ from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import COLUMNS, step_table
 from lightning_dist.profiling.capture.events import PHASES, StepRecord
-from lightning_dist.profiling.report.summary_file import to_json
+from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import ranks_table
 from lightning_dist.profiling.run import Run
 

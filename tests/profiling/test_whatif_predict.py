@@ -217,12 +217,9 @@ def test_what_is_not_known_is_none_and_says_why() -> None:
         ) * 5
 
 
-def test_without_a_prediction_of_the_run_nothing_is_ranked() -> None:
-    found = asked(replace(INT8, codec="sign"), {"codec": "ddp"}, FP16)
-    assert (found.baseline.step_ms, found.error, found.tolerance) == (None, None, None)
-    assert found.baseline.reason == "what sign costs was not measured"
-    assert [(each.position, each.change) for each in found.scenarios] == [(None, None)] * 2
-    assert remark(found.scenarios[0], found).endswith("the error of the simulation is unknown")
+def test_a_run_that_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be simulated: what sign costs was not measured"):
+        asked(replace(INT8, codec="sign"), {"codec": "ddp"}, FP16)
 
 
 def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 
 import pytest
 from planted import Planted, replace
-from rich.console import Console
+from rendered import printed
 from summaries import a_summary, a_whatif
+from whatif_runs import DDP
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.summary_file import write_summary
+from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
-from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
@@ -30,7 +29,6 @@ from lightning_dist.profiling.whatif.predictions import (
 )
 from lightning_dist.reducer.costs import CodecCost
 
-DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 NOTHING = "No other setting is predicted to be faster than the model can tell."
 
 
@@ -49,12 +47,6 @@ def told(planted: Planted, costs: Mapping[str, CodecCost] = COSTS) -> Summary:
 def with_best(**changes: Any) -> Predictions:
     found = a_whatif()
     return replace(found, scenarios=[replace(found.scenarios[0], **changes), *found.scenarios[2:]])
-
-
-def printed(summary: Summary) -> str:
-    file = io.StringIO()
-    print_summary(summary, Console(file=file, width=300))
-    return file.getvalue()
 
 
 def test_the_best_comes_after_what_was_measured() -> None:
@@ -125,10 +117,6 @@ def test_what_cannot_be_told_of_many_buckets_is_said_once() -> None:
     assert [note for note in notes(found) if "n/a for" in note] == [
         "n/a for topk flat: not measured"
     ]
-
-
-def test_without_an_error_nothing_is_told() -> None:
-    assert headline(replace(a_whatif(), tolerance=None)) == ""
 
 
 @pytest.mark.parametrize(

@@ -62,3 +62,5 @@ def test_a_folder_in_the_place_of_the_page_keeps_the_rest(tmp_path: Path) -> Non
     written = write_files(tmp_path, run, summarize(run), wanted=ALL)
     assert written.names == ("summary.json", "trace.json.gz", "steps.csv")
     assert written.problems == (f"report.html not written to {tmp_path}: Is a directory",)
+    left = {"report.html", "rank0.jsonl", "rank1.jsonl", *written.names}
+    assert {each.name for each in tmp_path.iterdir()} == left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from lightning_dist.profiling.analysis.clock_quality import clock_of

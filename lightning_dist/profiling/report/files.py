@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from lightning_dist.profiling.analysis.parts import Summary, Timeline
+import msgspec
+import numpy as np
+
+from lightning_dist.profiling.analysis.collectives import begin_of
+from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
-from lightning_dist.profiling.report.summary_file import write_csv, write_summary
+from lightning_dist.profiling.analysis.tables import MS, step_table
+from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.report.trace import write_trace
 from lightning_dist.profiling.run import Run
+
+_TIMES = (*PARTS, "exposed", "hidden", "exchange")
+STEP_COLUMNS = (
+    *("step", "rank", "host", "in_summary", "begin_ms", "step_ms"),
+    *(f"{name}_ms" for name in _TIMES),
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +79,58 @@ def write_files(folder: str | Path, run: Run, summary: Summary, *, wanted: Wante
                 write(Path(folder) / name)
                 names.append(name)
         except Exception as error:  # the training, and the other files, are worth more
-            problems.append(f"{name} not written to {folder}: {_why(error)}")
+            known = isinstance(error, OSError | ImportError)
+            why = str(error) if known else f"{type(error).__name__}: {error}"
+            why = getattr(error, "strerror", None) or why
+            problems.append(f"{name} not written to {folder}: {why}")
     return Written(tuple(names), tuple(problems))
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    known = isinstance(error, OSError | ImportError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+def to_json(content: Mapping[str, Any]) -> str:
+    """JSON that every reader takes: what is no finite number (lost gradients) is null."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+
+
+def write_summary(path: str | Path, summary: Summary) -> None:
+    """Write ``summary.json``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_file(path, to_json(summary.as_dict()).encode() + b"\n")
+
+
+def write_csv(path: str | Path, run: Run, summary: Summary) -> None:
+    """Write ``steps.csv``, for spreadsheets and pandas.
+
+    It has a row for every step and rank, also for those that the summary leaves out
+    (``in_summary`` 0). ``begin_ms`` counts from the first of them, ``exchange_ms`` is how long any
+    exchange was under way. What was not recorded is empty, and so is a zero of what the summary
+    does not know.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows([STEP_COLUMNS, *_rows(run, summary)])
+    replace_file(path, text.getvalue().encode())
+
+
+def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
+    ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
+    steps = sorted(set[int]().union(*(each.steps for each in ranks.values())))
+    counted = set(Run(ranks).common_steps[summary.warmup_steps :])
+    means = {"exposed": summary.exposed_ms, "hidden": summary.hidden_ms, **summary.breakdown_ms}
+    means["exchange"] = summary.hidden_ms
+    table = step_table(run, steps)
+    times = np.stack([table.of(name) / MS for name in _TIMES], axis=2)
+    times[(times == 0) & [means.get(name) is None for name in _TIMES]] = np.nan
+    begins = {(s, r): begin_of(run, r, s) for r, each in ranks.items() for s in each.steps}
+    first = min(begins.values(), default=0)
+    for i, step in enumerate(steps):
+        for row, (rank, each) in enumerate(ranks.items()):
+            if step in each.steps:
+                begin, duration = begins[step, rank] - first, each.head(step).duration
+                own = (None if math.isnan(value) else value for value in times[i, row].tolist())
+                head = step, rank, each.metadata.host, int(step in counted)
+                yield (*head, begin / MS, duration / MS, *own)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.report import figures, tables
-from lightning_dist.profiling.report.figures import DARK
 from lightning_dist.profiling.report.timeline import timeline
 
 
@@ -28,8 +27,7 @@ def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timelin
     Raises:
         OSError: it cannot be written.
     """
-    # Text from a damaged file may hold half characters, which no encoding knows.
-    replace_file(path, page(summary, timelines).encode(errors="replace"))
+    replace_file(path, page(summary, timelines).encode())
 
 
 def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
@@ -42,26 +40,19 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    sections = (
+    views = (
         figures.steps_over_time(summary),
         tables.parts_table(summary),
         timeline(summary, timelines),
         tables.ranks_table(summary),
         figures.waits_over_time(summary),
         tables.whatif_table(summary),
-        figures.predicted_steps(summary),
         figures.links_between_hosts(summary),
-        tables.groups_table(summary),
         tables.buckets_table(summary),
         figures.errors_over_time(summary),
         tables.run_table(summary),
     )
-    views = [each for each in sections if each is not None]
-    drawn = {
-        each.id: [figure.to_plotly_json() for figure in each.figures.values()]
-        for each in views
-        if each.figures
-    }
+    drawn = {each.id: list(each.figures.values()) for each in views if each.figures}
     script = Path(str(summary.run.get("script") or "")).name
     started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
     return environment.get_template("page.html").render(
@@ -74,8 +65,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
             for key, reason in sorted(summary.unavailable.items())
         ],
         metrics=[each for each in METRICS.values() if each.meaning and each.key not in PARTS],
-        figures=_json(drawn),
-        dark=_json(DARK),
+        figures=to_json_plotly(drawn),  # in which nothing can end the script
         plotly=get_plotlyjs() if drawn else "",
     )
 
@@ -83,14 +73,3 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
 def _code(text: str) -> Markup:
     """Text with what is between backticks as code; all else of it is only text."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-
-
-def _json(content: object) -> str:
-    """JSON that cannot end the script that it is in, with as many digits as a figure needs."""
-
-    def shortened(number: str) -> float:
-        return float(f"{float(number):.8g}")
-
-    content = json.loads(json.dumps(content, allow_nan=False), parse_float=shortened)
-    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    return text.replace("<", "\\u003c")

@@ -22,7 +22,6 @@ from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.whatif.predictions import (
     LABEL,
-    Prediction,
     Predictions,
     name_of,
     notes,
@@ -165,12 +164,8 @@ def parts_table(summary: Summary) -> View:
         f"Exposed communication is {exposed} Shares are of these steps; the mean of all is "
         f"{_ms(summary.step_ms['mean'])}."
     )
-    columns = (
-        _text("part"),
-        Metric("time", "time", "ms"),
-        Metric("share", "of the step"),
-        _text("meaning"),
-    )
+    numbers = Metric("time", "time", "ms"), Metric("share", "of the step")
+    columns = _text("part"), *numbers, _text("meaning")
     return View("parts", "Mean step", caption, columns, rows)
 
 
@@ -209,26 +204,6 @@ def buckets_table(summary: Summary) -> View:
     return _view("buckets", "Buckets", caption, columns, records)
 
 
-def groups_table(summary: Summary) -> View | None:
-    """Collectives measured on the idle link, by group; None if there were none."""
-    rates = defaultdict(list)
-    for link in summary.links:
-        if link.get("peer") is None and (seconds := finite(link.get("seconds"))):
-            rates[str(link["group"])].append(link["sent"] * 8e-9 / seconds)
-    if not rates:
-        return None
-    rows = [
-        (group, str(len(of)), *(format_value(each, "Gbit/s") for each in (min(of), max(of))))
-        for group, of in sorted(rates.items())
-    ]
-    columns = (
-        _text("group"),
-        *(Metric(name, name) for name in ("measurements", "slowest", "fastest")),
-    )
-    caption = "Rate at which a rank sent in a collective of its group, on the idle link."
-    return View("groups", "Bandwidth of groups", caption, columns, rows)
-
-
 def whatif_table(summary: Summary) -> View:
     """Predictions for the run and for other settings, the fastest first."""
     if summary.predictions is None:
@@ -238,21 +213,17 @@ def whatif_table(summary: Summary) -> View:
 
 def predictions_table(found: Predictions) -> View:
     """The same of predictions that are there."""
-    baseline = found.baseline
-
-    def record(each: Prediction, setting: str, remark: str) -> dict[str, Any]:
-        change = format_value(each.change, "%", signed=True) if each is not baseline else ""
-        own = {"setting": setting, "change": change, "remark": remark}
-        return {**vars(each), **own, "position": str(each.position or "")}
-
-    error = format_value(found.error, "%", signed=True)
-    measured = f"measured {_ms(found.measured_ms)}; error of the simulation {error}"
-    records = [record(baseline, f"{name_of(baseline, baseline)} (this run)", measured)]
-    records += [
-        record(each, name_of(each, baseline), remark(each, found))
-        for each in found.scenarios
-        if each.step_ms is not None
-    ]
+    baseline, records = found.baseline, []
+    for each in (baseline, *(each for each in found.scenarios if each.step_ms is not None)):
+        own = {"setting": name_of(each, baseline), "position": str(each.position or "")}
+        if each is baseline:
+            error = format_value(found.error, "%", signed=True)
+            measured = f"measured {_ms(found.measured_ms)}; error of the simulation {error}"
+            own |= {"setting": f"{own['setting']} (this run)", "change": "", "remark": measured}
+        else:
+            own["change"] = format_value(each.change, "%", signed=True)
+            own["remark"] = remark(each, found)
+        records.append({**vars(each), **own})
     sentences = [
         f"This step simulated with other settings: {where(baseline)}",
         "Accuracy is not predicted",

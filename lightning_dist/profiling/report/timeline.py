@@ -12,7 +12,7 @@ from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.report.figures import HOVER, INK, LINE, fill, plain, short, styled
+from lightning_dist.profiling.report.figures import HOVER, fill, plain, short, styled
 from lightning_dist.profiling.report.tables import View, missing
 
 _MOST_RANKS = 16
@@ -29,14 +29,14 @@ _LOOKS: tuple[dict[str, Any], ...] = ({"opacity": 0.16, "showlegend": False}, {"
 
 
 class _Bar(NamedTuple):
-    """A horizontal bar: begin and end in nanoseconds, middle and height in lanes."""
+    """A horizontal bar: begin and duration in milliseconds, middle and height in lanes."""
 
-    begin: int
-    end: int
+    base: float
+    x: float
     y: float
-    height: float
+    width: float
     text: str
-    hover: str
+    hovertext: str
 
 
 def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
@@ -76,9 +76,8 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
     top, names = 0.0, {}
     for rank in ranks:
         bottom, spans = top + 1, step.spans.get(rank, ())
-        codec = [span for span in spans if span.phase != "exchange"]
-        exchanges = [span for span in spans if span.phase == "exchange"]
-        for work in (codec, exchanges):
+        for is_exchange in (False, True):
+            work = [span for span in spans if (span.phase == "exchange") is is_exchange]
             chosen = lanes([(span.begin, span.end) for span in work])
             for span, lane in zip(work, chosen, strict=True):
                 for name, bar in _bars(span, rank, bottom + 0.5 + lane):
@@ -86,31 +85,36 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
             bottom += len({*chosen})
         middle = (top + bottom) / 2
         for phase, begin, end in step.phases.get(rank, ()):
-            label = _label(phase)
+            label, times = _label(phase), (begin / 1e6, (end - begin) / 1e6)
             hover = f"rank {rank}: {label}, {_ms(end - begin)}"
-            bars[_BACKGROUND, phase].append(_Bar(begin, end, middle, bottom - top, "", hover))
-            bars[_PHASE, phase].append(_Bar(begin, end, top + 0.5, 0.86, label, hover))
+            bars[_BACKGROUND, phase].append(_Bar(*times, middle, bottom - top, "", hover))
+            bars[_PHASE, phase].append(_Bar(*times, top + 0.5, 0.86, label, hover))
         for index, time, done in step.buckets.get(rank, ()):
             hover = f"rank {rank}, bucket {index}<br>gradients ready at {_ms(time)}, "
             ready.append((time / 1e6, top + 1, f"{hover}averaged at {_ms(done)}"))
         names[middle] = f"rank {rank}{hosts.get(rank, '')}"
         top = bottom + 0.6
-    order = {name: place for place, name in enumerate((*PHASES, *_WORK))}
-    keys = sorted(bars, key=lambda key: (key[0], order.get(key[1], len(order))))
+    order = [*PHASES, *_WORK]
+    keys = sorted(bars, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else 99))
     traces = [_trace(layer, name, bars[layer, name]) for layer, name in keys]
     if ready:
         x, heights, hovers = (list(of) for of in zip(*ready, strict=True))
-        mark = {"symbol": "triangle-down", "size": 9, "color": INK}
-        look = {"mode": "markers", "marker": mark, "name": "gradients of a bucket ready"}
-        traces.append(go.Scatter(x=x, y=heights, hovertext=hovers, hovertemplate=HOVER, **look))
+        marks = go.Scatter(
+            mode="markers",
+            name="gradients of a bucket ready",
+            x=x,
+            y=heights,
+            marker={"symbol": "triangle-down", "size": 9},
+            hovertext=hovers,
+            hovertemplate=HOVER,
+        )
+        traces.append(marks)
+    last = max(bar.base + bar.x for of in bars.values() for bar in of)
     return styled(
         traces,
         round(165 + max(60, top * max(5.0, min(22.0, 1500 / top)))),
         barmode="overlay",
-        xaxis={
-            "title": "time in the step, ms",
-            "range": [0, max(bar.end for of in bars.values() for bar in of) / 1e6],
-        },
+        xaxis={"title": "time in the step, ms", "range": [0, last]},
         yaxis={"range": [top - 0.3, -0.3], "showgrid": False},
         yaxis_tickvals=list(names),
         yaxis_ticktext=list(names.values()),
@@ -120,37 +124,32 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
 
 def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]:
     """A bar with its name; of a collective two where it is known when the last rank launched it."""
-    hover = f"rank {rank}, bucket {span.bucket}<br>"
-    parts = [("encode" if span.phase == "encode" else "decode", span.begin, span.end)]
+    hover, lasted = f"rank {rank}, bucket {span.bucket}<br>", _ms(span.end - span.begin)
     if span.phase != "exchange":
-        hover += f"{plain(span.phase)}: {_ms(span.end - span.begin)}"
+        parts = [("encode" if span.phase == "encode" else "decode", span.begin, span.end)]
+        hover += f"{plain(span.phase)}: {lasted}"
     else:
         hover += f"{plain(span.op)} in {plain(span.group)}, {format_value(span.sent, 'B')} sent<br>"
+        moves = span.moves_from
         if span.arrival is None:
             parts = [("exchange", span.begin, span.end)]
-            hover += f"{_ms(span.end - span.begin)}, wait not told apart"
+            hover += f"{lasted}, wait not told apart"
         else:
-            arrival = min(max(span.arrival, span.begin), span.end)  # clocks are never quite equal
-            parts = [("wait", span.begin, arrival), ("transfer", arrival, span.end)]
-            hover += f"wait {_ms(arrival - span.begin)}, transfer {_ms(span.end - arrival)}"
+            parts = [("wait", span.begin, moves), ("transfer", moves, span.end)]
+            hover += f"wait {_ms(moves - span.begin)}, transfer {_ms(span.end - moves)}"
     longest = max(parts, key=lambda part: part[2] - part[1])
     for name, begin, end in parts:
         if begin < end or len(parts) == 1:
             text = str(span.bucket) if name == longest[0] else ""
-            yield name, _Bar(begin, end, y, 0.86, text, hover)
+            yield name, _Bar(begin / 1e6, (end - begin) / 1e6, y, 0.86, text, hover)
 
 
 def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
-    outline = {"width": 0.5 if layer == _SPAN else 0, "color": LINE}
+    outline = {"width": 0.5 if layer == _SPAN else 0}
     return go.Bar(
         orientation="h",
         name=_WORK[name] if layer == _SPAN else _label(name),
-        base=[bar.begin / 1e6 for bar in bars],
-        x=[max(bar.end - bar.begin, 0) / 1e6 for bar in bars],
-        y=[bar.y for bar in bars],
-        width=[bar.height for bar in bars],
-        text=[bar.text for bar in bars],
-        hovertext=[bar.hover for bar in bars],
+        **dict(zip(_Bar._fields, map(list, zip(*bars, strict=True)), strict=True)),
         hovertemplate=HOVER,
         textposition="inside",
         insidetextanchor="middle",

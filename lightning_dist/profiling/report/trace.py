@@ -60,52 +60,46 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[
 
 def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Event]:
     events: list[Event] = []
-    tracks: dict[tuple[int, str], list[_Slice]] = defaultdict(list)
+    threads: dict[tuple[int, int], str] = {}
     flows, at = itertools.count(1), 0
     for timeline in timelines:
-        rates = list(_rates(timeline))
-        slices = [*_phases(timeline), *_work(timeline, flows)]
-        of_step = [*rates, *(event for inside in slices for event in inside)]
-        begin = min((each["ts"] for each in of_step), default=0)
-        end = max((each["ts"] + each.get("dur", 0) for each in of_step), default=0)
-        for event in of_step:
-            event["ts"] += at - begin
-        at += (end - begin) * 21 // 20 + 1
-        events += rates
-        for inside in slices:
+        of_step = list(_rates(timeline))
+        tracks: dict[tuple[int, str], list[_Slice]] = defaultdict(list)
+        for inside in (*_phases(timeline), *_work(timeline, flows)):
             tracks[inside[0]["pid"], inside[0]["cat"]].append(inside)
-    for rank in sorted({*hosts, *(rank for rank, _ in tracks)}):
-        host = f" @ {hosts[rank]}" if hosts.get(rank) else ""
-        events.append(_event("M", rank, "process_name", 0, args={"name": f"rank {rank}{host}"}))
-        events.append(_event("M", rank, "process_sort_index", 0, args={"sort_index": rank}))
-        first = _FIRST_THREAD
-        for track in _TRACKS:
-            slices = tracks[rank, track]
+        for (rank, track), slices in tracks.items():
             chosen = lanes([(each["ts"], each["ts"] + each["dur"]) for each, *_ in slices])
             for inside, lane in zip(slices, chosen, strict=True):
-                events += [{**each, "tid": first + lane} for each in inside]
-            for lane in range(len({*chosen})):
-                name = {"name": f"{track} {lane + 1}" if lane else track}
-                events.append(_event("M", rank, "thread_name", 0, tid=first + lane, args=name))
-                order = {"sort_index": first + lane}
-                events.append(
-                    _event("M", rank, "thread_sort_index", 0, tid=first + lane, args=order)
-                )
-            first += len({*chosen})
+                thread = _FIRST_THREAD * (1 + _TRACKS.index(track)) + lane
+                threads[rank, thread] = f"{track} {lane + 1}" if lane else track
+                of_step += [{**each, "tid": thread} for each in inside]
+        begin = min((each["ts"] for each in of_step), default=0)
+        end = max((each["ts"] + each.get("dur", 0) for each in of_step), default=0)
+        events += [{**each, "ts": each["ts"] + at - begin} for each in of_step]
+        at += (end - begin) * 21 // 20 + 1
+    for rank in sorted({*hosts, *(rank for rank, _ in threads)}):
+        host = f" @ {hosts[rank]}" if hosts.get(rank) else ""
+        events += _named("process", rank, f"rank {rank}{host}", rank)
+    for (rank, thread), name in sorted(threads.items()):
+        events += _named("thread", rank, name, thread, tid=thread)
     # A slice comes before those in it, which begin no earlier: sorting keeps that.
     return sorted(events, key=lambda event: (event["ts"], _ORDER.index(event["ph"])))
 
 
 def _event(phase: str, rank: int, name: str, at: int, **more: Any) -> Event:
-    return {"name": name, "ph": phase, "ts": at, "pid": rank, **more}
+    """An event; times of arguments are nanoseconds."""
+    return {"name": name, "ph": phase, "ts": round(at / 1000), "pid": rank, **more}
 
 
 def _slice(rank: int, category: str, name: str, begin: int, end: int, **more: Any) -> Event:
-    return _event("X", rank, name, begin, dur=end - begin, cat=category, **more)
+    lasted = round(end / 1000) - round(begin / 1000)
+    return _event("X", rank, name, begin, dur=lasted, cat=category, **more)
 
 
-def _us(nanoseconds: int) -> int:
-    return round(nanoseconds / 1000)
+def _named(kind: str, rank: int, name: str, order: int, **more: int) -> list[Event]:
+    """Name of a process or a thread, and its place among the others."""
+    facts = {"name": name, "sort_index": order}
+    return [_event("M", rank, f"{kind}_{k}", 0, args={k: v}, **more) for k, v in facts.items()]
 
 
 def _phases(timeline: Timeline) -> Iterator[_Slice]:
@@ -117,17 +111,14 @@ def _phases(timeline: Timeline) -> Iterator[_Slice]:
             whole = [(begin, end)]
             left = difference(whole, exposed) if name == "backward" else whole
             cut += [(name, *each) for each in left]
-        for name, begin, end in cut:
-            yield [_slice(rank, "phases", name, _us(begin), _us(end))]
-        ready = [
-            _event("i", rank, f"ready {index}", _us(time), cat="ready", s="t")
-            for index, time, _ in timeline.buckets.get(rank, ())
-        ]
-        times = [_us(time) for _, *both in phases for time in both]
-        times += [each["ts"] for each in ready]
-        if times:
+        for each in cut:
+            yield [_slice(rank, "phases", *each)]
+        ready = [(f"ready {index}", at) for index, at, _ in timeline.buckets.get(rank, ())]
+        times = [at for _, begin, end in phases for at in (begin, end)]
+        if times := [*times, *(at for _, at in ready)]:
             name = f"step {timeline.step} ({timeline.label})"
-            yield [_slice(rank, "step", name, min(times), max(times)), *ready]
+            marks = (_event("i", rank, *each, cat="ready", s="t") for each in ready)
+            yield [_slice(rank, "step", name, min(times), max(times)), *marks]
 
 
 def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
@@ -139,19 +130,20 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
                 key = (rank, number) if span.collective_id is None else span.collective_id
                 collectives[key][rank] = span
             else:
-                name, begin, end = f"{span.phase} {span.bucket}", _us(span.begin), _us(span.end)
-                yield [_slice(rank, "codec", name, begin, end, args={"bucket": span.bucket})]
+                name, args = f"{span.phase} {span.bucket}", {"bucket": span.bucket}
+                yield [_slice(rank, "codec", name, span.begin, span.end, args=args)]
     for members in collectives.values():
         lasts = {span.last if span.last in members else None for span in members.values()}
         last = lasts.pop() if len(lasts) == 1 else None  # None: not known, or not shown
         slices = {rank: [_exchange(rank, span)] for rank, span in members.items()}
         for rank, span in members.items():
-            begin, moves, end = _us(span.begin), _us(_moves_from(span)), _us(span.end)
-            if begin < moves:
-                name = "wait" if last is None else f"wait for rank {last}"
-                slices[rank].append(_slice(rank, "wait", name, begin, moves))
-            if begin < moves < end:
-                slices[rank].append(_slice(rank, "transfer", "transfer", moves, end))
+            name, moves = "wait" if last is None else f"wait for rank {last}", span.moves_from
+            wait = _slice(rank, "wait", name, span.begin, moves)
+            transfer = _slice(rank, "transfer", "transfer", moves, span.end)
+            if wait["dur"]:
+                slices[rank].append(wait)
+            if wait["dur"] and transfer["dur"]:
+                slices[rank].append(transfer)
                 if last is not None and slices[last][0]["dur"]:
                     # Into a slice that begins there: Perfetto turns an arrow round whose head is in
                     # one that began before the one with its tail.
@@ -162,7 +154,7 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
 
 
 def _exchange(rank: int, span: TimelineSpan) -> Event:
-    rate, wait = _mbit_per_s(span), (_moves_from(span) - span.begin) / 1e6
+    rate, wait = _mbit_per_s(span), (span.moves_from - span.begin) / 1e6
     unknown = "not known: not every member has recorded this step"
     args = {
         **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
@@ -170,16 +162,11 @@ def _exchange(rank: int, span: TimelineSpan) -> Event:
         "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
     }
     name = f"{span.op or span.phase} {span.bucket}"
-    return _slice(rank, "exchange", name, _us(span.begin), _us(span.end), args=args)
-
-
-def _moves_from(span: TimelineSpan) -> int:
-    """When an exchange no longer waited for others, as far as is known."""
-    return span.begin if span.arrival is None else min(max(span.arrival, span.begin), span.end)
+    return _slice(rank, "exchange", name, span.begin, span.end, args=args)
 
 
 def _mbit_per_s(span: TimelineSpan) -> float | None:
-    lasted = span.end - _moves_from(span)
+    lasted = span.end - span.moves_from
     return span.sent * 8000 / lasted if lasted > 0 else None
 
 
@@ -187,7 +174,7 @@ def _rates(timeline: Timeline) -> Iterator[Event]:
     """Counters: what every rank sends in each group, were every exchange even."""
     for rank, spans in timeline.spans.items():
         moving = [
-            (_moves_from(span), span.end, span.group, rate)
+            (span.moves_from, span.end, span.group, rate)
             for span in spans
             if span.phase == "exchange" and (rate := _mbit_per_s(span))
         ]
@@ -196,4 +183,4 @@ def _rates(timeline: Timeline) -> Iterator[Event]:
             for begin, end, group, rate in moving:
                 rates[group] += rate * (begin <= now < end)
             args = {group: round(rate, 2) for group, rate in rates.items()}
-            yield _event("C", rank, "sends, Mbit/s", _us(now), args=args)
+            yield _event("C", rank, "sends, Mbit/s", now, args=args)

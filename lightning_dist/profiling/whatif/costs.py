@@ -114,9 +114,8 @@ def measure_costs(
 
 def seconds_of(run: Run) -> float:
     """Duration from the first recorded step to the end of the last, on the longest rank."""
-    steps = (
-        (each.head(min(each.steps)), each.head(max(each.steps)))
-        for each in run.ranks.values()
-        if each.steps
-    )
-    return max((last.begin + last.duration - first.begin for first, last in steps), default=0) / 1e9
+    longest = 0
+    for each in (each for each in run.ranks.values() if each.steps):
+        last = each.head(max(each.steps))
+        longest = max(longest, last.begin + last.duration - each.head(min(each.steps)).begin)
+    return longest / 1e9

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+import numpy as np
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import Array, mean, step_table
+from lightning_dist.profiling.analysis.tables import Array, step_table
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.simulator import (
@@ -98,52 +100,43 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
     link, inside = _link(run, every, sent[used] / moving[used] * NS), _inside(every)
-    scenario = Scenario(
-        codec,
-        FLAT if not any(across) else SHARDED if all(across) else LEADER,
-        tuple(hosts.values()),
-        link,
-        inside,
-        at_once=GLOO_AT_ONCE if device == "cpu" else 1,
-    )
+    form = FLAT if not any(across) else SHARDED if all(across) else LEADER
+    at_once = GLOO_AT_ONCE if device == "cpu" else 1
+    scenario = Scenario(codec, form, tuple(hosts.values()), link, inside, at_once=at_once)
     unknown = (
         ("overhead", link.overhead, "small collectives were not measured; each counts bytes only"),
         ("latency", link.latency is not None, "no small exchange was seen; rounds count nothing"),
         ("inside", inside, "no exchange inside a host was measured"),
     )
     ranks = chosen.ranks.values()
-
-    def seconds(of: Callable[[Analysed], int]) -> float:
-        """Median over steps of the mean over ranks."""
-        return median(mean([of(each) for each in ranks]) for ranks in steps) / NS
-
-    def tail(each: Analysed) -> int:
-        times = (each.record.duration - bucket.done for bucket in each.record.buckets)
-        return max(min(times, default=0), 0)
-
-    def spent(phase: str) -> float | None:
-        def of(each: Analysed) -> int:
-            return sum(span.end - span.begin for span in each.record.spans if span.phase == phase)
-
-        return None if codec == DDP else seconds(of)
-
+    durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
+    times = np.array([[_times(each.record) for each in of_step] for of_step in steps])
+    encode, decode, tail, _ = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
     return Observed(
         scenario,
         _buckets(steps, run.world_size),
-        tail=seconds(tail),
-        step=median(mean([each.head(step).duration for each in ranks]) for step in chosen.steps)
-        / NS,
+        tail=tail,
+        step=float(np.median(durations.mean(axis=1))) / NS,
         sent=median(sent.max(axis=1).tolist()),
-        encode=spent("encode"),
-        decode=spent("decode"),
+        encode=None if codec == DDP else encode,
+        decode=None if codec == DDP else decode,
         unavailable={name: reason for name, is_known, reason in unknown if not is_known},
-        begin=median(max(begin_of_gradients(x.record) for x in of_step) for of_step in steps) / NS,
+        begin=float(np.median(times[:, :, -1].max(axis=1))) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
             for about in abouts
         ),
         device=device,
     )
+
+
+def _times(record: StepRecord) -> tuple[int, int, int, int]:
+    """Nanoseconds: encoding, decoding, after the last mean; and the begin of the gradients."""
+    spent = Counter[str]()
+    for span in record.spans:
+        spent[span.phase] += span.end - span.begin
+    after = min((record.duration - bucket.done for bucket in record.buckets), default=0)
+    return spent["encode"], spent["decode"], max(after, 0), begin_of_gradients(record)
 
 
 def begin_of_gradients(record: StepRecord) -> int:

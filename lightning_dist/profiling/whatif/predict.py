@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import itemgetter
 
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.run import Run
@@ -16,6 +15,7 @@ from lightning_dist.profiling.whatif.simulator import (
     DDP,
     FLAT,
     FORMS,
+    FREE,
     Link,
     Scenario,
     decoding,
@@ -116,20 +116,23 @@ def scenarios_of(
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
-    """Simulate the run itself, and then ``scenarios``, which share links and hosts."""
+    """Simulate the run itself, and then ``scenarios``, which share links and hosts.
+
+    Raises:
+        ValueError: the run itself cannot be simulated, so that the error is unknown.
+    """
     run, unavailable = observed.scenario, dict(observed.unavailable)
     own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
     assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
-    known = {**costs, **_cost_in_run(observed, costs)}
-    baseline = _prediction(observed, run, known)
-    error = None if baseline.step_ms is None else baseline.step_ms / (observed.step * 1e3) - 1
-    tolerance = None if error is None else max(abs(error), LEAST_TOLERANCE)
+    known = {DDP: FREE, **costs, **_cost_in_run(observed, costs)}
+    baseline, own_there = (_prediction(observed, each, known) for each in (run, own))
+    if baseline.step_ms is None or own_there.step_ms is None:
+        reason = baseline.reason or own_there.reason
+        raise ValueError(f"this run cannot be simulated: {reason}")
+    error = baseline.step_ms / (observed.step * 1e3) - 1
+    tolerance = max(abs(error), LEAST_TOLERANCE)
     found = [_prediction(observed, scenario, known) for scenario in scenarios]
-    own_ms = _prediction(observed, own, known).step_ms
-    if own_ms is None or tolerance is None:
-        found.sort(key=lambda each: each.step_ms or inf)
-    else:
-        found = _ranked(found, own_ms, tolerance)
+    found = _ranked(found, own_there.step_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         unavailable["latency"] = (
             "the run was on one host; rounds between hosts count nothing without --latency-us"
@@ -186,25 +189,19 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    codec, cost = scenario.codec, costs.get(scenario.codec)
-    needed = [codec] * (codec != DDP) + ["none"] * (scenario.form != FLAT)
+    needed = [scenario.codec] + ["none"] * (scenario.form != FLAT)
     missing = [name for name in needed if name not in costs]
     reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
-    shape = scenario.hosts, scenario.world_size, scenario.link.gbps
+    codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
     found = Prediction(codec, scenario.form, *shape, reason=reason, bucket_mb=scenario.bucket_mb)
     if reason:
         return found
-    buckets = observed.buckets
+    # What the run's own codec took has its share of the core in it.
+    one_core = observed.one_core and codec != observed.scenario.codec
+    buckets, cost, inside = observed.buckets, costs[codec], costs.get("none")
     if scenario.bucket_mb is not None:
         buckets = rebucket(buckets, scenario.bucket_mb, begin=observed.begin)
-    step = simulate_step(
-        buckets,
-        scenario,
-        cost=cost,
-        inside_cost=costs.get("none"),
-        # What the run's own codec took has its share of the core in it.
-        one_core=observed.one_core and codec != observed.scenario.codec,
-    )
+    step = simulate_step(buckets, scenario, cost=cost, inside_cost=inside, one_core=one_core)
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
     return replace(
@@ -212,8 +209,8 @@ def _prediction(
         step_ms=(done + observed.tail) * 1e3,
         exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
-        source="" if cost is None else cost.source,
-        assumption="" if cost is None else cost.assumption,
+        source=cost.source,
+        assumption=cost.assumption,
     )
 
 
@@ -231,9 +228,9 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
         if step is None or sent is None:
             ordered.append(((inf, 1.0), each))
             continue
-        each = replace(each, change=step / own_ms - 1)
+        change = step / own_ms - 1
         if each.assumption:
-            ordered.append(((inf, 0.0), each))
+            ordered.append(((inf, 0.0), replace(each, change=change)))
             continue
         number += 1
         if step > before * (1 + tolerance):
@@ -241,7 +238,6 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
         before = step
         order: tuple[float, ...] = position, 2.0, step
         if step <= fastest * (1 + tolerance):
-            is_faster = step / own_ms - 1 < -tolerance
-            order = position, float(not is_faster), -round(sent, 6)  # to a byte
-        ordered.append((order, replace(each, position=position)))
-    return [each for _, each in sorted(ordered, key=itemgetter(0))]
+            order = position, float(change >= -tolerance), -round(sent, 6)  # to a byte
+        ordered.append((order, replace(each, change=change, position=position)))
+    return [each for _, each in sorted(ordered, key=lambda pair: pair[0])]

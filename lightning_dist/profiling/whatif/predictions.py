@@ -52,7 +52,7 @@ class Predictions:
     Args:
         measured_ms: median step of the run.
         baseline: prediction for the run itself.
-        error: of ``baseline``, -0.1: a tenth shorter than measured; None: no prediction.
+        error: of ``baseline``, -0.1: a tenth shorter than measured.
         tolerance: share of a step; settings that differ by less are not ranked.
         scenarios: the fastest first; those without a prediction last.
         link: measured speed of the links.
@@ -61,8 +61,8 @@ class Predictions:
 
     measured_ms: float
     baseline: Prediction
-    error: float | None
-    tolerance: float | None
+    error: float
+    tolerance: float
     scenarios: Sequence[Prediction]
     link: Mapping[str, float | None]
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -74,13 +74,11 @@ class Predictions:
 
     def is_faster(self, each: Prediction) -> bool:
         """Faster than the run's own setting by more than the tolerance."""
-        return each.change is not None and each.change < -(self.tolerance or 0.0)
+        return each.change is not None and each.change < -self.tolerance
 
 
 def headline(found: Predictions) -> str:
-    """Sentence about the best setting; empty where there is no error to judge it by."""
-    if found.tolerance is None:
-        return ""
+    """Sentence about the best setting."""
     best = next(iter(found.scenarios), None)
     if best is not None and best.change is not None and best.position and found.is_faster(best):
         return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best.change)}."
@@ -115,13 +113,8 @@ def remark(each: Prediction, found: Predictions) -> str:
     """Remark on a prediction, beside its figures."""
     if each.assumption:
         return f"not ranked: for {each.assumption}"
-    if each.change is None or found.tolerance is None:
-        return "not ranked: the error of the simulation is unknown"
-    return (
-        "no difference from this run within the error"
-        if abs(each.change) <= found.tolerance
-        else ""
-    )
+    is_same = each.change is not None and abs(each.change) <= found.tolerance
+    return "no difference from this run within the error" if is_same else ""
 
 
 def notes(found: Predictions) -> list[str]:
@@ -134,14 +127,10 @@ def notes(found: Predictions) -> list[str]:
     for each in found.scenarios:
         if each.reason:
             missing.setdefault((each.form, each.reason), {})[each.codec] = None
-    if found.error is None or found.tolerance is None:
-        error = f"this run cannot be simulated: {baseline.reason}; nothing is ranked"
-    else:
-        error = f"this run simulated: {baseline.step_ms:.1f} ms "
-        error += f"({format_value(found.error, '%', signed=True)}); differences within "
-        error += f"{format_value(found.tolerance, '%')} are not ranked"
+    error = format_value(found.error, "%", signed=True)
+    least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
     return [
-        error,
+        f"this run simulated: {baseline.step_ms:.1f} ms ({error}); {least}",
         f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
         *(f"cost of {', '.join(codecs)}: {source}" for source, codecs in names.items() if source),
         *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),

@@ -150,6 +150,10 @@ class SimulatedStep(NamedTuple):
     sent: float
 
 
+FREE = CodecCost(DDP, "allreduce", ELEMENT_BYTES, encode=0.0, decode=0.0, settle=0.0)
+"""Cost of stock DDP."""
+
+
 class Collective(NamedTuple):
     """Bytes of a collective over a link, and messages in it that wait for one another."""
 
@@ -217,11 +221,11 @@ def simulate_step(
 ) -> SimulatedStep:
     """Simulate one step of the busiest rank, with all ranks in step.
 
-    Stock DDP sends a bucket when it is ready. With a codec one worker thread does everything in
-    order, as in the reducer: it encodes a bucket chunk by chunk and issues the collective of each;
-    where there is a second collective, it waits for the first of each chunk, reduces and issues it;
-    when the last bucket is through, it decodes all. Where gradients are added up inside hosts
-    first, a chunk travels there while the one before it is encoded; means come back the same way.
+    One worker thread does everything in order, as in the reducer: it encodes a bucket chunk by
+    chunk and issues the collective of each; where there is a second collective, it waits for the
+    first of each chunk, reduces and issues it; when the last bucket is through, it decodes all.
+    Where gradients are added up inside hosts first, a chunk travels there while the one before it
+    is encoded; means come back the same way. Stock DDP is a codec that takes no time and no vote.
 
     Args:
         cost: of the codec; None for stock DDP.
@@ -231,18 +235,15 @@ def simulate_step(
     """
     assert buckets
     assert not scenario.unsupported, scenario.unsupported
-    link = _Queue(scenario.link, scenario.at_once)
-    if scenario.codec == DDP:
-        (ring,) = collectives("allreduce", ELEMENT_BYTES, scenario.peers)
-        done = max(link.send(bucket.ready, ring, bucket.elements) for bucket in buckets)
-        return SimulatedStep(done, link.sent)
+    is_ddp = scenario.codec == DDP
+    cost = FREE if is_ddp else cost
     assert cost is not None
     world, local, at_once = sum(scenario.peers), max(scenario.counts), scenario.at_once
+    link, inner = _Queue(scenario.link, at_once), _Queue(Link(inf), at_once)
     first, *second = collectives(cost.exchange, cost.wire, scenario.peers)
     reduce, decode = decoding(cost, world)
-    cpu = scenario.link.cpu if one_core else 0.0
-    shares, copy, now, delay = 1, 0.0, 0.0, 0.0
-    inner, way = _Queue(Link(inf), at_once), Collective(0.0, 0)
+    cpu = scenario.link.cpu if one_core and not is_ddp else 0.0
+    shares, copy, way, now, delay = 1, 0.0, Collective(0.0, 0), 0.0, 0.0
     if scenario.form != FLAT:
         assert inside_cost is not None
         assert scenario.inside is not None
@@ -276,8 +277,8 @@ def simulate_step(
                 ends[index] = link.send(now, again, elements)
                 now += cpu
         chunks += zip(sizes, ends, strict=True)
-    # Vote on whether all ranks were finite: a few bytes, in as many rounds as a ring has.
-    now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
+    if not is_ddp:  # vote on whether all were finite: a few bytes, in as many rounds as a ring has
+        now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
     waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
     for elements, end in chunks:
         now = max(now, end) + elements / shares * (decode + copy)
