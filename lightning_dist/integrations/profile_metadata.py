@@ -51,6 +51,7 @@ def rank_metadata(
         unseen="" if reducer is not None else why_not_watched(model),
         versions=versions(),
         script=sys.argv[0],
+        commit="" if reducer is None else reducer.comm_config()["commit"],
     )
 
 

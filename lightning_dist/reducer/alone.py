@@ -82,7 +82,7 @@ class BlockPasses(Passes):
                 rows=1,
                 received=received,
                 device=device,
-                immediate=False,
+                immediate=True,
             )
             self.kernels.use(fused_passes(variant))
         generator = torch.Generator().manual_seed(_SEED)
@@ -115,24 +115,21 @@ class BlockPasses(Passes):
     def encode(self) -> None:
         for i in range(len(self.payloads)):
             state = tuple(kept[i] for kept in self.state)
-            self.kernels.encode(self.grad[i], state, self.scale, self.keys, self.payloads[i][0])
+            encode = self.kernels.encode_and_commit if state else self.kernels.encode
+            encode(self.grad[i], state, self.scale, self.keys, self.payloads[i][0])
 
     @override
     def settle(self) -> None:
         for i in range(len(self.payloads)):
-            state = tuple(kept[i] for kept in self.state)
-            own, received = self.payloads[i][0], self.payloads[i]
-            self.kernels.settle(self.grad[i], state, self.scale, self.keys, own, tuple(received))
+            received = tuple(self.payloads[i])
+            self.kernels.settle(self.grad[i], (), self.scale, self.keys, received[0], received)
 
     @override
     def bytes_per_element(self) -> dict[str, float]:
         wire = self.codec.wire_bytes(CHUNK_ELEMENTS) / CHUNK_ELEMENTS
         kept = 4 * len(self.state)
-        # settle with a state: read gradient, state, payloads; write gradient, state
-        return {
-            "encode": 4 + wire + kept,
-            "settle": 4 + wire * len(self.payloads[0]) + (4 + 2 * kept if kept else 0),
-        }
+        # State is read and written in the pass that encodes.
+        return {"encode": 4 + wire + 2 * kept, "settle": 4 + wire * len(self.payloads[0])}
 
 
 class ChunkPasses(Passes):

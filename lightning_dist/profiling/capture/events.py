@@ -44,6 +44,8 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         max_overhead: most that the profiler was to take of a step; 0: not known.
         unseen: why no bucket of this model can be seen; empty: they can.
         script: the program, as it was called; empty: not known.
+        commit: of residuals, ``"immediate"`` or ``"deferred"``; empty: not known, or nothing is ours
+            to compress.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
     script: str = ""
+    commit: str = ""
 
     @property
     def started(self) -> str | None:

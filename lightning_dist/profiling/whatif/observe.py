@@ -102,7 +102,9 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     link, inside = _link(run, every, sent[used] / moving[used] * NS), _inside(every)
     form = FLAT if not any(across) else SHARDED if all(across) else LEADER
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
-    scenario = Scenario(codec, form, tuple(hosts.values()), link, inside, at_once=at_once)
+    immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
+    counts = tuple(hosts.values())
+    scenario = Scenario(codec, form, counts, link, inside, at_once=at_once, immediate=immediate)
     unknown = (
         ("overhead", link.overhead, "small collectives were not measured; each counts bytes only"),
         ("latency", link.latency is not None, "no small exchange was seen; rounds count nothing"),

@@ -80,6 +80,7 @@ class Scenario:
         inside: inside a host; None: unknown.
         at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
         bucket_mb: ``bucket_cap_mb`` of DDP; None: the buckets as they are.
+        immediate: a bucket is decoded while the next one travels, not when all have landed.
 
     Raises:
         ValueError: an unknown form, or buckets without a size.
@@ -92,6 +93,7 @@ class Scenario:
     inside: Link | None = None
     at_once: int = GLOO_AT_ONCE
     bucket_mb: float | None = None
+    immediate: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -223,7 +225,8 @@ def simulate_step(
 
     One worker thread does everything in order, as in the reducer: it encodes a bucket chunk by
     chunk and issues the collective of each; where there is a second collective, it waits for the
-    first of each chunk, reduces and issues it; when the last bucket is through, it decodes all.
+    first of each chunk, reduces and issues it; when the last bucket is through, it decodes all, or
+    with the immediate commit the last, since it has decoded each while the next one travelled.
     Where gradients are added up inside hosts first, a chunk travels there while the one before it
     is encoded; means come back the same way. Stock DDP is a codec that takes no time and no vote.
 
@@ -251,6 +254,17 @@ def simulate_step(
         inner = _Queue(scenario.inside, at_once)
         way = Collective((local - 1) * inside_cost.wire / shares, local - 1)
     chunks: list[tuple[float, float]] = []  # elements of all, and the end of their last collective
+
+    def decoded(chunks: Sequence[tuple[float, float]], now: float) -> float:
+        """Time at which the means of ``chunks`` are there."""
+        waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
+        for elements, end in chunks:
+            now = max(now, end) + elements / shares * (decode + copy)
+            before, came = waiting, arrival
+            waiting, arrival = elements, inner.send(now, way, elements)
+            now = max(now, came) + before * copy
+        return max(now, arrival) + waiting * copy
+
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
         total = bucket.elements
@@ -270,6 +284,8 @@ def simulate_step(
             now += elements / shares * cost.encode * pace
             ends.append(link.send(now, first, elements))
             now += cpu * pace
+        if scenario.immediate:
+            now, chunks = decoded(chunks, now), []
         for again in second:
             for index, elements in enumerate(sizes):
                 now = max(now, ends[index])
@@ -277,15 +293,10 @@ def simulate_step(
                 ends[index] = link.send(now, again, elements)
                 now += cpu
         chunks += zip(sizes, ends, strict=True)
-    if not is_ddp:  # vote on whether all were finite: a few bytes, in as many rounds as a ring has
+    if not (is_ddp or scenario.immediate):
+        # Vote on whether all were finite: a few bytes, in as many rounds as a ring has.
         now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
-    waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
-    for elements, end in chunks:
-        now = max(now, end) + elements / shares * (decode + copy)
-        before, came = waiting, arrival
-        waiting, arrival = elements, inner.send(now, way, elements)
-        now = max(now, came) + before * copy
-    return SimulatedStep(max(now, arrival) + waiting * copy, link.sent)
+    return SimulatedStep(decoded(chunks, now), link.sent)
 
 
 def rebucket(buckets: Sequence[Bucket], cap_mb: float, *, begin: float) -> list[Bucket]:
