@@ -138,6 +138,21 @@ def _run(words: list[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def _name_methods_quickly() -> None:
+    """torch's agent asks `inspect.stack` who calls, at every step of a rendezvous.
+
+    That looks for the modules of all frames, and there are thousands of modules here: most of what
+    an agent has to compute.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def get_method_name(depth: int = 2) -> str:
+        return sys._getframe(depth).f_code.co_name
+
+    assert callable(dynamic_rendezvous.get_method_name)
+    dynamic_rendezvous.get_method_name = get_method_name
+
+
 def end_now(code: int) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -153,6 +168,7 @@ def main() -> None:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
             getattr(module, public)  # some are imported when they are asked for
+    _name_methods_quickly()
     gc.collect()
     gc.freeze()  # pages that the collector does not write to are shared
     request = serve(socket.socket(fileno=int(sys.argv[1])))

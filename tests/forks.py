@@ -18,8 +18,12 @@ EVERYTHING = (
     *("lightning", "torch.distributed.run", "torch._dynamo", "accelerate", "lightning_dist"),
     *("lightning_dist.accelerate", "lightning_dist.fabric", "lightning_dist.cli"),
     *("omegaconf", "pytest"),  # of Lightning's hyperparameters, and of helpers of tests
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )
-TORCH = ("torch.distributed.run", "torch._dynamo", "torchmetrics")  # most of Lightning's imports
+TORCH = (
+    *("torch.distributed.run", "torch._dynamo", "torchmetrics"),  # most of Lightning's imports
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+)
 
 
 @contextmanager

@@ -119,6 +119,7 @@ def test_nothing_but_torch_is_imported(torch_python: list[str]) -> None:
 
 
 def test_threads_and_exit_functions_are_waited_for(quick_python: list[str]) -> None:
-    code = "import atexit, threading, time; atexit.register(print, 'at exit', end='')\n"
-    code += "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()"
+    code = "import atexit, threading; atexit.register(print, 'at exit', end='')\n"
+    code += "end = threading.main_thread().join\n"  # returns when Python begins to end
+    code += "threading.Thread(target=lambda: (end(), print('thread'))).start()"
     assert run([*quick_python, "-c", code], limit=60).output == "thread\nat exit"

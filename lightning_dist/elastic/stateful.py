@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_dist.elastic.workers import end_workers
+
 
 @runtime_checkable
 class StatefulLoader(Protocol):
@@ -43,6 +45,10 @@ class Remembered:
             self._states[number] = self._loader.state_dict()
             self._states.pop(number - self._back - 1, None)
             yield batch
+
+    def close(self) -> None:
+        """No more batches are wanted."""
+        end_workers(self._loader)
 
     def state_after(self, batches: int) -> Any:
         """The state when ``batches`` of this iteration had been taken; None for none."""

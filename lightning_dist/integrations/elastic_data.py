@@ -230,9 +230,16 @@ class ElasticData:
         loop._combined_loader.limits = [passes]
         loop.max_batches = passes
 
-    def restore_settings(self) -> None:
-        """Give the trainer back what its user has set."""
+    def close(self) -> None:
+        """No more batches are wanted; give the trainer back what its user has set.
+
+        Where validation fails, Lightning leaves the workers of training to the garbage collector,
+        which closes their queues before they are told to end, and then waits 5 s for each.
+        """
         trainer: Any = self._trainer
+        trainer.fit_loop.teardown()
+        if self.remembered is not None:
+            self.remembered.close()
         trainer.accumulate_grad_batches = self._accumulate
         trainer.limit_train_batches = self._limit
         trainer.val_check_interval = self._interval

@@ -357,7 +357,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
 
     def _end(self, trainer: pl.Trainer) -> None:
         if self._data is not None:
-            self._data.restore_settings()
+            self._data.close()
         self._data = self._at = None
         self._epoch_is_due = False
 

@@ -242,7 +242,7 @@ def test_an_error_outside_a_fit_saves_nothing(tmp_path: Path) -> None:
 def test_a_failed_training_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_checkpoint, "_PATIENCE", 1.0)
+    monkeypatch.setattr(async_checkpoint, "_PATIENCE", 0.2)
     callback = AsyncCheckpoint(
         *(tmp_path, "{step}"), every_n_train_steps=1, save_on_exception=True, writer="process"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
         ids = [id for step in expected.values() if step.epoch == epoch for id in step.ids]
         assert sorted(ids) == list(range(SIZE))
     for hook, step in (("on_after_backward", 7), ("on_validation_end", 12)):
-        folder = tmp_path / hook
+        folder, before = tmp_path / hook, active_children()
         with pytest.raises(Fault):
             fit(folder, FailAt(hook, step), loader=loader, max_epochs=2)
+        assert set(active_children()) <= set(before), "workers of the loader are left"
         _, again = fit(folder, loader=loader, max_epochs=2)
         found = committed(folder / "account")
         assert [each.ids for each in found.values()] == [each.ids for each in expected.values()]

@@ -27,7 +27,7 @@ def stick():
     os.kill(os.getpid(), signal.SIGTERM)
     os.read(os.pipe()[0], 1)
 if what == "stuck":
-    fit(folder, FailAt("on_after_backward", 7, stick), elastic={"grace_period": 2.0})
+    fit(folder, FailAt("on_after_backward", 7, stick), elastic={"grace_period": 0.3})
 elif what == "slow":
     import threading
     from lightning_dist.checkpoint.disk.writer import Writer
@@ -48,8 +48,14 @@ elif what == "slow":
                      elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
 elif what == "hang":
-    fit(folder, FailAt("on_after_backward", 7, lambda: os.read(os.pipe()[0], 1)),
-        elastic={"hang_timeout": 5.0})
+    from lightning_dist.elastic.watchdog import Watchdog
+    dogs, start = [], Watchdog.start
+    Watchdog.start = lambda self: (dogs.append(self), start(self))
+    def hang():
+        dogs[0]._hang_timeout = 0.3  # the start may take longer
+        dogs[0].beat()
+        os.read(os.pipe()[0], 1)
+    fit(folder, FailAt("on_after_backward", 7, hang), elastic={"hang_timeout": 60.0})
 else:
     fit(folder, go(what))
 """

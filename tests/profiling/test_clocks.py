@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,14 +50,14 @@ def of_rows(rows: dict[str, Any], output: str) -> Readings:
 
 
 @pytest.fixture(scope="module")
-def readings() -> Readings:
-    command = [sys.executable, SCRIPT, *map(json.dumps, ROWS.values())]
+def readings(quick_python: list[str]) -> Readings:
+    command = [*quick_python, SCRIPT, *map(json.dumps, ROWS.values())]
     return of_rows(ROWS, run(command, limit=90).require_success().output)
 
 
 @pytest.fixture(scope="module")
-def linked() -> Readings:
-    argv = [sys.executable, str(SCRIPT), *map(json.dumps, LINKED.values())]
+def linked(quick_python: list[str]) -> Readings:
+    argv = [*quick_python, str(SCRIPT), *map(json.dumps, LINKED.values())]
     try:
         with Testbed(hosts=2, link_mbit=200) as testbed:
             return of_rows(LINKED, "\n".join(testbed.launch(argv, timeout_s=90)))

@@ -18,7 +18,7 @@ from lightning_dist.profiling.links import OPS, Measurement, measure, measure_bu
 
 SCRIPT = Path(__file__).with_name("measure_links.py")
 CALIBRATES = Path(__file__).with_name("calibrate_links.py")
-FAST, SLOW = 200.0, 50.0
+FAST, SLOW = 200.0, 100.0
 """Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
 PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,12 +53,16 @@ dist.destroy_process_group()  # torch's threads may abort a process that ends wi
 
 @pytest.mark.parametrize(("size", "kept"), [(None, 30), ("20", 20), ("0", 0)])
 def test_what_torch_keeps_is_written(
-    size: str | None, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: str | None,
+    kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_python: list[str],
 ) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
     environment = {} if size is None else {"TORCH_FR_BUFFER_SIZE": size}
-    done = run([sys.executable, "-c", RECORDED, tmp_path], limit=100, **environment)
+    done = run([*quick_python, "-c", RECORDED, tmp_path], limit=100, **environment)
     path = tmp_path / "run-0" / "flight-rank3.json"
     last = done.require_success().output.splitlines()[-1]
     assert last == (str(path) if kept else "None")

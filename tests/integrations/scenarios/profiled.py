@@ -24,6 +24,8 @@ import torch.distributed as dist  # noqa: E402
 from profiled_common import LIMIT  # noqa: E402
 
 import lightning_dist  # noqa: E402
+import lightning_dist.profiling.report.page  # noqa: E402
+from lightning_dist.profiling.report.figures import styled  # noqa: E402
 
 CASES = {**profiled_planted.CASES, **profiled_odd.CASES, **profiled_frameworks.CASES}
 
@@ -42,7 +44,8 @@ def run_case(name: str, folder: Path, rank: int, ports: Any) -> None:
 def main() -> None:
     fork = multiprocessing.get_context("fork")
     assert lightning_dist.__version__
-    go.Figure([go.Bar(x=[0]), go.Scatter(x=[0])]).to_json()  # imports what figures need, once
+    # Imports what figures and the page need, once.
+    styled([go.Bar(x=[0]), go.Scatter(x=[0]), go.Table()], 100).to_json()
     for name in sys.argv[2:]:
         folder = Path(sys.argv[1]) / name.replace(" ", "-")
         folder.mkdir()

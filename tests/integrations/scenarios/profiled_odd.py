@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from profiled_common import STEPS, busy, ddp, digest, network, tell, train
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler
@@ -55,10 +56,10 @@ def lost_at_the_end(folder: Path) -> None:
 
 def late_at_the_end(folder: Path) -> None:
     """Rank 1 leaves by an error that is its own, and goes on."""
-    profile_run._TIMEOUT = 2.0
     begin = time.monotonic()
     with suppress(ArithmeticError), CommProfiler(ddp(), dirpath=folder) as profiler:
         train(profiler._model)
+        profile_run._TIMEOUT = 1.0
         if dist.get_rank() == 1:
             raise ArithmeticError("of this rank alone")
     tell(folder, seconds=time.monotonic() - begin)
@@ -66,13 +67,14 @@ def late_at_the_end(folder: Path) -> None:
 
 def hanging(folder: Path) -> None:
     """Rank 1 does not come to one collective of the model."""
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    model = ddp(process_group=group)
+    model = ddp(process_group=(group := dist.new_group()))
     try:
         with CommProfiler(model, dirpath=folder, print_summary=False):
-            train(model, steps=4 if dist.get_rank() else 5)
+            train(model, steps=4)
             if dist.get_rank():
                 raise TimeoutError("as if it hung here")
+            _set_pg_timeout(timedelta(seconds=0.5), group)
+            train(model, steps=1)
     except (RuntimeError, TimeoutError):
         tell(folder)
 
