@@ -80,6 +80,18 @@ def test_a_codec_encodes_in_order_and_decodes_when_the_last_bucket_is_encoded() 
     assert done(int8, (0, 2 * CHUNK_ELEMENTS), cost=LEAN) == 6 * CHUNK_ELEMENTS * 1e-6
 
 
+def test_with_the_immediate_commit_a_bucket_is_decoded_while_the_next_one_travels() -> None:
+    """Between two ranks fp16 travels 1 s, is encoded in 0.5 s and decoded in 1 s."""
+    half = replace(PAIR, codec="fp16", immediate=True)
+    buckets = [(ready, 2 * ONE_MB) for ready in (1.0, 4.0, 7.0)]
+    # The last is encoded 7..7.5, the one before it decoded until 8.5, when the last has landed.
+    assert done(half, *buckets, cost=FP16) == 9.5
+    assert done(replace(half, immediate=False), *buckets, cost=FP16) == 10.5
+    # Three seconds on the link: 1.5..4.5, 4.5..7.5, 7.5..10.5, and the last is left to decode.
+    slow = replace(half, link=Link(rate=1e6 / 3))
+    assert done(slow, *buckets, cost=FP16) == 11.5
+
+
 def test_by_hosts_inside_then_across_then_inside() -> None:
     sharded = Scenario("int8", "sharded", (2, 2), SLOW, inside=SLOW)
     # up 0.2; half a bucket: encode 0.05, two ranks send 50 kB each 0.1, two payloads 0.1; down 0.2

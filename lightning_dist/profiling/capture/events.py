@@ -44,8 +44,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         max_overhead: most that the profiler was to take of a step; 0: not known.
         unseen: why no bucket of this model can be seen; empty: they can.
         script: the program, as it was called; empty: not known.
-        commit: of residuals, ``"immediate"`` or ``"deferred"``; empty: not known, or nothing is ours
-            to compress.
+        commit: of residuals, ``"immediate"`` or ``"deferred"``; empty: not known, or stock DDP.
     """
 
     rank: int
