@@ -77,12 +77,12 @@ class Planner:
                 immediate=immediate,
             )
 
-    def restart(self, key: int) -> None:
-        """Before the groups of the tensor ``key`` are planned."""
+    def restart(self, turn: int) -> None:
+        """Before the lanes of a tensor are planned; tensors of one ``turn`` share memory."""
         if self._payloads is not None:
-            self._payloads.restart(key)
+            self._payloads.restart(turn)
         if self._across is not None:
-            self._across.restart(key)
+            self._across.restart(turn)
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""

@@ -1,9 +1,11 @@
 """The way of a gradient: slices -> (+ residual) -> encode -> exchange -> decode, in place.
 
-The residual is kept only once the step is known to be finite on every rank, so that an overflow
-under a GradScaler leaves no trace. That is known when the step is finished; until then tensors keep
-their local gradients and the received payloads wait. If it is not finite, the residual of a
-parameter is kept once an optimizer has applied its gradient (``commit.py``).
+Immediate commit: the residual is written in the pass that encodes, and a tensor is decoded while
+the next one is on its way. Deferred commit: the residual is written once the step is known to be
+finite on every rank, so that an overflow under a GradScaler leaves no trace. That is known when the
+step is finished; until then tensors keep their local gradients and the received payloads wait. If
+it is not finite, the residual of a parameter is kept once an optimizer has applied its gradient
+(``commit.py``). Finite steps are the same bits under both.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class Reducer:
             settings.commit == "auto" and not may_be_undone
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
+        assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self.planner = self._make_planner()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
@@ -157,7 +160,10 @@ class Reducer:
             self._executor.submit(partial(self._guarded, self._finish))
 
     def abandon(self) -> None:
-        """Give up a step that was started and will not be finished; nothing of it is committed."""
+        """Give up a step that was started and will not be finished.
+
+        Under the immediate commit what it has sent is lost; else nothing of it is committed.
+        """
         if self.network.world_size > 1:
             self._executor.submit(partial(self._guarded, self._abandon))
 
@@ -278,7 +284,8 @@ class Reducer:
         waiting = self.adjustment is not None and not self.adjustment.active
         policy = NoCompression() if waiting else self._policy
         phase = (waiting, policy.stage(self.step))
-        planned = (handle.flat.data_ptr(), tuple(handle.slices), phase)
+        turn = len(self._in_flight) % 2
+        planned = (handle.flat.data_ptr(), tuple(handle.slices), phase, turn)
         found = self._plans.get(handle.key)
         if found is not None and found[0] == planned:
             return found[1]
@@ -295,7 +302,7 @@ class Reducer:
             filling=handle.flat.numel(),
             affordable=partial(self.planner.affordable, dtype=handle.flat.dtype),
         )
-        self.planner.restart(handle.key)
+        self.planner.restart(turn)
         lanes = [
             self.planner.lane(codec, slots, handle.flat, waits=waiting)
             for codec, slots in slots_of.items()
@@ -415,9 +422,9 @@ class Reducer:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
         What is under way in the old ones is given up, whatever has failed is forgotten, and the
-        next step is the one that comes next. State is kept; what ranks that are gone were owed is
+        next step is the one that comes next. State is kept; what was owed by ranks that are gone is
         lost. Where one of the two networks is hierarchical every rank goes on from the mean
-        residual.
+        residual. The old groups are not to be used again; on an accelerator abort them first.
         """
         self._stop(patience=0.0)
         for handle in self._in_flight:

@@ -49,18 +49,18 @@ class Scratch:
 
 
 class PayloadMemory:
-    """Two sets of buffers for the payloads of tensors, by whether their key is even or odd.
+    """Sets of buffers for the payloads of tensors that take turns with them.
 
-    One tensor is decoded before the next but one is encoded.
+    With two turns a tensor is decoded before the next but one is encoded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = Buffers(device)
         self._turn = self._number = 0
 
-    def restart(self, key: int) -> None:
-        """Give out the memory of ``key`` from its begin; before every plan of a tensor."""
-        self._turn, self._number = key % 2, 0
+    def restart(self, turn: int) -> None:
+        """Give out the memory of ``turn`` from its begin; before every plan of a tensor."""
+        self._turn, self._number = turn, 0
 
     def take(self, size: int) -> Tensor:
         """Flat uint8 memory of ``size`` bytes, for the next exchange of the tensor."""

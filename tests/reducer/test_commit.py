@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from test_interrupted import Model
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import resolve_codec
+from lightning_dist.reducer.policy import slices_of
 
 LARGE = {"min_compress_numel": 256}
 SEVERAL_BUCKETS = {"ddp": {"bucket_cap_mb": 0.004}}
@@ -123,6 +124,37 @@ def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
         for here, there in zip(got, ranks[0][0], strict=True):
             assert all(torch.equal(here[name], there[name]) for name in SHAPES_OF_BUCKETS)
         assert all(each.abs().max() < 0.2 for each in owed.values())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_keys_and_their_order_may_be_any(size: int) -> None:
+    """Tensors that follow each other never share memory, whatever they are called."""
+    steps = [(0, 2, 4), (0, 2, 4), (2, 0, 4), (4, 2, 0)]
+
+    def body(rank: Rank, commit: Literal["immediate", "deferred"]) -> list[Tensors]:
+        model, got = Model(rank, "int8", commit=commit), []
+        parameters = dict(zip((0, 2, 4), model.parameters.items(), strict=True))
+        try:
+            for step, keys in enumerate(steps):
+                given = feed(rank.rank, step, SHAPES_OF_BUCKETS)
+                handles = []
+                for key in keys:
+                    name, parameter = parameters[key]
+                    flat = model.flats[name].copy_(given[name].flatten())
+                    slices = slices_of([name], [parameter])
+                    handles.append(model.reducer.start(flat, slices, key=key))
+                model.reducer.finish()
+                torch.futures.wait_all([handle.done for handle in handles])
+                got.append({name: flat.clone() for name, flat in model.flats.items()})
+            return got
+        finally:
+            model.reducer.close()
+
+    for immediate, deferred in run_threads(
+        lambda rank: [body(rank, "immediate"), body(rank, "deferred")], size
+    ):
+        for here, there in zip(immediate, deferred, strict=True):
+            assert all(torch.equal(here[name], there[name]) for name in SHAPES_OF_BUCKETS)
 
 
 def payload_bytes(rank: Rank, size: int, commit: str) -> float:
