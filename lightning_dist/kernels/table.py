@@ -71,6 +71,7 @@ class Slice:
 class SliceTable:
     """Tiles of one codec over the slices of one flat gradient; built once for each bucket.
 
+    ``names`` are those of the slices, in the order of a stochastic codec's salts.
     Row ``r`` of a payload begins ``payload_starts[r]`` bytes into the payload and is made by the
     tiles ``tile_starts[r]`` to ``tile_starts[r + 1]``.
     """
