@@ -68,7 +68,8 @@ def fp8_level(codes, LEVELS: tl.constexpr):
     """Exact: a multiplication by ``2**120`` moves the exponent, also of subnormal numbers."""
     size = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * _FROM_E4M3
     size = tl.where((codes & 0x7F) == 0x7F, float("nan"), size)
-    return tl.where((codes & 0x80) != 0, -size, size)
+    signed = size.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)  # 0 has a sign too
+    return signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -352,8 +352,8 @@ def test_every_world_size(codec: BlockCodec, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [*TABLE, *OTHERS], ids=repr)
-@settings(max_examples=8)
+@every_codec
+@settings(max_examples=10)
 @given(data=st.data())
 def test_any_bucket(codec: BlockCodec, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 1500), min_size=1, max_size=5))
@@ -361,7 +361,8 @@ def test_any_bucket(codec: BlockCodec, data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 5))
     dtype = data.draw(st.sampled_from(GRADIENT_DTYPES))
     scale = data.draw(st.sampled_from([1.0, 2.0**-20, 3.0, 65536.0]))
-    of = bucket(codec, laid_out(*sizes, gap=gap), rows=rows, dtype=dtype, scale=scale)
+    slices = laid_out(*sizes, gap=gap)
+    of = bucket(codec, slices, rows=rows, dtype=dtype, scale=scale, tile_elements=None)
     for place, value in data.draw(st.lists(_SPIKES, max_size=4)):
         of.flat[place % len(of.flat)] = value
     check(of)
