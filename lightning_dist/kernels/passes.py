@@ -22,7 +22,8 @@ class TableKernels:
 
     They write the bytes that the eager definition writes (``codecs/``, ``reducer/kernels.py``),
     except in the codes of blocks that are not finite, of which it says nothing, and in the bits of
-    NaN. Nothing waits for the device.
+    NaN. Nothing waits for the device; launches go to its current stream. On a CPU they need
+    ``TRITON_INTERPRET=1`` before Triton is first imported.
 
     ``flat`` holds gradients in float32, bfloat16 or float16, ``residual`` float32; both are flat,
     and the table has the places in them. ``scale`` is the GradScaler's, 0-d float32 on the device.
@@ -56,11 +57,9 @@ class TableKernels:
         sums: Tensor | None = None,
         commit: bool = True,
     ) -> None:
-        """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
+        """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``, where ``p`` is pending.
 
-        ``p`` is ``flat + scale * residual``.
-
-        A block that is not finite keeps its residual.
+        That is ``flat + scale * residual``. A block that is not finite keeps its residual.
 
         Args:
             payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
@@ -94,7 +93,8 @@ class TableKernels:
     ) -> None:
         """The residuals of ``encode(..., commit=False)``, computed again, where ``ok`` is True.
 
-        ``flat`` and ``salts`` are those of the encoding; ``ok`` is one bool on the device.
+        ``flat``, not yet overwritten by :meth:`decode`, and ``salts`` are those of the encoding;
+        ``ok`` is one bool on the device.
         """
         self._encode(
             flat,

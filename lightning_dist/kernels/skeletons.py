@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lightning_dist.kernels.device import block_keys, is_finite
 
-_FIELDS: tl.constexpr = tl.constexpr(9)
+_FIELDS: tl.constexpr = tl.constexpr(10)
 
 
 @triton.jit

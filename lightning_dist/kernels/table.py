@@ -17,11 +17,12 @@ from torch import Tensor
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.wire import row_bytes
 
-FIELDS = 9
+FIELDS = 10
 """Columns of the table: places in ``flat`` and in the residual memory, elements that exist, blocks,
 bytes of the payload before the row (divided by 8), of the row before the scales, of the row before
 the codes (divided by ``BlockShape.alignment``), number of the first block in its slice, number of
-the slice. Divided, because a compiler sees from a multiplication how wide a load may be."""
+the slice; one is spare, so that every tile begins at a multiple of 16 bytes. Divided, because a
+compiler sees from a multiplication how wide a load may be."""
 
 _TILE_ELEMENTS = 4096
 _INTERPRETED_TILE_ELEMENTS = 1 << 16  # numpy works on whole tiles, Python pays for each of them
@@ -72,6 +73,7 @@ class SliceTable:
     """Tiles of one codec over the slices of one flat gradient; built once for each bucket.
 
     ``names`` are those of the slices, in the order of a stochastic codec's salts.
+
     Row ``r`` of a payload begins ``payload_starts[r]`` bytes into the payload and is made by the
     tiles ``tile_starts[r]`` to ``tile_starts[r + 1]``.
     """
@@ -168,6 +170,7 @@ def _table(
                 (codes + (first + column) * shape.real) // shape.alignment,
                 number,
                 torch.tensor(len(names)),
+                torch.tensor(0),
             )
             parts.append(torch.stack([field.expand(number.shape) for field in fields], dim=-1))
             first += count
