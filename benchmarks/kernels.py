@@ -1,7 +1,6 @@
 """How fast the Triton kernels of a GPU are beside a copy, one launch for a whole bucket.
 
-Float32 gradients of `--numel` elements in nine parameters, W = 8, in rows as a two-shot exchange has
-them:
+Float32 gradients of `--numel` elements in nine parameters, W = 8, in rows of a two-shot exchange:
 
     encode   gradient + residual -> payload, new residual
     reduce   this rank's row as 8 ranks encoded it -> mean, second error into the residual
