@@ -17,6 +17,9 @@ import torch
 from forks import EVERYTHING, TORCH, fork_server
 from hypothesis import settings
 
+if not torch.cuda.is_available():  # before anything imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("ci")
 

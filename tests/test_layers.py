@@ -19,6 +19,7 @@ FORBIDDEN = {
     "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
     "topology": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings")),
     "exchange": ("lightning_dist.settings",),
+    "kernels": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("settings", "topology"))),
     "reducer": ("lightning_dist.onebit_adam",),
     "settings.py": ("lightning_dist.exchange",),
     "onebit_adam.py": (),
@@ -153,6 +154,15 @@ def loaded_after(statement: str, python: Sequence[str] = (sys.executable,)) -> s
 def test_importing_the_package_loads_nothing_that_takes_long() -> None:
     loaded = loaded_after("import lightning_dist")
     assert not loaded & {"torch", "lightning", "numpy", "accelerate", "wandb"}
+
+
+def test_triton_is_imported_where_a_kernel_is_asked_for(torch_python: list[str]) -> None:
+    loaded = loaded_after(
+        "import lightning_dist.reducer.reducer, lightning_dist.kernels", torch_python
+    )
+    own = "lightning_dist.kernels"
+    assert {name for name in loaded if name.startswith(own)} == {own, f"{own}.table"}
+    assert not {"triton"} & set(imported((PACKAGE / "kernels/table.py").read_text(), package=own))
 
 
 def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:

@@ -1,0 +1,40 @@
+"""Multi-tensor Triton kernels of block codecs: one launch per pass, whatever the number of tensors.
+
+Plain tensors in and out; nothing here knows of ``torch.distributed``. Importing this package does
+not import Triton, :func:`kernels_of` does.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_dist.codecs.base import Codec
+from lightning_dist.kernels.table import Slice, SliceTable
+
+if TYPE_CHECKING:
+    from lightning_dist.kernels.passes import TableKernels
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""
+
+
+def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
+    """The kernels of ``codec`` for gradients in ``dtype``; None where there are none.
+
+    None for codecs without device functions, for ``int4:hadamard=true`` (a matrix product), blocks
+    of more than 8192 elements, float64, and where Triton is not installed: the eager definition is
+    used instead.
+    """
+    if dtype not in GRADIENT_DTYPES or find_spec("triton") is None:
+        return None
+    from lightning_dist.kernels.passes import TableKernels
+    from lightning_dist.kernels.registry import device_codec
+
+    device = device_codec(codec)
+    return None if device is None else TableKernels(device)
+
+
+__all__ = ["GRADIENT_DTYPES", "Slice", "SliceTable", "kernels_of"]

@@ -1,0 +1,112 @@
+"""Two device functions of every codec; what they must be is in ``DeviceCodec``.
+
+The definitions are those in ``lightning_dist/codecs``, where they are explained.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_dist.kernels.device import (
+    block_scale,
+    cut_to_bfloat16,
+    in_steps,
+    largest,
+    nearest,
+    round_at_random,
+    total,
+)
+
+_FROM_E4M3: tl.constexpr = tl.constexpr(2.0**120)
+
+
+@triton.jit
+def int8_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
+    scale = block_scale(largest(x), LEVELS)
+    return scale, nearest(in_steps(x, scale))
+
+
+@triton.jit
+def int8_level(codes, LEVELS: tl.constexpr):
+    return (codes << 24) >> 24  # of two's complement in a byte
+
+
+@triton.jit
+def int4_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
+    scale = block_scale(largest(x), LEVELS)
+    return scale, nearest(in_steps(x, scale)) + LEVELS
+
+
+@triton.jit
+def offset_level(codes, LEVELS: tl.constexpr):
+    """Of codes from 0 to ``2 LEVELS``."""
+    return codes - LEVELS
+
+
+@triton.jit
+def fp8_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
+    scale = block_scale(largest(x), LEVELS)
+    return scale, _to_e4m3(in_steps(x, scale))
+
+
+@triton.jit
+def _to_e4m3(y):
+    """Half to even, ``|y| <= 448``. In integers: not every device has the format."""
+    bits = y.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Subnormal codes are multiples of 2**-9, as is the last bit of what is beside 2**14.
+    small = size.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = small.to(tl.int32, bitcast=True) - 0x46800000
+    normal = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    code = tl.where(size < (121 << 23), subnormal, normal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def fp8_level(codes, LEVELS: tl.constexpr):
+    """Exact: a multiplication by ``2**120`` moves the exponent, also of subnormal numbers."""
+    size = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * _FROM_E4M3
+    size = tl.where((codes & 0x7F) == 0x7F, float("nan"), size)
+    signed = size.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)  # 0 has a sign too
+    return signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sign_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
+    size = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    mean = total(size.to(tl.float64)) / BLOCK
+    return cut_to_bfloat16(mean.to(tl.float32)), (x >= 0).to(tl.int32)
+
+
+@triton.jit
+def sign_level(codes, LEVELS: tl.constexpr):
+    return codes * 2 - 1
+
+
+@triton.jit
+def qsgd_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
+    """``OPTION``: whether the norm is that of l2."""
+    norm = largest(x)
+    if OPTION != 0:
+        wide = x.to(tl.float64)
+        norm = tl.sqrt(total(wide * wide)).to(tl.float32)
+    scale = block_scale(norm, LEVELS)
+    return scale, round_at_random(in_steps(x, scale), keys, place) + LEVELS
+
+
+@triton.jit
+def terngrad_encode(
+    x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr
+):
+    """``OPTION``: the limit in units of the root mean square; 0 for none."""
+    limit = largest(x)
+    if OPTION != 0:
+        wide = x.to(tl.float64)
+        clip = tl.sqrt(total(wide * wide) / BLOCK) * OPTION
+        # As a comparison: NaN must stay, and an infinity must not win over it.
+        limit = tl.where(clip < limit.to(tl.float64), clip, limit.to(tl.float64)).to(tl.float32)
+    scale = block_scale(limit, LEVELS)
+    y = in_steps(x, scale)
+    y = tl.where(y < -1.0, -1.0, tl.where(y > 1.0, 1.0, y))
+    return scale, round_at_random(y, keys, place) + 1

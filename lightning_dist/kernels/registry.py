@@ -1,0 +1,80 @@
+"""Which codecs have kernels. A codec is two device functions, and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dist.codecs import FP8, QSGD, Int4, Int8, Sign, TernGrad
+from lightning_dist.codecs.base import BlockCodec, Codec
+from lightning_dist.kernels import codecs as functions
+
+
+@dataclass(frozen=True)
+class DeviceCodec:
+    """A block codec of one bfloat16 scale per block and codes of 1, 2, 4 or 8 bits, for kernels.
+
+    Args:
+        encode: ``(x, keys, place, BLOCK, LEVELS, OPTION) -> scale, codes``, a Triton function:
+            ``x (blocks, parts, width)`` float32 to ``scale (blocks, 1, 1)`` float32, cut to
+            bfloat16, and int32 codes whose lowest bits travel; ``keys (blocks, 1, 1)`` uint32 of
+            stochastic codecs and ``place (1, parts, width)`` of an element in its block.
+        level: ``(codes, LEVELS) -> ...``, a Triton function: int32 codes as they travel, without a
+            sign, to numbers that are multiplied by the scale.
+        levels, option: constants of both.
+    """
+
+    codec: BlockCodec
+    encode: Any
+    level: Any
+    levels: float = 0
+    option: float = 0
+
+
+_LARGEST_BLOCK = 8192  # elements; a program keeps whole blocks in its registers
+
+
+def device_codec(codec: Codec) -> DeviceCodec | None:
+    """The device functions of ``codec``; None where it has none."""
+    make = _DEVICE_CODECS.get(type(codec))
+    found = None if make is None else make(codec)
+    return None if found is None or found.codec.block > _LARGEST_BLOCK else found
+
+
+def _int8(codec: Int8) -> DeviceCodec:
+    return DeviceCodec(codec, functions.int8_encode, functions.int8_level, levels=127)
+
+
+def _int4(codec: Int4) -> DeviceCodec | None:
+    if codec.hadamard:  # a matrix product, whose order of adding is the library's
+        return None
+    return DeviceCodec(codec, functions.int4_encode, functions.offset_level, levels=7)
+
+
+def _fp8(codec: FP8) -> DeviceCodec:
+    return DeviceCodec(codec, functions.fp8_encode, functions.fp8_level, levels=448)
+
+
+def _sign(codec: Sign) -> DeviceCodec:
+    return DeviceCodec(codec, functions.sign_encode, functions.sign_level)
+
+
+def _qsgd(codec: QSGD) -> DeviceCodec:
+    encode, level = functions.qsgd_encode, functions.offset_level
+    return DeviceCodec(codec, encode, level, levels=codec.levels, option=codec.norm == "l2")
+
+
+def _terngrad(codec: TernGrad) -> DeviceCodec:
+    encode, level = functions.terngrad_encode, functions.offset_level
+    return DeviceCodec(codec, encode, level, levels=1, option=codec.clip_sigma)
+
+
+_DEVICE_CODECS: dict[type[Codec], Callable[[Any], DeviceCodec | None]] = {
+    Int8: _int8,
+    Int4: _int4,
+    FP8: _fp8,
+    Sign: _sign,
+    QSGD: _qsgd,
+    TernGrad: _terngrad,
+}

@@ -1,0 +1,378 @@
+"""Every kernel writes the bytes of the eager passes, in one launch for a whole bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from eager import Eager, bits, hard_numbers, laid_out, same, same_payload, span_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dist.codecs import FP8, QSGD, BlockCodec, Int4, Int8, Sign, TernGrad, TopK
+from lightning_dist.exchange.wire import views
+from lightning_dist.kernels import GRADIENT_DTYPES, Slice, SliceTable, kernels_of
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+passes = pytest.importorskip("lightning_dist.kernels.passes")
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+TABLE: list[BlockCodec] = [
+    Int8(block_size=64),
+    Int4(block_size=64),
+    FP8(block_size=64),
+    Sign(block_size=64),
+    QSGD(block_size=64),
+    TernGrad(block_size=64),
+    Int4(block_size=48),  # the bytes of a block are no power of two
+    Sign(block_size=48),
+]
+OTHERS: list[BlockCodec] = [
+    Int8(),
+    Int8(block_size=48),
+    Int4(),
+    FP8(),
+    Sign(),
+    QSGD(),
+    QSGD(bits=2, block_size=48),
+    QSGD(bits=8, norm="l2"),
+    TernGrad(block_size=80),
+    TernGrad(clip_sigma=2.5),
+]
+every_codec = pytest.mark.parametrize("codec", TABLE, ids=repr)
+
+ODD = (1, 1000, 64, 63, 2049)  # elements: no multiple of a block, fewer than a block for each rank
+
+
+@dataclass
+class Bucket:
+    """The arguments of all passes for some slices, on the device, and the eager passes of them."""
+
+    eager: Eager
+    table: SliceTable
+    flat: Tensor
+    residual: Tensor
+    scale: Tensor
+    salts: Tensor | None
+
+    @property
+    def kernels(self) -> passes.TableKernels:
+        found = kernels_of(self.eager.codec, dtype=self.flat.dtype)
+        assert found is not None
+        return found
+
+    def payload(self, rows: int) -> Tensor:
+        return torch.zeros(rows, self.table.row_bytes(0), dtype=torch.uint8, device=DEVICE)
+
+    def shards(self, count: int) -> Tensor:
+        """Payloads of ``count`` ranks: what the eager encoder says of other numbers."""
+        codec, columns = self.eager.codec, self.eager.columns
+        shards = torch.zeros(count, self.table.row_bytes(0), dtype=torch.uint8)
+        x = hard_numbers(count * columns * codec.block, seed=5)
+        keys = None
+        if codec.stochastic:
+            keys = torch.arange(count * columns, dtype=torch.int32).view(count, columns, 1)
+        encoded = codec.encode(x.view(count, columns, codec.block), keys)
+        for plane, values in zip(
+            views(shards, codec.planes(torch.float32), columns), encoded, strict=True
+        ):
+            plane.copy_(values)
+        return shards
+
+
+def bucket(
+    codec: BlockCodec,
+    slices: list[Slice],
+    *,
+    rows: int,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 8.0,
+    tile_elements: int | None = 1024,
+) -> Bucket:
+    table = SliceTable.of_rows(codec, slices, rows=rows, device=DEVICE, tile_elements=tile_elements)
+    flat = hard_numbers(span_of(slices) + 3, seed=1, dtype=dtype)
+    residual = hard_numbers(sum(part.numel for part in slices), seed=2) * 0.01
+    salts = torch.arange(len(slices), dtype=torch.int32) * 77777 - 5 if codec.stochastic else None
+    return Bucket(Eager(codec, slices, rows), table, flat, residual, torch.tensor(scale), salts)
+
+
+def on_device(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(DEVICE, copy=True)
+
+
+def check_encode(of: Bucket) -> None:
+    payload, new, finite = of.eager.encode(of.flat, of.residual, of.scale, of.salts)
+    flat, residual, scale, salts = map(on_device, (of.flat, of.residual, of.scale, of.salts))
+    own, flag = of.payload(of.table.rows), torch.tensor(True, device=DEVICE)
+    of.kernels.encode(flat, residual, scale, table=of.table, payload=own, finite=flag, salts=salts)
+    assert same_payload(of.eager, own, payload)
+    assert same(residual, new)
+    assert bool(flag) == bool(finite.all())
+    assert same(flat, of.flat)
+
+
+def check_reduce(of: Bucket, *, row: int, world_size: int) -> None:
+    shards = of.shards(world_size)
+    mean = of.eager.reduce(shards, row, of.salts)
+    new = of.eager.carry(of.residual, of.scale, shards, mean, row)
+    residual, scale, salts = map(on_device, (of.residual, of.scale, of.salts))
+    out = of.payload(1)
+    of.kernels.reduce(
+        shards.to(DEVICE),
+        out,
+        table=of.table,
+        row=row,
+        residual=residual,
+        scale=scale,
+        salts=salts,
+    )
+    assert same_payload(of.eager, out, mean)
+    assert same(residual, new)
+
+
+def check_decode(of: Bucket, *, count: int) -> None:
+    weight = 1 / count
+    payloads = of.shards(count * of.table.rows)
+    new = of.eager.decode(payloads, of.flat, weight)
+    flat = on_device(of.flat)
+    of.kernels.decode(payloads.to(DEVICE), flat, table=of.table, weight=weight)
+    assert same(flat, new)
+
+
+def check(of: Bucket) -> None:
+    world_size = of.table.rows
+    check_encode(of)
+    check_reduce(of, row=world_size - 1, world_size=world_size)
+    check_decode(of, count=1)
+
+
+@every_codec
+def test_kernels_write_the_bytes_of_the_eager_passes(codec: BlockCodec) -> None:
+    check(bucket(codec, laid_out(*ODD, gap=1), rows=3))
+
+
+@every_codec
+def test_two_ranks_gather_whole_payloads(codec: BlockCodec) -> None:
+    of = bucket(codec, laid_out(*ODD), rows=1)
+    check_encode(of)
+    check_decode(of, count=2)
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_gradients_of_every_dtype(dtype: torch.dtype) -> None:
+    check(bucket(Int8(block_size=64), laid_out(1000, 65), rows=2, dtype=dtype))
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_a_block_that_is_not_finite_keeps_its_residual(codec: BlockCodec, bad: float) -> None:
+    """The others are committed, and all ranks see its scale."""
+    of = bucket(codec, laid_out(1000), rows=2)
+    of.flat[5] = bad
+    before = of.residual.clone()
+    check_encode(of)
+    payload, new, finite = of.eager.encode(of.flat, of.residual, of.scale, of.salts)
+    assert finite.logical_not().sum() == 1
+    assert new is not None
+    assert same(new[: codec.block], before[: codec.block])
+    shards = torch.cat([payload[:1], of.payload(1).cpu()])
+    mean = of.payload(1)
+    residual = on_device(of.residual)
+    of.kernels.reduce(
+        on_device(shards),
+        mean,
+        table=of.table,
+        row=0,
+        residual=residual,
+        scale=on_device(of.scale),
+        salts=on_device(of.salts),
+    )
+    flat = on_device(of.flat)
+    of.kernels.decode(torch.cat([mean, mean]), flat, table=of.table)
+    assert not flat[: codec.block].isfinite().any()
+    assert flat[codec.block : 2 * codec.block].isfinite().all()
+    assert residual[: codec.block].isfinite().all()
+
+
+@every_codec
+def test_numbers_that_are_tiny_or_huge(codec: BlockCodec) -> None:
+    of = bucket(codec, laid_out(900), rows=2, scale=2.0**-3)
+    for start, size in enumerate((2.0**-149, 2.0**-135, 2.0**-126, 1e-30, 1e30, 3.4e38)):
+        of.flat[start * 128 : start * 128 + 128] = size
+        of.flat[start * 128 + 1 : start * 128 + 100 : 3] *= -0.3
+    of.residual *= 1e-3
+    check(of)
+
+
+@every_codec
+def test_without_residual(codec: BlockCodec) -> None:
+    of = bucket(codec, laid_out(300, 70), rows=2)
+    payload, _, _ = of.eager.encode(of.flat, None, of.scale, of.salts)
+    own = of.payload(2)
+    of.kernels.encode(
+        on_device(of.flat),
+        None,
+        on_device(of.scale),
+        table=of.table,
+        payload=own,
+        salts=on_device(of.salts),
+    )
+    assert same_payload(of.eager, own, payload)
+
+
+@pytest.mark.parametrize("codec", [Int8(block_size=64), QSGD(block_size=64)], ids=repr)
+@pytest.mark.parametrize("ok", [True, False])
+def test_state_that_is_committed_later_is_the_same(codec: BlockCodec, ok: bool) -> None:
+    """For steps that may be skipped: ``commit`` and ``carry`` compute it again."""
+    of = bucket(codec, laid_out(500, 130), rows=2)
+    flat, scale, salts = map(on_device, (of.flat, of.scale, of.salts))
+    now, later = on_device(of.residual), on_device(of.residual)
+    own, again, mean = of.payload(2), of.payload(2), of.payload(1)
+    of.kernels.encode(flat, now, scale, table=of.table, payload=own, salts=salts)
+    of.kernels.reduce(own, mean, table=of.table, row=1, residual=now, scale=scale, salts=salts)
+
+    of.kernels.encode(flat, later, scale, table=of.table, payload=again, salts=salts, commit=False)
+    of.kernels.reduce(again, of.payload(1), table=of.table, row=1, salts=salts)
+    assert same(later, of.residual)
+    flag = torch.tensor(ok, device=DEVICE)
+    of.kernels.commit(flat, later, scale, flag, table=of.table, salts=salts)
+    of.kernels.carry(again, later, scale, flag, table=of.table, row=1, salts=salts)
+    assert torch.equal(own, again)
+    assert same(later, now if ok else of.residual)
+
+
+@pytest.mark.parametrize("codec", [Int8(block_size=64), Sign(block_size=48)], ids=repr)
+def test_sums_of_squares(codec: BlockCodec) -> None:
+    of = bucket(codec, laid_out(500, 130), rows=2)
+    of.flat.copy_(torch.randn(len(of.flat), generator=torch.Generator().manual_seed(3)))
+    of.flat[0] = torch.nan
+    _, new, _ = of.eager.encode(of.flat, of.residual, of.scale, of.salts)
+    sums = torch.zeros(len(of.table.tiles), 2, dtype=torch.float64, device=DEVICE)
+    of.kernels.encode(
+        on_device(of.flat),
+        on_device(of.residual),
+        on_device(of.scale),
+        table=of.table,
+        payload=of.payload(2),
+        salts=on_device(of.salts),
+        sums=sums,
+    )
+    assert new is not None
+    wanted = []
+    for part in of.eager.slices:
+        grad = of.flat[part.offset : part.offset + part.numel].double()
+        before, after = (x[part.memory : part.memory + part.numel] for x in (of.residual, new))
+        pending, error = grad + before.double() * of.scale, after.double() * of.scale
+        first = codec.block if part.offset == 0 else 0
+        wanted.append([x[first:].square().sum() for x in (pending, error)])
+    torch.testing.assert_close(sums.sum(0).cpu(), torch.tensor(wanted).sum(0), rtol=1e-5, atol=0)
+
+
+def test_every_pass_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of parameters, of ranks and of tiles."""
+    launches = []
+    monkeypatch.setattr(passes, "_launch", lambda kernel, *_, **__: launches.append(kernel))
+    for rows, slices in ((2, laid_out(100)), (8, laid_out(*range(1, 400)))):
+        of = bucket(Int8(block_size=64), slices, rows=rows)
+        launches.clear()
+        of.kernels.encode(of.flat, of.residual, of.scale, table=of.table, payload=of.payload(rows))
+        shards = of.payload(rows)
+        of.kernels.reduce(
+            shards, of.payload(1), table=of.table, row=1, residual=of.residual, scale=of.scale
+        )
+        of.kernels.decode(shards, of.flat, table=of.table)
+        assert len(launches) == 3
+
+
+def test_compiling_ahead_changes_nothing() -> None:
+    of = bucket(Int8(block_size=64), laid_out(100), rows=2)
+    flat, residual, own = on_device(of.flat), on_device(of.residual), of.payload(2)
+    ahead = of.kernels.compiling()
+    ahead.encode(flat, residual, on_device(of.scale), table=of.table, payload=own)
+    ahead.decode(own, flat, table=of.table)
+    assert same(flat, of.flat)
+    assert same(residual, of.residual)
+    assert not own.any()
+
+
+def test_tiles_change_no_bits() -> None:
+    results = []
+    for tile_elements in (64, 256, 1 << 16):
+        of = bucket(Int8(block_size=64), laid_out(1000, 7), rows=2, tile_elements=tile_elements)
+        own, residual = of.payload(2), on_device(of.residual)
+        of.kernels.encode(
+            on_device(of.flat), residual, on_device(of.scale), table=of.table, payload=own
+        )
+        results.append((own, bits(residual)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_shares_of_any_size_follow_each_other() -> None:
+    """As inside a host: every owner has other slices, and perhaps none."""
+    codec = Int8(block_size=64)
+    slices = laid_out(500, 130, 64)
+    shares = [slices[:2], [], slices[2:]]
+    table = SliceTable.of_shares(codec, shares, device=DEVICE)
+    flat = hard_numbers(span_of(slices), seed=1)
+    payload = torch.zeros(table.payload_bytes, dtype=torch.uint8, device=DEVICE)
+    kernels = kernels_of(codec, dtype=flat.dtype)
+    assert kernels is not None
+    kernels.encode(
+        on_device(flat), None, torch.ones((), device=DEVICE), table=table, payload=payload
+    )
+    parts = payload.split([table.row_bytes(row) for row in range(3)])
+    assert [len(part) > 0 for part in parts] == [True, False, True]
+    for share, part in zip(shares, parts, strict=True):
+        if share:
+            eager = Eager(codec, share, 1)
+            expected, _, _ = eager.encode(flat, None, torch.ones(()), None)
+            assert same_payload(eager, part.unsqueeze(0), expected)
+    back = on_device(torch.zeros_like(flat))
+    kernels.decode(payload, back, table=table)
+    assert (back.cpu() - flat).abs().max() <= flat.abs().max() / 200
+
+
+def test_gradients_that_have_no_kernels() -> None:
+    assert kernels_of(Int8(), dtype=torch.float64) is None
+    assert kernels_of(Int4(hadamard=True), dtype=torch.float32) is None
+    assert kernels_of(Int8(block_size=16384), dtype=torch.float32) is None
+    assert kernels_of(TopK(), dtype=torch.float32) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("codec", [*TABLE, *OTHERS], ids=repr)
+def test_every_world_size(codec: BlockCodec, rows: int) -> None:
+    dtype = GRADIENT_DTYPES[rows % 3]
+    check(bucket(codec, laid_out(*ODD, gap=1), rows=rows, dtype=dtype))
+
+
+@pytest.mark.slow
+@every_codec
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_bucket(codec: BlockCodec, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 1500), min_size=1, max_size=5))
+    gap = data.draw(st.integers(0, 17))
+    rows = data.draw(st.integers(1, 5))
+    dtype = data.draw(st.sampled_from(GRADIENT_DTYPES))
+    scale = data.draw(st.sampled_from([1.0, 2.0**-20, 3.0, 65536.0]))
+    slices = laid_out(*sizes, gap=gap)
+    of = bucket(codec, slices, rows=rows, dtype=dtype, scale=scale, tile_elements=None)
+    for place, value in data.draw(st.lists(_SPIKES, max_size=4)):
+        of.flat[place % len(of.flat)] = value
+    check(of)
+
+
+_SPIKES = st.tuples(
+    st.integers(0, 10000),
+    st.one_of(
+        st.floats(-1e4, 1e4), st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e-44, 3e38])
+    ),
+)
