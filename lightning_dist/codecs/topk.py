@@ -145,10 +145,13 @@ def largest(x: Tensor, k: int) -> Tensor:
     else:
         limit = bits.topk(k, sorted=False).values.amin(-1, keepdim=True)
     chosen = bits >= limit
-    if int(chosen.sum()) > limit.numel() * k:
-        equal = bits == limit
-        needed = k - (bits > limit).sum(-1, keepdim=True)
-        chosen &= ~equal | (equal.cumsum(-1) <= needed)
+    tied = chosen.sum(-1) > k
+    if tied.any():
+        some, least = bits[tied], limit[tied]
+        needed = k - (some > least).sum(-1, keepdim=True)
+        equal = some == least
+        order = equal.cumsum(-1, dtype=torch.int16)  # a block has up to 4096 elements
+        chosen[tied] = (some > least) | (equal & (order <= needed))
     return (chosen.flatten().nonzero() % bits.shape[-1]).view(*bits.shape[:-1], k)
 
 
