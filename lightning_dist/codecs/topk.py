@@ -21,7 +21,8 @@ class TopK(BlockCodec):
 
     ``|C(x) - x|^2 <= (1 - k/block) |x|^2``. Blocks rather than the whole tensor: the error is the
     same within 1 % (0.917 for 0.915 at 1 % of Gaussian numbers), the search is many times faster
-    and a place needs 12 bits, two of them three bytes, for which ``k`` is rounded up to even.
+    and a place needs 12 bits, two of them three bytes, for which ``k`` is rounded up to even. Of
+    equal magnitudes the first are sent.
     ``values``: ``"bf16"``, ``"fp32"``, or ``"int8"`` with one bfloat16 scale a block.
 
     Wire bytes per rank and step: ``(W-1) * n k/block * 3.5`` (bf16), which grows with W because
