@@ -36,7 +36,7 @@ from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
-from lightning_dist.codecs import CODECS, BlockCodec, resolve_codec
+from lightning_dist.codecs import CODECS, resolve_codec
 from lightning_dist.reducer.alone import Passes, make_passes
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 
@@ -51,7 +51,7 @@ def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes
     cases = {}
     for name in names:
         codec = resolve_codec(name)
-        fusable = isinstance(codec, BlockCodec) and codec.fusable and not codec.lossless
+        fusable = codec.fusable and not codec.lossless
         choices = (True, False) if codec.keeps_residual else (False,)
         for feedback in choices[:1] if codec.momentum_correction else choices:
             for mode in ("eager", "fused") if fusable else ("eager",):

@@ -37,6 +37,17 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class Native:
+    """Passes of a codec in ``reducer/native.cpp``, and what they are told of it."""
+
+    functions: str  # their names begin with it
+    planes: tuple[str, ...]  # of the payload, as the C++ calls them
+    values: torch.dtype
+    k: int  # elements that are sent of every block
+    gain: float = 1.0  # what is sent -> what it stands for
+
+
+@dataclass(frozen=True)
 class Codec(ABC):
     """What ``codec=`` takes. Subclasses are frozen dataclasses of their hyperparameters.
 
@@ -70,6 +81,7 @@ class Codec(ABC):
     min_numel: ClassVar[int] = 0
     keeps_residual: ClassVar[bool] = False
     bit_exact: ClassVar[bool] = True
+    fusable: ClassVar[bool] = False  # whether its passes can be compiled
 
     @property
     def contraction(self) -> bool:
@@ -114,7 +126,12 @@ class BlockCodec(Codec):
 
     stochastic: ClassVar[bool] = False
     shared_keys: ClassVar[bool] = False
-    fusable: ClassVar[bool] = True  # whether a compiler can make one loop of encode and decode
+    fusable: ClassVar[bool] = True
+
+    @property
+    def native(self) -> Native | None:
+        """The C++ passes of the codec; None: torch's compiler can make one loop of each."""
+        return None
 
     @property
     def block(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import noise
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, ExchangeName, Native, Payload, Plane
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class RandomK(BlockCodec):
     min_numel: ClassVar[int] = 4096
     stochastic: ClassVar[bool] = True
     shared_keys: ClassVar[bool] = True
-    fusable: ClassVar[bool] = False  # a scatter is not one loop
 
     def __post_init__(self) -> None:
         ratio: object = self.ratio
@@ -64,6 +63,11 @@ class RandomK(BlockCodec):
     def k(self) -> int:
         """Elements that are sent of every block."""
         return max(1, round(self.ratio * self.block_size))
+
+    @property
+    def native(self) -> Native:
+        gain = self.block_size / self.k if self.unbiased else 1.0
+        return Native("randomk", ("values",), torch.float32, self.k, gain)
 
     @property
     def keeps_residual(self) -> bool:  # type: ignore[override]  # depends on a hyperparameter

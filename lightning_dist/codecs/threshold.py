@@ -43,6 +43,7 @@ class Threshold(Codec):
     exchange: ClassVar[ExchangeName] = "gather"
     min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
+    fusable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         tau: object = self.tau
@@ -63,14 +64,18 @@ class Threshold(Codec):
     def value_dtype(self) -> torch.dtype:
         return _VALUES[self.values]
 
-    def select(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """``x (n,)`` -> indices ``(k,)`` int64, ascending, and values ``(k,)``; NaN is taken."""
+    def limit(self, x: Tensor, scale: Tensor) -> Tensor:
+        """0-d: the largest magnitude that is not sent."""
         unit = scale
         if self.unit == "rms":
             norm = torch.linalg.vector_norm(x, dtype=torch.float64)
             unit = (norm / max(1, x.numel()) ** 0.5).to(x.dtype)
+        return self.tau * unit
+
+    def select(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """``x (n,)`` -> indices ``(k,)`` int64, ascending, and values ``(k,)``; NaN is taken."""
         size = x.abs()
-        large = ~(size <= self.tau * unit) | ~size.isfinite()
+        large = ~(size <= self.limit(x, scale)) | ~size.isfinite()
         indices = large.nonzero().flatten()
         return indices, x[indices].to(self.value_dtype)
 

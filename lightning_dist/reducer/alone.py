@@ -16,7 +16,7 @@ from lightning_dist.exchange.channel import Channel, Pending
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
-from lightning_dist.reducer.fusing import Variant, fused_passes
+from lightning_dist.reducer.fusing import Variant, compiled_sparse_passes, fused_passes
 from lightning_dist.reducer.kernels import Factors, Kernels
 from lightning_dist.reducer.low_rank import LowRankChunk
 from lightning_dist.reducer.memory import memory_of
@@ -135,7 +135,9 @@ class BlockPasses(Passes):
 class ChunkPasses(Passes):
     """Codecs that see whole matrices or whole buckets, alone in a group of one rank."""
 
-    def __init__(self, codec: Codec, *, feedback: bool, device: torch.device, chunks: int) -> None:
+    def __init__(
+        self, codec: Codec, *, feedback: bool, fused: bool, device: torch.device, chunks: int
+    ) -> None:
         self.codec, self.feedback = codec, feedback
         self.numel = chunks * CHUNK_ELEMENTS
         generator = torch.Generator().manual_seed(_SEED)
@@ -156,7 +158,8 @@ class ChunkPasses(Passes):
             self.chunk = LowRankChunk(codec, **whole)
         else:
             assert isinstance(codec, Threshold), codec
-            self.chunk = SparseChunk(codec, **whole)
+            compiled = compiled_sparse_passes(device) if fused else None
+            self.chunk = SparseChunk(codec, compiled=compiled, **whole)
         self.scale = torch.ones((), device=device)
         self.step = 0
 
@@ -223,4 +226,4 @@ def make_passes(
             chunks=chunks,
             received=received,
         )
-    return ChunkPasses(codec, feedback=feedback, device=device, chunks=chunks)
+    return ChunkPasses(codec, feedback=feedback, fused=fused, device=device, chunks=chunks)

@@ -54,7 +54,8 @@ class BlockPlan:
 
     def _pieces(self, slots: Sequence[Slot], bucket: Tensor) -> Iterator[list[Piece]]:
         rows, codec = self.rows, self.codec
-        limit = max(1, chunk_elements(rows) // codec.block)
+        sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
+        limit = max(1, chunk_elements(rows, sparse=sparse) // codec.block)
         if codec.exchange == "allreduce":
             limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
         pieces: list[Piece] = []

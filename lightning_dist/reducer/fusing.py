@@ -1,5 +1,7 @@
 """Fused kernels: each pass of ``kernels.py`` as one loop over memory, compiled at set-up.
 
+Sparse codecs have C++ of our own (``native.py``), the others torch's compiler.
+
 torch.compile's own front end is not used: it guards on every property of every argument and would
 recompile, inside a backward pass, when DDP changes its buckets. Here a pass is traced once with the
 number of blocks and all strides symbolic and handed to the same code generator (C++ on CPU, Triton
@@ -24,8 +26,11 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.noise import block_keys
+from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.reducer.kernels import Passes, compute_dtype
+from lightning_dist.reducer.native import NativeSparsePasses, block_passes
+from lightning_dist.reducer.sparse import SparsePasses
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +89,9 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
     start = time.perf_counter()
     fused: dict[str, Pass] = {}
     try:
-        for name, arguments in _examples(variant).items():
-            eager = getattr(variant.passes, name)
-            compiled = _compile(eager, arguments)
-            if _agrees(compiled, eager, arguments):
+        examples = _examples(variant)
+        for name, compiled in _compiled(variant, examples).items():
+            if _agrees(compiled, getattr(variant.passes, name), examples[name]):
                 fused[name] = compiled
             else:
                 log.warning("the fused %s pass differs from the eager one: not used", name)
@@ -97,6 +101,51 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
     codec = variant.passes.codec.name
     log.info("compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
     return fused
+
+
+def _compiled(
+    variant: Variant, examples: Mapping[str, tuple[Any, ...]]
+) -> Mapping[str, Callable[..., None]]:
+    if variant.passes.codec.native is None:
+        return {
+            name: _compile(getattr(variant.passes, name), arguments)
+            for name, arguments in examples.items()
+        }
+    if variant.device.type != "cpu":
+        return {}
+    compiled = block_passes(variant.passes, variant.dtype, variant.received)
+    return {name: compiled[name] for name in examples if name in compiled}
+
+
+def compiled_sparse_passes(device: torch.device) -> SparsePasses | None:
+    """Compiled passes of ``threshold``. None, with a warning, where the tool chain fails."""
+    if device.type != "cpu":
+        return None
+    with _one_at_a_time:
+        try:
+            compiled = NativeSparsePasses()
+            results = [_sparse_example(passes) for passes in (compiled, SparsePasses())]
+        except Exception as error:  # as above
+            log.warning("compiling failed, threshold stays eager (same bytes, slower): %s", error)
+            return None
+    if not all(map(torch.equal, *results)):
+        log.warning("the compiled passes of threshold differ from the eager ones: not used")
+        return None
+    return compiled
+
+
+@torch.no_grad()
+def _sparse_example(passes: SparsePasses) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    pending, residual = torch.randn(2, 5000, generator=generator).unbind()
+    scale = torch.tensor(3.0)
+    passes.add_residual(pending, residual, scale)
+    payload = passes.select(Threshold(), pending, scale, offset=0, numel=len(pending))
+    passes.scatter(pending, payload, weight=-1.0)
+    passes.keep(pending, residual, scale)
+    for _ in range(2):
+        passes.scatter(pending, payload, weight=1 / 3)
+    return [pending, residual, *payload]
 
 
 def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
@@ -165,7 +214,11 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         buffer = torch.zeros(
             of, row_bytes(planes, blocks), dtype=torch.uint8, device=variant.device
         )
-        return tuple(plane[:, :_BLOCKS] for plane in views(buffer, planes, blocks))
+        made = tuple(plane[:, :_BLOCKS] for plane in views(buffer, planes, blocks))
+        x = torch.randn((of, _BLOCKS, codec.block), generator=generator).to(variant.device)
+        for plane, encoded in zip(made, codec.encode(x, keys(of)), strict=True):
+            plane.copy_(encoded)
+        return made
 
     grad = dense(variant.dtype, 1, 1.0)
     kinds = variant.passes.memory.kinds

@@ -21,7 +21,7 @@ from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.reducer.memory import Memory, State
 
 _CACHE_ELEMENTS = 1 << 16  # 256 KB of float32 and its temporaries stay in a core's cache
-_FUSED_FROM_BLOCKS = 16  # below, calling a compiled kernel costs more than running it
+_FUSED_FROM_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,8 @@ class Kernels:
         self.codec, self.memory = codec, memory
         self.passes = Passes(codec, memory, factors, world_size)
         self._fused: dict[str, Callable[..., None]] = {}
+        # With fewer blocks, what torch's compiler has made costs more to call than to run.
+        self._fused_from = 1 if codec.native else _FUSED_FROM_BLOCKS
 
     def encode(
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
@@ -209,7 +211,7 @@ class Kernels:
     def _call(self, name: str, *tensors: Any) -> None:
         first = _tensors(tensors)[0]
         rows, blocks, _ = first.shape
-        if name in self._fused and blocks >= _FUSED_FROM_BLOCKS:
+        if name in self._fused and blocks >= self._fused_from:
             self._fused[name](*tensors)
             return
         # A GPU wants one launch, a CPU pieces that stay in its cache.

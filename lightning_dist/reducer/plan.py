@@ -25,7 +25,7 @@ from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.fragments import fragments
-from lightning_dist.reducer.fusing import Variant, fused_passes
+from lightning_dist.reducer.fusing import Variant, compiled_sparse_passes, fused_passes
 from lightning_dist.reducer.hierarchical import Inside
 from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
 from lightning_dist.reducer.low_rank import LowRankChunk
@@ -34,7 +34,7 @@ from lightning_dist.reducer.network import Network, Within
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.scratch import PayloadMemory, Scratch
 from lightning_dist.reducer.share_plan import SharePlan
-from lightning_dist.reducer.sparse import SparseChunk
+from lightning_dist.reducer.sparse import SparseChunk, SparsePasses
 from lightning_dist.reducer.state import ReducerState
 
 
@@ -63,6 +63,7 @@ class Planner:
         self._intra, self._whole = intra, whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._inside: dict[tuple[BlockCodec, torch.dtype], Inside] = {}
+        self._sparse: SparsePasses | None = None  # compiled
         self._scratch = Scratch(network.device)
         self._immediate = immediate
         self._payloads = PayloadMemory(network.device) if immediate else None
@@ -112,6 +113,8 @@ class Planner:
     def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels for gradients of ``dtypes``, where that helps."""
         within = self.network.within
+        if within is None and isinstance(codec, Threshold):
+            self._sparse = compiled_sparse_passes(self.network.device)
         for dtype in dtypes:
             if within is None and isinstance(codec, BlockCodec):
                 plan = self._blocks(codec, dtype)
@@ -128,6 +131,7 @@ class Planner:
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         own = any(kernels.is_fused for kernels in self._kernels.values())
+        own = own or self._sparse is not None
         return own or (self._across is not None and self._across.is_fused)
 
     def keeps_state(self, codec: Codec) -> bool:
@@ -206,7 +210,7 @@ class Planner:
         if isinstance(codec, PowerSGD):
             return [LowRankChunk(codec, **whole)]
         assert isinstance(codec, Threshold), codec
-        return [SparseChunk(codec, **whole)]
+        return [SparseChunk(codec, compiled=self._sparse, **whole)]
 
     @property
     def nbytes(self) -> int:

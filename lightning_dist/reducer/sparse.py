@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -23,6 +24,33 @@ from lightning_dist.reducer.state import ReducerState
 _INT32_PLACES = 1 << 31
 
 
+class SparsePasses:
+    """Arithmetic on flat tensors: what was owed added, selected, what is owed kept, scattered."""
+
+    def add_residual(self, pending: Tensor, residual: Tensor, scale: Tensor) -> None:
+        # Not addcmul_, which rounds once only where the machine can.
+        pending.add_(residual * scale)
+
+    def select(
+        self, codec: Threshold, pending: Tensor, scale: Tensor, *, offset: int, numel: int
+    ) -> Payload:
+        """Places in the bucket, which has ``numel`` elements, and values."""
+        where, values = codec.select(pending, scale)
+        return placed_at(where, offset, numel=numel), values
+
+    def keep(self, pending: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+        """What is left of ``pending`` becomes the residual where it is finite, and it zero."""
+        if residual is not None:
+            left = pending / scale
+            residual.copy_(torch.where(left.isfinite(), left, residual))
+        pending.zero_()
+
+    def scatter(self, pending: Tensor, payload: Payload, *, weight: float) -> None:
+        """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
+        places, values = payload
+        pending.index_add_(0, places, values.to(pending.dtype), alpha=weight)
+
+
 class SparseChunk(Chunk):
     """All parameters of one bucket that the codec compresses. Indices count from its start."""
 
@@ -35,6 +63,7 @@ class SparseChunk(Chunk):
         network: Network,
         state: ReducerState,
         error_feedback: bool,
+        compiled: SparsePasses | None = None,
     ) -> None:
         self._codec, self._slots, self._bucket = codec, slots, bucket
         self._exchange = GatherVariable(channel=network.data, topology=network.topology)
@@ -44,6 +73,8 @@ class SparseChunk(Chunk):
             state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
             for slot in (slots if error_feedback else ())
         ]
+        # Compiled passes are of float32.
+        self._passes = compiled if compiled and dtype == torch.float32 else SparsePasses()
         same = dtype == bucket.dtype
         self._pending = bucket if same else torch.zeros_like(bucket, dtype=dtype)
 
@@ -54,15 +85,14 @@ class SparseChunk(Chunk):
             if self._pending is not self._bucket:
                 pending.copy_(slot.of(self._bucket))
             if self._residuals:
-                pending.addcmul_(self._residuals[i], scale)
-        chosen = [self._codec.select(slot.of(self._pending), scale) for slot in self._slots]
-        offsets = [slot.offset for slot in self._slots]
-        numel = self._bucket.numel()
-        indices = [
-            placed_at(where, offset, numel=numel)
-            for (where, _), offset in zip(chosen, offsets, strict=True)
+                self._passes.add_residual(pending, self._residuals[i], scale)
+        numel, pending = self._bucket.numel(), self._pending
+        chosen = [
+            self._passes.select(self._codec, s.of(pending), scale, offset=s.offset, numel=numel)
+            for s in self._slots
         ]
-        self._own: Payload = torch.cat(indices), torch.cat([values for _, values in chosen])
+        places, values = zip(*chosen, strict=True)
+        self._own: Payload = torch.cat(places), torch.cat(values)
 
     @override
     def finite(self) -> Tensor:
@@ -106,24 +136,17 @@ class SparseChunk(Chunk):
     def settle(self, scale: Tensor) -> None:
         self.wait()
         if self._residuals:
-            self._add(self._own, weight=-1.0)
-            for slot, residual in zip(self._slots, self._residuals, strict=True):
-                lost = slot.of(self._pending) / scale
-                residual.copy_(torch.where(lost.isfinite(), lost, residual))
-        for slot in self._slots:
-            slot.of(self._pending).zero_()
+            self._passes.scatter(self._pending, self._own, weight=-1.0)
+        for slot, residual in zip_longest(self._slots, self._residuals):
+            self._passes.keep(slot.of(self._pending), residual, scale)
+        # In rank order: within one payload places are distinct.
         for payload in self._exchange.payloads:
-            self._add(payload, weight=self._share)
+            self._passes.scatter(self._pending, payload, weight=self._share)
         if self._pending is not self._bucket:
             for slot in self._slots:
                 slot.of(self._bucket).copy_(slot.of(self._pending))
         self._exchange.release()
         self._own = ()
-
-    def _add(self, payload: Payload, *, weight: float) -> None:
-        indices, values = payload
-        # Indices of one payload are distinct, so the order of additions is that of the payloads.
-        self._pending.index_add_(0, indices, values.to(self._pending.dtype), alpha=weight)
 
     @property
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from samples import gradients
 
 from lightning_dist.codecs import FP8, Int4, Sign, TopK
 from lightning_dist.codecs.scales import pack, unpack
-from lightning_dist.codecs.topk import pack_places, unpack_places
+from lightning_dist.codecs.topk import largest, pack_places, unpack_places
 
 
 @given(data=st.data())
@@ -78,6 +79,20 @@ def test_topk(data: st.DataObject) -> None:
         assert len(set(places)) == codec.k
         assert np.array_equal(block[places], sent)
         assert np.array_equal(np.sort(np.abs(sent)), np.sort(np.abs(block))[-codec.k :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [64, 4096])
+@given(k=st.sampled_from([2, 4, 42, 64]), few=st.booleans(), seed=st.integers(0, 2**16))
+def test_of_equal_magnitudes_the_first_are_taken(
+    dtype: torch.dtype, size: int, k: int, few: bool, seed: int
+) -> None:
+    """In ascending order, in blocks with and without equal ones, of a few numbers or mostly 0."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 2, size, generator=generator, dtype=dtype)
+    x[0] = torch.where(x[0].abs() > 2.5, x[0], 0.0) if few else x[0].round()
+    order = np.argsort(-x.abs().numpy(), axis=-1, kind="stable")
+    assert np.array_equal(largest(x, k).numpy(), np.sort(order[..., :k], axis=-1))
 
 
 def test_topk_takes_nan_and_inf_first() -> None:

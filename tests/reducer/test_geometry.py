@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dist.codecs import DGC, TopK
+from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS, chunk_elements
 from lightning_dist.reducer.geometry import Grid, Span
 
 grids = st.builds(
@@ -80,3 +82,14 @@ def test_more_ranks_than_blocks() -> None:
     (span,) = Grid(numel=300, rows=4, block=256).spans(100)
     assert not span.direct
     assert list(span.filled()) == [(0, 0, 256), (1, 256, 44)]
+
+
+def test_small_payloads_travel_together() -> None:
+    """A message costs as much as many KB; other payloads stay in chunks that overlap."""
+    for codec in (TopK(ratio=0.1), TopK(), DGC()):
+        sparse = codec.wire_bytes(codec.block) / codec.block
+        elements = chunk_elements(1, sparse=sparse)
+        assert elements * sparse >= (1 << 16) - codec.block
+        assert elements == CHUNK_ELEMENTS or elements * sparse <= 1 << 16
+    assert chunk_elements(1) == chunk_elements(1, sparse=1.0) == CHUNK_ELEMENTS
+    assert chunk_elements(64) == 64 << 15

@@ -268,7 +268,8 @@ def simulate_step(
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
         total = bucket.elements
-        largest = shares * chunk_elements(world if second else 1)
+        sparse = cost.wire if cost.exchange == "gather" else 0.0
+        largest = shares * chunk_elements(world if second else 1, sparse=sparse)
         if cost.exchange == "allreduce" and scenario.form == FLAT:
             largest = ceil(total)  # as DDP, one collective a bucket
         sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]

@@ -1,0 +1,247 @@
+"""Compiled passes of the sparse codecs: a search and a scatter are no loop for torch's compiler.
+
+``native.cpp`` is compiled at set-up with the compiler that torch uses, once for a machine, and kept
+in the folder where torch keeps compiled kernels. Its functions run on one thread, without Python's
+lock, and give the bytes of the eager passes; of NaN only that it is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import getpass
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.codecs.base import Payload
+from lightning_dist.codecs.scales import HEADROOM
+from lightning_dist.codecs.threshold import Threshold
+from lightning_dist.reducer.kernels import Passes
+from lightning_dist.reducer.memory import MomentumCorrection, State
+from lightning_dist.reducer.sparse import SparsePasses, place_dtype
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_OPTIONS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
+_VALUES = (torch.bfloat16, torch.float32, torch.int8)  # in the order of ValueType
+_KINDS = ((), ("residual",), ("residual", "momentum"))
+
+
+class _Call(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("grad", "residual", "velocity", "keys", "scale")),
+        *((name, c_int64) for name in ("blocks", "block", "k", "values", "received")),
+        *((name, c_float) for name in ("momentum", "encode_factor", "own_factor", "weight")),
+        *((name, c_float) for name in ("gain", "per_level")),
+    )
+
+
+class _Planes(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("places", "values", "scales"))
+
+
+def block_passes(
+    passes: Passes, dtype: torch.dtype, received: int
+) -> dict[str, Callable[..., None]]:
+    """Compiled passes by name for gradients of ``dtype``; none where the C++ has none.
+
+    Raises:
+        OSError: there is no compiler, or no folder.
+        RuntimeError: the compiler has failed.
+    """
+    codec, memory, factors = passes.codec, passes.memory, passes.factors
+    native = codec.native
+    linear = codec.exchange == "allreduce"  # whose payloads are added densely elsewhere
+    if native is None or dtype != torch.float32 or memory.kinds not in _KINDS:
+        return {}
+    if linear and received > 1:
+        return {}
+    library, planes = _library(), native.planes
+    run_encode = getattr(library, f"{native.functions}_encode")
+    run_encode_and_commit = getattr(library, f"{native.functions}_encode_and_commit")
+    run_settle = getattr(library, f"{native.functions}_settle")
+
+    def call(grad: Tensor, state: State, scale: Tensor, keys: Tensor | None) -> _Call:
+        residual, velocity = (*(_pointer(held) for held in state), None, None)[:2]
+        return _Call(
+            grad=_pointer(grad),
+            residual=residual,
+            velocity=velocity,
+            keys=None if keys is None else _pointer(keys),
+            scale=scale.data_ptr(),
+            blocks=grad.shape[1],
+            block=codec.block,
+            k=native.k,
+            values=_VALUES.index(native.values),
+            momentum=memory.momentum if isinstance(memory, MomentumCorrection) else 0.0,
+            encode_factor=factors.encode,
+            own_factor=factors.own,
+            weight=factors.mean,
+            gain=native.gain,
+            per_level=HEADROOM / 127,
+        )
+
+    def planes_of(payload: Payload) -> _Planes:
+        return _Planes(**dict(zip(planes, map(_pointer, payload), strict=False)))
+
+    def encode(
+        grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        run_encode(byref(call(grad, state, scale, keys)), byref(planes_of(own)))
+
+    def encode_and_commit(
+        grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        run_encode_and_commit(byref(call(grad, state, scale, keys)), byref(planes_of(own)))
+
+    def settle(
+        grad: Tensor,
+        state: State,
+        scale: Tensor,
+        keys: Tensor | None,
+        own: Payload,
+        payloads: tuple[Payload, ...],
+    ) -> None:
+        given = call(grad, state, scale, keys)
+        given.received = len(payloads)
+        others = (_Planes * len(payloads))(*map(planes_of, payloads))
+        run_settle(byref(given), byref(planes_of(own)), others)
+
+    return {"encode": encode, "encode_and_commit": encode_and_commit, "settle": settle}
+
+
+def _pointer(blocks: Tensor) -> int:
+    """Of ``(1, B, m)``, blocks one after the other."""
+    assert blocks[0].is_contiguous(), blocks.stride()
+    assert len(blocks) == 1, "a sparse payload is gathered as a whole"
+    return blocks.data_ptr()
+
+
+class NativeSparsePasses(SparsePasses):
+    """Compiled passes of ``threshold``.
+
+    Raises:
+        OSError: there is no compiler, or no folder.
+        RuntimeError: the compiler has failed.
+    """
+
+    def __init__(self) -> None:
+        library = _library()
+        self._add, self._select = library.threshold_add, library.threshold_select
+        self._keep, self._scatter = library.threshold_keep, library.threshold_scatter
+
+    @override
+    def add_residual(self, pending: Tensor, residual: Tensor, scale: Tensor) -> None:
+        numel = len(pending)
+        self._add(pending.data_ptr(), residual.data_ptr(), scale.data_ptr(), numel)
+
+    @override
+    def select(
+        self, codec: Threshold, pending: Tensor, scale: Tensor, *, offset: int, numel: int
+    ) -> Payload:
+        if place_dtype(numel) != torch.int32:
+            return super().select(codec, pending, scale, offset=offset, numel=numel)
+        limit = codec.limit(pending, scale)
+        # Memory that is not written takes none.
+        places = pending.new_empty(len(pending), dtype=torch.int32)
+        values = pending.new_empty(len(pending), dtype=codec.value_dtype)
+        found = self._select(
+            pending.data_ptr(),
+            len(pending),
+            limit.data_ptr(),
+            offset,
+            _VALUES.index(values.dtype),
+            places.data_ptr(),
+            values.data_ptr(),
+        )
+        return places[:found], values[:found]
+
+    @override
+    def keep(self, pending: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+        held = None if residual is None else residual.data_ptr()
+        self._keep(pending.data_ptr(), held, scale.data_ptr(), len(pending))
+
+    @override
+    def scatter(self, pending: Tensor, payload: Payload, *, weight: float) -> None:
+        places, values = payload
+        if places.dtype != torch.int32:
+            super().scatter(pending, payload, weight=weight)
+            return
+        self._scatter(
+            pending.data_ptr(),
+            places.data_ptr(),
+            values.data_ptr(),
+            len(places),
+            _VALUES.index(values.dtype),
+            weight,
+        )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_built()))
+    call, planes, pointer, number = POINTER(_Call), POINTER(_Planes), c_void_p, c_int64
+    arguments: dict[str, list[Any]] = {
+        "topk_encode": [call, planes],
+        "topk_encode_and_commit": [call, planes],
+        "topk_settle": [call, planes, planes],
+        "randomk_encode": [call, planes],
+        "randomk_encode_and_commit": [call, planes],
+        "randomk_settle": [call, planes, planes],
+        "threshold_add": [pointer, pointer, pointer, number],
+        "threshold_select": [pointer, number, pointer, number, number, pointer, pointer],
+        "threshold_scatter": [pointer, pointer, pointer, number, number, c_float],
+        "threshold_keep": [pointer, pointer, pointer, number],
+    }
+    for name, types in arguments.items():
+        function = getattr(library, name)
+        function.argtypes = types
+        function.restype = number if name == "threshold_select" else None
+    return library
+
+
+def _built() -> Path:
+    """The compiled library; the first process of a machine makes it, the others wait for it."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("found neither g++ nor clang++")
+    # Predefined macros tell the compiler's version and the machine's instructions.
+    macros = _said([compiler, *_OPTIONS, "-dM", "-E", "-x", "c++", os.devnull])
+    key = hashlib.sha256(f"{_OPTIONS}{macros}{_SOURCE.read_text()}".encode()).hexdigest()[:16]
+    folder = _folder()
+    library = folder / f"native-{key}.so"
+    with (folder / "native.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = library.with_suffix(".part")
+            _said([compiler, *_OPTIONS, "-o", str(unfinished), str(_SOURCE)])
+            unfinished.replace(library)
+    return library
+
+
+def _folder() -> Path:
+    """Where torch keeps compiled kernels; what others have put there is not loaded."""
+    default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), "lightning_dist")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def _said(command: list[str]) -> str:
+    told = subprocess.run(command, capture_output=True, text=True)
+    if told.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {told.stderr.strip()}")
+    return told.stdout
