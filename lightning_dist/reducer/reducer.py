@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun
@@ -103,8 +104,8 @@ class Reducer:
         The future is ready with that buffer when the whole step is. Collective: every rank calls it
         for the same buckets in the same order.
         """
-        device = self.network.device
-        done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
+        in_streams = is_accelerator(self.network.device)
+        done: Future[Tensor] = Future(devices=[self.network.device] if in_streams else [])
         job = Job(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters(), done)
         if self.network.world_size == 1:
             if job.is_last:
@@ -115,7 +116,7 @@ class Reducer:
         for observer in self._observers:
             observer.ready(job.index)
         self._executor.submit(partial(self._guarded, job))
-        if device.type != "cuda":
+        if not in_streams:
             # A future carries an exception to DDP's C++ side only through `then`.
             return done.then(_value)
         if self._failure is not None:  # the task has run; DDP would call the error no tensor

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_dist.accelerator import DeviceStream
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import BucketTimes
 from lightning_dist.profiling.whatif.simulator import GLOO_AT_ONCE
@@ -219,14 +219,14 @@ class StreamCompletionWatcher(CompletionWatcher):
     def __init__(self, clock: StreamClock) -> None:
         super().__init__()
         self._device_clock = clock
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, DeviceStream] = {}
 
     @override
     def watch(self, work: dist.Work, on_completion: OnCompletion, *, group: str) -> None:
         begin = time.monotonic_ns()
         if group not in self._streams:
             self._streams[group] = self._device_clock.new_stream()
-        with torch.cuda.stream(self._streams[group]):
+        with self._device_clock.on(self._streams[group]):
             # NCCL's future is done at the launch: the stream waits, not the host. Not of the work,
             # after whose `wait` torch may give away memory that its owner has not waited for.
             work.get_future().wait()
