@@ -68,7 +68,7 @@ def _end(tasks: Tasks, thread: threading.Thread, patience: float) -> None:
 
 
 class SideStream:
-    """One stream of an accelerator. Waiting only orders streams: tasks run as they are submitted."""
+    """One stream of an accelerator. Waiting only orders streams, so tasks run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, device_module(device)
