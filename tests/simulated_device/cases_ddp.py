@@ -63,8 +63,7 @@ def steps(rank: Rank, codec: str, layout: Layout, *, count: int = STEPS) -> list
     return digests
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_it_is_gloo_on_the_cpu_to_the_bit(codec: str, size: int, seed: int) -> None:
     expected = run_threads(lambda rank: steps(rank, codec, flat(size)), size)
