@@ -1,7 +1,6 @@
 """Copies storages into a snapshot: at once, or while training goes on.
 
-The path of accelerators is written after PyTorch's documented stream rules and has not been run on
-one yet.
+The path of accelerators is tested on a simulated one, and has not been run on a GPU yet.
 """
 
 from __future__ import annotations

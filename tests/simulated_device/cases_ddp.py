@@ -180,3 +180,90 @@ def test_the_host_never_waits_for_a_codec_without_state(codec: str) -> None:
 def test_the_host_waits_once_a_step_for_a_codec_with_state(codec: str) -> None:
     """For the answer of all ranks whether the step was finite."""
     assert counted(codec)["synchronisations"] == {"copy to host": 1}
+
+
+@pytest.mark.parametrize(
+    "codec", ["threshold:tau=1.5", "powersgd:rank=2", "powersgd:rank=2,two_phase=true"]
+)
+def test_what_the_host_waits_for_beyond_that(codec: str) -> None:
+    """Lengths and places that only values tell, and numbers for the matrix products."""
+    found = counted(codec)["synchronisations"]
+    chunks = 2  # one for each bucket that has something for the codec
+    if codec.startswith("powersgd"):
+        assert found == {"copy to host": 1, "item": 2 * chunks}
+    else:
+        # Lengths are read to receive, and again to cut; elements of 8 parameters are chosen.
+        assert found == {"copy to host": 1 + chunks, "item": chunks, "aten::nonzero": 8}
+
+
+DDP_SETTINGS: dict[str, dict[str, Any]] = {
+    "unused parameters": {"find_unused_parameters": True},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk:ratio=0.1,block_size=128"])
+@pytest.mark.parametrize("name", DDP_SETTINGS)
+def test_however_ddp_is_set(name: str, codec: str) -> None:
+    def body(rank: Rank) -> list[str]:
+        digests = []
+        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS | DDP_SETTINGS[name]}
+        module = Fed().to(place(rank))
+        with compressed(rank, module, codec, min_compress_numel=0, **settings) as (model, reducer):
+            for step in range(STEPS):
+                fed = given(rank, step)
+                if name == "unused parameters" and step % 2:
+                    del fed["second"]
+                backward(model, fed)
+                digests.append(digest(left(model) + to_cpu(held(reducer))))
+        return digests
+
+    expected = run_threads(body, 3)
+    with delays(7):
+        assert run_on_devices(body, 3) == expected
+
+
+@pytest.mark.parametrize("codec", ["int8", "qsgd:block_size=64", "powersgd:rank=2"])
+def test_gradients_that_are_accumulated(codec: str) -> None:
+    def body(rank: Rank) -> list[str]:
+        digests = []
+        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS, "min_compress_numel": 0}
+        module = Fed().to(place(rank))
+        with compressed(rank, module, codec, **settings) as (model, reducer):
+            for step in range(STEPS):
+                model.zero_grad()
+                with model.no_sync():
+                    model(given(rank, 20 + step)).backward()
+                model(given(rank, step)).backward()
+                digests.append(digest(left(model) + to_cpu(held(reducer))))
+        return digests
+
+    expected = run_threads(body, 2)
+    with delays(8):
+        assert run_on_devices(body, 2) == expected
+
+
+def test_a_resumed_state_goes_on_as_on_the_cpu() -> None:
+    def body(rank: Rank) -> list[str]:
+        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS, "min_compress_numel": 0}
+        digests = []
+        with compressed(rank, Fed().to(place(rank)), "int8", **settings) as (model, reducer):
+            for step in range(2):
+                backward(model, given(rank, step))
+            state = reducer.state_dict()
+        shared = rank.barrier  # the same object on all ranks
+        if state is not None:
+            states.append(state)
+        shared.wait()
+        with compressed(rank, Fed().to(place(rank)), "int8", **settings) as (model, reducer):
+            reducer.load_state_dict(states[-1])
+            for step in range(2, STEPS):
+                backward(model, given(rank, step))
+                digests.append(digest(left(model) + to_cpu(held(reducer))))
+        return digests
+
+    states: list[Any] = []
+    expected = run_threads(body, 2)
+    with delays(9):
+        assert run_on_devices(body, 2) == expected
