@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 NAME = "sim"
+_FLAGS = ["-O0", "-fPIC", "-std=c++20", "-Wno-interference-size", "-DUSE_C10D_GLOO"]
+_FLAGS += ["-DTORCH_EXTENSION_NAME=simulated_device"]
 _SOURCES = sorted((Path(__file__).parent / "csrc").iterdir())
 
 
@@ -84,7 +86,7 @@ def _module(extension: Any) -> ModuleType:
 
 def build() -> Path:
     """Where the extension is, built if need be: a minute on two cores."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(f"{torch.__version__} {_FLAGS}".encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_dist_tests"
@@ -101,10 +103,8 @@ def _compile(library: Path) -> None:
     # Not torch.utils.cpp_extension.load: it needs ninja.
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    flags = ["-O0", "-fPIC", "-std=c++20", "-Wno-interference-size"]
-    flags += ["-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_device"]
     folders = [*include_paths(), sysconfig.get_path("include")]
-    flags += [f"-I{folder}" for folder in folders]
+    flags = [*_FLAGS, *(f"-I{folder}" for folder in folders)]
 
     def compiled(source: Path) -> str:
         target = library.with_name(f"{library.stem}-{source.stem}.o")
