@@ -28,6 +28,7 @@ FORBIDDEN = {
         f"lightning_dist.{x}" for x in ("checkpoint", "codecs", "elastic", "settings", "topology")
     ),
     "elastic": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings", "topology")),
+    "accelerator.py": ("torch.distributed", "lightning_dist"),
     "configuration": (
         "torch",
         *(f"lightning_dist.{x}" for x in ("checkpoint", "cli", "codecs", "console", "elastic")),

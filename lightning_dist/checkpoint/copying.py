@@ -1,6 +1,6 @@
 """Copies storages into a snapshot: at once, or while training goes on.
 
-The CUDA path is written after PyTorch's documented stream rules and has not been run on a GPU yet.
+The path of accelerators is tested on a simulated one, and has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_dist.accelerator import DeviceStream, device_module, is_accelerator
 from lightning_dist.checkpoint.plan import Owned, Run
 
 _SAMPLES = 8
@@ -42,16 +43,16 @@ class LaterCopy:
     owned: Owned
     _versions: Mapping[int, int] = field(init=False)
     _before: tuple[bytes, ...] = field(init=False)
-    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict, init=False)
+    _streams: dict[torch.device, DeviceStream] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._versions = {address: tensor._version for address, tensor in self.owned.items()}
         self._before = tuple(map(_samples_of, self.runs))
-        for device in {
-            run.storage.device for run in self.runs if run.storage.device.type == "cuda"
-        }:
-            side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(device))
+        for device in {run.storage.device for run in self.runs}:
+            if is_accelerator(device):
+                module = device_module(device)
+                side = self._streams[device] = module.Stream(device)
+                side.wait_stream(module.current_stream(device))
 
     def run(self) -> str:
         """Copy everything; returns what has been changed meanwhile, empty if nothing."""
@@ -64,12 +65,12 @@ class LaterCopy:
         return self._torn()
 
     def _copy(self, run: Run) -> None:
-        stream = self._streams.get(run.storage.device)
-        slot = _slot(run, self.snapshot)
+        device, slot = run.storage.device, _slot(run, self.snapshot)
+        stream = self._streams.get(device)
         if stream is not None:
-            with torch.cuda.stream(stream):
+            with device_module(device).stream(stream):
                 slot.copy_(_content(run), non_blocking=True)
-        elif run.storage.device.type == "cpu":
+        elif device.type == "cpu":
             # Not Tensor.copy_: its threads would take the training's cores.
             ctypes.memmove(slot.data_ptr(), run.storage.data_ptr() + run.start, slot.nbytes)
         else:

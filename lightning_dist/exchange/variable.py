@@ -27,7 +27,8 @@ class GatherVariable:
     def issue(self, own: Payload) -> None:
         """Begin; all planes of ``own`` have the same length."""
         self._own = own
-        length = torch.tensor([len(own[0])], device=own[0].device)
+        # Not torch.tensor, which copies from the host and waits for an accelerator.
+        length = torch.full((1,), len(own[0]), dtype=torch.int64, device=own[0].device)
         self._lengths = length.new_zeros(self._topology.world_size)
         self._work: list[Pending] = [self._channel.all_gather(self._lengths, length)]
         self.sent = traffic.ring_all_gather(length.nbytes, self._topology)

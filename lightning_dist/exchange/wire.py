@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from lightning_dist.codecs.base import Payload, Plane
 
@@ -31,8 +31,9 @@ def views(buffer: Tensor, planes: Sequence[Plane], blocks: int) -> Payload:
         size = plane.bytes_per_block * blocks
         typed = buffer[:, start : start + size].view(plane.dtype)
         shaped = typed.view(len(buffer), blocks, plane.per_block)
-        # On the meta device there is no memory, only sizes: a plan whose bytes are counted.
-        payload.append(shaped if shaped.is_meta else from_dlpack(shaped))
+        # On the meta device there is no memory, only sizes: a plan whose bytes are counted. By a
+        # capsule: a tensor as the argument is refused on devices that torch itself does not have.
+        payload.append(shaped if shaped.is_meta else from_dlpack(to_dlpack(shaped)))
         start += _padded(size)
     return tuple(payload)
 

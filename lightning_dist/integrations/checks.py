@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dist.accelerator import has_streams
 from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.onebit_adam import OneBitAdam
@@ -90,10 +91,10 @@ def _require_device(module: nn.Module) -> None:
                 f"compressed DDP needs one device per process, and {name!r} is on {device} and "
                 f"{other!r} on {where}; start a process for each device, or use plain DDP"
             )
-    if device.type not in ("cpu", "cuda"):
+    if device.type != "cpu" and not has_streams(device):
         raise ValueError(
-            f"gradients must be on the CPU or on CUDA devices, and {name!r} is on {device}; use "
-            "plain DDP there"
+            "gradients must be on the CPU or on an accelerator with streams, such as CUDA, and "
+            f"{name!r} is on {device}; use plain DDP there"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.policy import Slot, slices_of
 from lightning_dist.reducer.reducer import Reducer
 
@@ -58,7 +59,7 @@ class DDPBuckets:
             reducer.finish()
             if used is not None:
                 used.clear()
-        if reducer.network.device.type != "cuda":
+        if not is_accelerator(reducer.network.device):
             # A future carries an exception to DDP's C++ side only through `then`.
             return handle.done.then(_value)
         if reducer.failure is not None:  # the task has run; DDP would call the error no tensor

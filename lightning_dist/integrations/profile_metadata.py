@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.accelerator import has_streams
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import SessionSettings
@@ -91,11 +92,11 @@ def why_not_in_detail(model: DistributedDataParallel) -> str:
     kind = model.device.type
     if kind == "cpu":
         return ""
-    if kind != "cuda":
-        return f"the times of work on {kind} are not taken yet"
+    if not has_streams(model.device):
+        return f"the times of work on {kind} are not taken, it has no streams"
     if model.is_multi_device_module:
         return "the model is on several GPUs of one process, and the times of one are taken"
     backends = dist.get_backend_config(model.process_group)
-    if "cuda:nccl" not in backends.split(","):
+    if dict(pair.split(":") for pair in backends.split(",")).get(kind) in (None, "gloo", "mpi"):
         return f"work on a GPU is timed where NCCL exchanges the gradients, here it is {backends}"
     return ""

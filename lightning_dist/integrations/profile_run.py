@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.ddp import reducer_of
 from lightning_dist.integrations.profile_metadata import (
@@ -163,7 +164,7 @@ class ProfileRun:
     def _measure_links(self, model: DistributedDataParallel) -> None:
         name = "inter" if "inter" in self.metadata.groups else "flat"
         # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
-        group = model.process_group if model.device.type == "cuda" else self._group
+        group = model.process_group if is_accelerator(model.device) else self._group
         if group.size() == len(self._hosts):
             links = measure_links(group, hosts=self._hosts, name=name, device=model.device)
             self._session.note(*links)

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
@@ -18,8 +19,9 @@ from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamCl
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""
 
-_CHUNKS = {"cpu": 12, "cuda": 32}
-"""By kind of device: a cache of a GPU holds more. Of a megabyte of gradient each."""
+_CHUNKS = 12
+_CHUNKS_OF_ACCELERATORS = 32
+"""Their caches hold more. Of a megabyte of gradient each."""
 _ROUNDS = 3
 _AHEAD = 40_000_000
 """Cycles of a GPU, 20 ms or more: as in a training the host has asked for all of a pass before the
@@ -44,7 +46,7 @@ def calibrate(
         fused: compile the kernels first, as the reducer does for large models; takes seconds each.
         chunks: of a megabyte of gradient; few stay in a cache, as gradients do not. None: enough.
         where: of ``CodecCost.source``.
-        device: where gradients are compressed, of kind ``cpu`` or ``cuda``.
+        device: where gradients are compressed, a CPU or an accelerator.
 
     Raises:
         ValueError: an unknown codec, or one whose bytes depend on the values.
@@ -54,7 +56,7 @@ def calibrate(
         _wire(name, codec)  # refuses before the others are measured
     device = torch.device(device)
     if chunks is None:
-        chunks = _CHUNKS[device.type]
+        chunks = _CHUNKS_OF_ACCELERATORS if is_accelerator(device) else _CHUNKS
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the reducer has one
     try:
@@ -176,7 +178,7 @@ def _seconds(passes: Passes, *, rounds: int, clock: DeviceClock) -> tuple[float,
 def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
     passes.prepare()
     if isinstance(clock, StreamClock):
-        torch.cuda._sleep(_AHEAD)  # type: ignore[no-untyped-call]
+        clock.hold(_AHEAD)
     clock.compare()  # what events tell is the more exact the nearer they are
     marks = [clock.now()]
     for call in (passes.encode, passes.settle):

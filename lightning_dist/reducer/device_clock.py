@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
 import torch
+
+from lightning_dist.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
 
 _COMPARING = 50_000
 """Nanoseconds that a comparison of clocks may take of a step."""
@@ -18,14 +21,14 @@ class Anchor:
     """The host's monotonic clock was ``at`` nanoseconds when the accelerator came to ``event``."""
 
     at: int
-    event: torch.cuda.Event
+    event: DeviceEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
     """In a stream. ``anchor`` was the newest one when it was set."""
 
-    event: torch.cuda.Event
+    event: DeviceEvent
     anchor: Anchor
 
 
@@ -74,7 +77,7 @@ class HostClock:
 
 
 class StreamClock:
-    """CUDA events. Nothing is synchronised for them, besides once here.
+    """Events of an accelerator. Nothing is synchronised for them, besides once here.
 
     What an event costs a stream is about a microsecond. Events tell only how far they are from each
     other; where they are on the host's clock comes from events in a stream of its own, which has
@@ -87,16 +90,27 @@ class StreamClock:
 
     def __init__(self, device: torch.device, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._device, self._clock = device, clock
+        self._module = device_module(device)
         self._idle = self.new_stream()
-        torch.cuda.synchronize(device)
+        self._module.synchronize(device)
         self._anchor = self._anchored(wait=True)
 
-    def new_stream(self) -> torch.cuda.Stream:
+    def new_stream(self) -> DeviceStream:
         """One that nobody else has: torch runs callbacks of futures in those of usual priority."""
-        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._module.Stream(self._device, priority=-1)
+
+    def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
+        """Within, the caller's current stream is this one."""
+        return self._module.stream(stream)
+
+    def hold(self, cycles: int) -> None:
+        """Keep the caller's stream busy for so long, where the accelerator can be asked to."""
+        sleep = getattr(self._module, "_sleep", None)  # of CUDA alone
+        if sleep is not None:
+            sleep(cycles)
 
     def now(self) -> Timestamp:
-        return Mark(self._event(torch.cuda.current_stream(self._device)), self._anchor)
+        return Mark(self._event(self._module.current_stream(self._device)), self._anchor)
 
     def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
         return all(_has_been(_mark(each).event) for each in timestamps)
@@ -124,19 +138,19 @@ class StreamClock:
         # It was somewhere in between; a comparison that took long is as wrong as it was long.
         return Anchor((begin + self._clock()) // 2, event)
 
-    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _event(self, stream: DeviceStream) -> DeviceEvent:
+        event = self._module.Event(enable_timing=True)
         event.record(stream)
         return event
 
 
 def clock_of(device: torch.device) -> DeviceClock:
     """A clock for work on ``device``."""
-    return StreamClock(device) if device.type == "cuda" else HostClock()
+    return StreamClock(device) if has_streams(device) else HostClock()
 
 
-def _has_been(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
+def _has_been(event: DeviceEvent) -> bool:
+    return event.query()
 
 
 def _mark(timestamp: Timestamp) -> Mark:

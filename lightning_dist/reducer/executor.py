@@ -10,6 +10,8 @@ from weakref import finalize
 
 import torch
 
+from lightning_dist.accelerator import device_module, is_accelerator
+
 Task = Callable[[], None]
 Tasks = queue.SimpleQueue[Task | None]
 
@@ -72,17 +74,17 @@ def _end(tasks: Tasks, thread: threading.Thread) -> None:
 
 
 class SideStream:
-    """One CUDA stream. There waiting only orders streams, so tasks run where they are submitted."""
+    """One stream of an accelerator. Waiting only orders streams, so tasks run at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._module = device, device_module(device)
+        self._stream = self._module.Stream(device)
 
     def submit(self, task: Task) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self._module.current_stream(self._device))
         # The hook runs in the autograd thread, which may have inherited an autocast.
-        exact = torch.autocast("cuda", enabled=False)
-        with torch.cuda.stream(self._stream), torch.no_grad(), exact:
+        exact = torch.autocast(self._device.type, enabled=False)
+        with self._module.stream(self._stream), torch.no_grad(), exact:
             task()
 
     def close(self, patience: float = _PATIENCE) -> bool:
@@ -91,4 +93,4 @@ class SideStream:
 
 
 def executor_for(device: torch.device) -> Executor:
-    return SideStream(device) if device.type == "cuda" else Worker("lightning_dist reducer")
+    return SideStream(device) if is_accelerator(device) else Worker("lightning_dist reducer")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_dist.accelerator import device_module, is_accelerator
 from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.device_clock import Timestamp, clock_of
 from lightning_dist.reducer.network import Network
@@ -33,8 +34,8 @@ def measure_link(network: Network) -> float:
     for _ in range(4):
         start = time.perf_counter()
         dist.all_reduce(probe, group=network.data.group)
-        if network.device.type == "cuda":
-            torch.cuda.synchronize(network.device)
+        if is_accelerator(network.device):
+            device_module(network.device).synchronize(network.device)
         seconds.append(time.perf_counter() - start)
     return sent / statistics.median(seconds[1:])  # the first one opens connections
 

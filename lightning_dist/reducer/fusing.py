@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
@@ -61,7 +62,7 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
     """
     if wish is False:
         return False
-    if device.type == "cuda":
+    if is_accelerator(device):
         from torch.utils._triton import has_triton  # no attribute of torch.utils before an import
 
         there = bool(has_triton())

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.reducer.memory import Memory, State
 
@@ -215,7 +216,8 @@ class Kernels:
             self._fused[name](*tensors)
             return
         # A GPU wants one launch, a CPU pieces that stay in its cache.
-        step = blocks if first.is_cuda else max(1, _CACHE_ELEMENTS // (rows * self.codec.block))
+        in_cache = max(1, _CACHE_ELEMENTS // (rows * self.codec.block))
+        step = blocks if is_accelerator(first.device) else in_cache
         for start in range(0, blocks, step):
             getattr(self.passes, name)(*_cut(tensors, slice(start, start + step)))
 

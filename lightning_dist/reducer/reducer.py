@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_lane
 from lightning_dist.reducer.chunk import Lane, begun, settle_all
@@ -139,7 +140,7 @@ class Reducer:
         """
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
         device = self.network.device
-        done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
+        done: Future[Tensor] = Future(devices=[device] if is_accelerator(device) else [])
         handle = Handle(key, flat, slices, frozenset(absent), done)
         if self.network.world_size == 1:
             handle.done.set_result(flat)

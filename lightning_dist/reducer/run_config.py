@@ -21,6 +21,7 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
         "error_feedback": settings.error_feedback,
         "min_compress_numel": settings.min_compress_numel,
         "start_step": settings.start_step,
+        "commit": settings.commit,
         **({} if network is None else _between(network)),
         "versions": versions(),
     }

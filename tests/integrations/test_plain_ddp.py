@@ -162,14 +162,15 @@ def test_a_sparse_embedding_is_refused_by_name() -> None:
     assert "'words' was made with sparse=True" in _refusal(lambda rank: rank.ddp(model))
 
 
-def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
+def test_a_device_without_streams_is_refused() -> None:
     """Its gradients would be sent by the worker for CPUs, from memory that is not the host's."""
 
     def prepare(rank: Rank) -> nn.Module:
         return rank.ddp(nn.Linear(2, 2, device="meta"), init_sync=False)
 
     said = _refusal(prepare)
-    assert "must be on the CPU or on CUDA devices, and 'weight' is on meta; use plain DDP" in said
+    assert "must be on the CPU or on an accelerator with streams" in said
+    assert "'weight' is on meta; use plain DDP" in said
 
 
 def test_a_model_on_several_devices_is_refused() -> None:

@@ -24,7 +24,13 @@ def model(monkeypatch: pytest.MonkeyPatch, device: str, backend: str, *, devices
 
 @pytest.mark.parametrize(
     ("device", "backend"),
-    [("cpu", "gloo"), ("cuda", "nccl"), ("cuda:1", "cpu:gloo,cuda:nccl"), ("cuda", "cuda:nccl")],
+    [
+        ("cpu", "gloo"),
+        ("cuda", "nccl"),
+        ("cuda:1", "cpu:gloo,cuda:nccl"),
+        ("cuda", "cuda:nccl"),
+        ("xpu", "xccl"),
+    ],
 )
 def test_it_can(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_in_detail(model(monkeypatch, device, backend)) == ""
@@ -41,7 +47,7 @@ def test_it_can(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> N
         ),
         ("cuda", "cpu:nccl,cuda:gloo", 1, "is timed where NCCL exchanges"),
         ("cuda", "nccl", 2, "on several GPUs of one process"),
-        ("xpu", "xccl", 1, "the times of work on xpu are not taken yet"),
+        ("mps", "gloo", 1, "the times of work on mps are not taken"),
     ],
 )
 def test_it_cannot_and_says_why(

@@ -61,17 +61,22 @@ def test_mass_is_conserved_where_the_training_multiplies_in_tf32(
 
 
 @pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
-def test_ranks_that_have_drifted_apart_are_told(tree: Any) -> None:
-    """The factors of one rank are a little different, as another LAPACK would have them."""
+@pytest.mark.parametrize(("commit", "told_in"), [("immediate", 100), ("deferred", 101)])
+def test_ranks_that_have_drifted_apart_are_told(tree: Any, commit: str, told_in: int) -> None:
+    """The factors of one rank are a little different, as another LAPACK would have them.
+
+    Every 100 steps gradients are compared: in that step, or with the flags of the next one.
+    """
+    settings = {"tree": tree, "commit": commit, **SETTINGS}
 
     def body(rank: Rank) -> str:
-        with compressed(rank, Fed(), "powersgd:rank=2", tree=tree, **SETTINGS) as (model, reducer):
-            for step in range(101):
+        with compressed(rank, Fed(), "powersgd:rank=2", **settings) as (model, reducer):
+            for step in range(told_in):
                 backward(model, feed(rank.rank, step))
                 for factor in reducer.state.factors.get("first", ()):
                     factor.mul_(1 + 1e-3 * (rank.rank == 2))
             with pytest.raises(RuntimeError) as caught:
-                backward(model, feed(rank.rank, 101))
+                backward(model, feed(rank.rank, told_in))
             return str(caught.value)
 
     for message in run_threads(body, 3):

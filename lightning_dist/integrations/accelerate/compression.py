@@ -110,8 +110,8 @@ class Compression:
         TensorBoard takes no others. Exchange, hosts and ranks are in it after ``prepare``.
         """
         reducers = self.reducers
-        network = reducers[0].network if reducers else None
-        return dict(_flat(CONFIG_KEY, run_config(self._settings, network)))
+        config = reducers[0].comm_config() if reducers else run_config(self._settings, None)
+        return dict(_flat(CONFIG_KEY, config))
 
     def close(self) -> None:
         """Stop the threads of all models. ``lightning_dist.accelerate.Accelerator`` does it."""

@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_dist.accelerator import DeviceStream
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk import Lane
@@ -188,7 +188,7 @@ class StreamCompletionWatcher:
 
     def __init__(self, clock: StreamClock) -> None:
         self._device_clock = clock
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, DeviceStream] = {}
         self.spent = 0
         """Nanoseconds of a core that it has taken so far."""
 
@@ -197,7 +197,7 @@ class StreamCompletionWatcher:
         begin = time.monotonic_ns()
         if group not in self._streams:
             self._streams[group] = self._device_clock.new_stream()
-        with torch.cuda.stream(self._streams[group]):
+        with self._device_clock.on(self._streams[group]):
             # NCCL's future is done at the launch: the stream waits, not the host. Not of the work,
             # after whose `wait` torch may give away memory that its owner has not waited for.
             work.get_future().wait()

@@ -1,0 +1,269 @@
+"""DDP and our hook on the simulated accelerator: what the CPU and gloo give, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from reducer.feeding import (
+    EVERY_CODEC,
+    PER_LEVEL,
+    Fed,
+    Tensors,
+    backward,
+    compressed,
+    digest,
+    feed,
+    gradients,
+    held,
+)
+from reducer.layouts import FORMS, Layout, flat
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Rank, run_threads
+
+from lightning_dist.integrations.ddp import compress_ddp
+from simulated_device.device import install
+from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
+
+sim = install()
+CPU = torch.device("cpu")
+SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
+STEPS = 4
+STATELESS = ("none", "fp16", "bf16", "qsgd:block_size=64", "terngrad:block_size=64")
+BLOCK_CODECS = tuple(
+    codec for codec in EVERY_CODEC if not codec.startswith(("threshold", "powersgd"))
+)
+
+
+def place(rank: Rank) -> torch.device:
+    return rank.accelerator if isinstance(rank, SimulatedRank) else CPU
+
+
+def given(rank: Rank, step: int) -> Tensors:
+    device = place(rank)
+    return {name: value.to(device) for name, value in feed(rank.rank, step).items()}
+
+
+def left(model: nn.Module) -> list[torch.Tensor]:
+    found = gradients(model)
+    return to_cpu([found[name] for name in sorted(found)])
+
+
+def steps(rank: Rank, codec: str, layout: Layout, *, count: int = STEPS) -> list[str]:
+    """Digests of gradients and state after every step."""
+    digests = []
+    settings: dict[str, Any] = {"min_compress_numel": 0, "ddp": SMALL_BUCKETS, **layout.form}
+    with compressed(rank, Fed().to(place(rank)), codec, **settings) as (model, reducer):
+        for step in range(count):
+            backward(model, given(rank, step))
+            digests.append(digest(left(model) + to_cpu(held(reducer))))
+    return digests
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize("codec", EVERY_CODEC)
+def test_it_is_gloo_on_the_cpu_to_the_bit(codec: str, size: int, seed: int) -> None:
+    expected = run_threads(lambda rank: steps(rank, codec, flat(size)), size)
+    with delays(seed):
+        assert run_on_devices(lambda rank: steps(rank, codec, flat(size)), size) == expected
+
+
+@pytest.mark.parametrize("layout", FORMS, ids=str)
+@pytest.mark.parametrize("codec", ["none", "int8", "powersgd:rank=2", *PER_LEVEL])
+def test_a_hierarchical_exchange_too(codec: str, layout: Layout) -> None:
+    size = layout.size
+    expected = run_threads(lambda rank: steps(rank, codec, layout, count=3), size)
+    with delays(2):
+        found = run_on_devices(lambda rank: steps(rank, codec, layout, count=3), size)
+    assert found == expected
+
+
+def test_ddp_itself_is_that_of_the_cpu() -> None:
+    """What its own hook gives, so that a difference above is one of ours."""
+
+    def body(rank: Rank) -> list[str]:
+        model = rank.ddp(Fed().to(place(rank)), **SMALL_BUCKETS)
+        digests = []
+        for step in range(STEPS):
+            backward(model, given(rank, step))
+            digests.append(digest(left(model)))
+        return digests
+
+    expected = run_threads(body, 3)
+    with delays(1):
+        assert run_on_devices(body, 3) == expected
+
+
+_module = nn.Sequential(
+    nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 33), nn.LayerNorm(33), nn.ReLU(), nn.Linear(33, 10)
+)
+"""Its bucket is made anew after the first backward pass."""
+
+
+def train(
+    rank: Rank, codec: str, *, count: int = 6, overflows_at: int = -1
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Digests of weights after every step, and what was counted in its backward pass."""
+    device = place(rank)
+    module = copy.deepcopy(_module).to(device)
+    model: DistributedDataParallel = rank.ddp(module, **SMALL_BUCKETS)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0) if overflows_at >= 0 else None
+    reducer = compress_ddp(
+        model, codec, groups=rank.groups(), min_compress_numel=0, grad_scaler=scaler
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank.rank)
+    digests, counted = [], []
+    for step in range(count):
+        x = torch.randn(8, 48, generator=generator)
+        if step == overflows_at and rank.rank == 1:
+            x[0, 0] = torch.inf
+        loss = model(x.to(device)).square().mean()
+        loss = loss if scaler is None else scaler.scale(loss)
+        if device != CPU:
+            sim.drain(device)
+            sim.reset_counters(device)
+        loss.backward()
+        if device != CPU:
+            counted.append(sim.counters(device))
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        optimizer.zero_grad()
+        digests.append(digest(to_cpu(list(module.parameters()))))
+    state = reducer.state_dict()
+    if state is not None:
+        digests.append(
+            digest(
+                [state["residuals"][name] for name in sorted(state["residuals"])]
+                + [torch.tensor([state["step"]])]
+            )
+        )
+    reducer.close()
+    return digests, counted
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("codec", ["none", "int8", "int4:block_size=64", "powersgd:rank=2"])
+def test_a_training_is_that_of_the_cpu(codec: str, seed: int) -> None:
+    expected = [digests for digests, _ in run_threads(lambda rank: train(rank, codec), 2)]
+    with delays(seed):
+        found = run_on_devices(lambda rank: train(rank, codec), 2)
+    assert [digests for digests, _ in found] == expected
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "powersgd:rank=2", "qsgd:block_size=64"])
+def test_an_overflow_under_a_scaler_is_that_of_the_cpu(codec: str) -> None:
+    def body(rank: Rank) -> list[str]:
+        return train(rank, codec, overflows_at=2)[0]
+
+    expected = run_threads(body, 2)
+    with delays(4):
+        assert run_on_devices(body, 2) == expected
+
+
+def counted(codec: str, size: int = 3) -> dict[str, Any]:
+    """Of the last step of rank 0, in which nothing is made for the first time."""
+    (_, of_steps), *_ = run_on_devices(lambda rank: train(rank, codec), size)
+    return of_steps[-1]
+
+
+@pytest.mark.parametrize("codec", STATELESS)
+def test_the_host_never_waits_for_a_codec_without_state(codec: str) -> None:
+    assert counted(codec)["synchronisations"] == {}
+
+
+@pytest.mark.parametrize("codec", [codec for codec in BLOCK_CODECS if codec not in STATELESS])
+def test_the_host_waits_once_a_step_for_a_codec_with_state(codec: str) -> None:
+    """For the answer of all ranks whether the step was finite."""
+    assert counted(codec)["synchronisations"] == {"copy to host": 1}
+
+
+@pytest.mark.parametrize(
+    "codec", ["threshold:tau=1.5", "powersgd:rank=2", "powersgd:rank=2,two_phase=true"]
+)
+def test_what_the_host_waits_for_beyond_that(codec: str) -> None:
+    """Lengths and places that only values tell, and numbers for the matrix products."""
+    found = counted(codec)["synchronisations"]
+    chunks = 2  # one for each bucket that has something for the codec
+    if codec.startswith("powersgd"):
+        assert found == {"copy to host": 1, "item": 2 * chunks}
+    else:
+        # Lengths are read to receive, and again to cut; elements of 8 parameters are chosen.
+        assert found == {"copy to host": 1 + chunks, "item": chunks, "aten::nonzero": 8}
+
+
+DDP_SETTINGS: dict[str, dict[str, Any]] = {
+    "unused parameters": {"find_unused_parameters": True},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk:ratio=0.1,block_size=128"])
+@pytest.mark.parametrize("name", DDP_SETTINGS)
+def test_however_ddp_is_set(name: str, codec: str) -> None:
+    def body(rank: Rank) -> list[str]:
+        digests = []
+        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS | DDP_SETTINGS[name]}
+        module = Fed().to(place(rank))
+        with compressed(rank, module, codec, min_compress_numel=0, **settings) as (model, reducer):
+            for step in range(STEPS):
+                fed = given(rank, step)
+                if name == "unused parameters" and step % 2:
+                    del fed["second"]
+                backward(model, fed)
+                digests.append(digest(left(model) + to_cpu(held(reducer))))
+        return digests
+
+    expected = run_threads(body, 3)
+    with delays(7):
+        assert run_on_devices(body, 3) == expected
+
+
+@pytest.mark.parametrize("codec", ["int8", "qsgd:block_size=64", "powersgd:rank=2"])
+def test_gradients_that_are_accumulated(codec: str) -> None:
+    def body(rank: Rank) -> list[str]:
+        digests = []
+        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS, "min_compress_numel": 0}
+        module = Fed().to(place(rank))
+        with compressed(rank, module, codec, **settings) as (model, reducer):
+            for step in range(STEPS):
+                model.zero_grad()
+                with model.no_sync():
+                    model(given(rank, 20 + step)).backward()
+                model(given(rank, step)).backward()
+                digests.append(digest(left(model) + to_cpu(held(reducer))))
+        return digests
+
+    expected = run_threads(body, 2)
+    with delays(8):
+        assert run_on_devices(body, 2) == expected
+
+
+def test_a_resumed_state_goes_on_as_on_the_cpu() -> None:
+    def body(rank: Rank) -> list[str]:
+        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS, "min_compress_numel": 0}
+        digests = []
+        with compressed(rank, Fed().to(place(rank)), "int8", **settings) as (model, reducer):
+            for step in range(2):
+                backward(model, given(rank, step))
+            state = reducer.state_dict()
+        shared = rank.barrier  # the same object on all ranks
+        if state is not None:
+            states.append(state)
+        shared.wait()
+        with compressed(rank, Fed().to(place(rank)), "int8", **settings) as (model, reducer):
+            reducer.load_state_dict(states[-1])
+            for step in range(2, STEPS):
+                backward(model, given(rank, step))
+                digests.append(digest(left(model) + to_cpu(held(reducer))))
+        return digests
+
+    states: list[Any] = []
+    expected = run_threads(body, 2)
+    with delays(9):
+        assert run_on_devices(body, 2) == expected

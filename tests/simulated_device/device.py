@@ -1,0 +1,140 @@
+"""Accelerator that is simulated on the CPU, as the device type ``sim`` of torch.
+
+``install()`` builds the extension in ``csrc/`` where that has not been done on this machine, and
+registers it; what it simulates is in README.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+NAME = "sim"
+_FLAGS = ["-O0", "-fPIC", "-std=c++20", "-Wno-interference-size", "-DUSE_C10D_GLOO"]
+_FLAGS += ["-DTORCH_EXTENSION_NAME=simulated_device"]
+_SOURCES = sorted((Path(__file__).parent / "csrc").iterdir())
+
+
+def can_build() -> bool:
+    """Whether there is a compiler."""
+    return shutil.which("g++") is not None
+
+
+@cache
+def install() -> Any:
+    """The module of the device, ``torch.sim``; built, loaded and registered once."""
+    extension = _load(build())
+    module = _module(extension)
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return module
+
+
+def _module(extension: Any) -> ModuleType:
+    """What of ``torch.cuda`` is used of a device, for this one."""
+    module = ModuleType(f"torch.{NAME}")
+
+    def index(device: Any = None) -> int:
+        if device is None:
+            return int(extension.current_device())
+        found = device if isinstance(device, int) else torch.device(device).index
+        return int(extension.current_device()) if found is None else found
+
+    class Stream(torch.Stream):
+        """As ``torch.cuda.Stream``: from a pool of few, and of another one with priority."""
+
+        def __new__(cls, device: Any = None, priority: int = 0) -> Stream:
+            made = torch.Stream.__new__(cls, torch.device(NAME, index(device)), priority=priority)
+            return made
+
+    def event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:
+        return torch.Event(torch.device(NAME), enable_timing=enable_timing, blocking=blocking)
+
+    module.Stream, module.Event = Stream, event
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(
+        torch.device(NAME, index(device))
+    )
+    module.stream = lambda stream: stream  # torch.Stream is a context manager
+    module.synchronize = lambda device=None: extension.synchronize(index(device))
+    module.is_available = lambda: True
+    module.device_count = lambda: extension.DEVICES
+    module.current_device = extension.current_device
+    module.set_device = lambda device: extension.set_device(index(device))
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.extension = extension
+    for name in ("process_group", "set_delays", "written_after_free"):
+        setattr(module, name, getattr(extension, name))
+    for name in ("counters", "reset_counters", "drain"):
+        setattr(module, name, lambda device=None, of=name: getattr(extension, of)(index(device)))
+    return module
+
+
+def build() -> Path:
+    """Where the extension is, built if need be: a minute on two cores."""
+    digest = hashlib.sha256(f"{torch.__version__} {_FLAGS}".encode())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_dist_tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"simulated_device-{digest.hexdigest()[:16]}.so"
+    with open(folder / "building", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building it
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
+    # Not torch.utils.cpp_extension.load: it needs ninja.
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    folders = [*include_paths(), sysconfig.get_path("include")]
+    flags = [*_FLAGS, *(f"-I{folder}" for folder in folders)]
+
+    def compiled(source: Path) -> str:
+        target = library.with_name(f"{library.stem}-{source.stem}.o")
+        _run(["g++", "-c", *flags, str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compiled, [s for s in _SOURCES if s.suffix == ".cpp"]))
+    torch_libraries = [f"-L{folder}" for folder in library_paths()]
+    torch_libraries += ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+    ready = library.with_suffix(".building")
+    _run(["g++", "-shared", *objects, *torch_libraries, "-o", str(ready)])
+    ready.rename(library)
+    for each in objects:
+        os.remove(each)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def _load(library: Path) -> ModuleType:
+    import torch.distributed  # its classes are bases of ours
+
+    assert torch.distributed.is_available()
+    spec = importlib.util.spec_from_file_location("simulated_device", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,25 @@
+"""Runs the tests on the simulated accelerator, each file in a process of its own; see README.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run
+
+from simulated_device.device import build, can_build
+
+HERE = Path(__file__).parent
+LIMIT = 600
+LIMIT_OF_BUILDING = 900
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT + LIMIT_OF_BUILDING)
+@pytest.mark.skipif(not can_build(), reason="needs g++")
+@pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("cases_*.py")))
+def test_cases(file: str) -> None:
+    build()
+    command = [sys.executable, "-m", "pytest", HERE / file, "-p", "no:cacheprovider", "-m", ""]
+    run(command, limit=LIMIT).require_success()
