@@ -21,7 +21,7 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.profiling.capture.ddp_hook import watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.steps import Cut, PendingStep
+from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.reducer.device_clock import StreamClock, clock_of
 from simulated_device.cases_ddp import SMALL_BUCKETS, given, left, place
 from simulated_device.device import install
@@ -41,7 +41,8 @@ def read(recorder: Recorder) -> StepRecord:
     """The step that is over, once the device has come to its end."""
     clock, begin = recorder.device_clock, recorder.device_clock.now()
     sim.synchronize()
-    return PendingStep(0, Cut(begin, begin), recorder.take()).read(clock)
+    buckets, spans = recorder.take()
+    return PendingStep(begin, begin, buckets=buckets, spans=spans).read(clock)
 
 
 def profiled(
@@ -67,7 +68,7 @@ def profiled(
             if watched:
                 error, _ = recorder.errors.take()
                 assert (error is None) == (codec == "none")
-                assert error is None or error.record() is not None
+                assert error is None or error() is not None
                 records.append(read(recorder))
         recorder.close()
     return digests, records, waits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from simulated_device.ranks import SimulatedRank, delays, run_on_devices
 
 sim = install()
 DEVICE = torch.device("sim", 0)
-SLEEP = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +25,6 @@ def _no_delays() -> Iterator[None]:
     yield
     sim.set_delays(0, 0.0, 0)
     sim.drain(0)
-
-
-def busy(seconds: float = SLEEP) -> None:
-    """Keep the current stream at work for about so long."""
-    size = 256
-    matrix = torch.ones(size, size, device=DEVICE)
-    begin, of_one = time.perf_counter(), torch.ones(size, size)
-    _ = of_one @ of_one
-    for _ in range(max(1, int(seconds / max(time.perf_counter() - begin, 1e-5)))):
-        matrix = (matrix @ matrix).clamp(0, 1)
 
 
 _x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -73,9 +61,10 @@ def test_the_host_is_ahead_of_the_stream() -> None:
     event = sim.Event(enable_timing=True)
     after = sim.Event(enable_timing=True)
     event.record(sim.current_stream(DEVICE))
-    busy()
+    release = sim.hold(DEVICE)
     after.record(sim.current_stream(DEVICE))
     assert not after.query()
+    release()
     sim.synchronize(DEVICE)
     assert after.query()
     assert event.elapsed_time(after) > 0
@@ -83,10 +72,12 @@ def test_the_host_is_ahead_of_the_stream() -> None:
 
 def test_what_another_stream_reads_too_early_is_nan() -> None:
     side = sim.Stream(DEVICE)
-    busy()
+    release = sim.hold(DEVICE)
     early = torch.ones(8, device=DEVICE)
     with sim.stream(side):
         wrong = early + 0
+    side.synchronize()
+    release()
     ordered = sim.Stream(DEVICE)
     ordered.wait_stream(sim.current_stream(DEVICE))
     with sim.stream(ordered):
@@ -102,11 +93,14 @@ def test_memory_that_is_freed_while_another_stream_reads_it_is_nan(recorded: boo
     freed = torch.ones(8, device=DEVICE)
     side.wait_stream(sim.current_stream(DEVICE))
     with sim.stream(side):
-        busy()
+        release = sim.hold(DEVICE)
         copy = freed + 0
         if recorded:
             freed.record_stream(side)
         del freed
+    if not recorded:  # otherwise it is freed when the side stream is done
+        sim.current_stream(DEVICE).synchronize()
+    release()
     sim.synchronize(DEVICE)
     assert torch.equal(copy.cpu(), torch.ones(8)) == recorded
 
@@ -117,9 +111,11 @@ def test_a_write_after_the_free_is_counted() -> None:
     freed = torch.ones(8, device=DEVICE)
     side.wait_stream(sim.current_stream(DEVICE))
     with sim.stream(side):
-        busy()
+        release = sim.hold(DEVICE)
         freed.fill_(2.0)
         del freed
+    sim.current_stream(DEVICE).synchronize()
+    release()
     sim.synchronize(DEVICE)
     assert sim.written_after_free() == 1
     assert sim.written_after_free() == 0

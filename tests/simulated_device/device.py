@@ -79,7 +79,7 @@ def _module(extension: Any) -> ModuleType:
     module.extension = extension
     for name in ("process_group", "set_delays", "written_after_free"):
         setattr(module, name, getattr(extension, name))
-    for name in ("counters", "reset_counters", "drain"):
+    for name in ("counters", "reset_counters", "drain", "hold"):
         setattr(module, name, lambda device=None, of=name: getattr(extension, of)(index(device)))
     return module
 

@@ -209,6 +209,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   }, Free());
   module.def("drain", [](int device) { sim::synchronize(Index(device)); }, Free());
   module.def("set_delays", &sim::set_delays);
+  // The current stream goes no further until what is returned is called.
+  module.def("hold", [](int device) {
+    auto gate = std::make_shared<sim::Moment>();
+    sim::make_wait(sim::current_stream(Index(device)), gate);
+    return py::cpp_function([gate] { gate->reach(); });
+  });
   module.def("written_after_free", &sim::written_after_free);
   module.def("reset_counters", [](int device) { sim::reset_counters(Index(device)); });
   module.def("counters", [](int device) {
