@@ -177,10 +177,16 @@ def main() -> None:
         try:
             do(request)
         except SystemExit as end:
-            if not isinstance(end.code, int | None):
-                raise
-            code = end.code or 0
+            if isinstance(end.code, int | None):
+                code = end.code or 0
+            else:
+                print(end.code, file=sys.stderr)
+                code = 1
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            code = 1
         if "TAKEN_APART" in os.environ:
+            gc.unfreeze()  # or extension modules count what was never released, and tell
             sys.exit(code)
         end_now(code)
 

@@ -96,7 +96,6 @@ class Eager:
             passes.carry(
                 state[row : row + 1],
                 scale,
-                torch.tensor(True),
                 columns_of(self._views(shards), columns),
                 of_mean,
             )
@@ -112,8 +111,7 @@ class Eager:
         new = flat.clone()
         for piece, columns in self._pieces(new, None):
             received = [columns_of(self._views(part), columns) for part in payloads.chunk(count)]
-            any_scale = torch.ones(())
-            passes.settle(piece.grad, (), any_scale, any_scale > 0, None, received[0], received)
+            passes.settle(piece.grad, (), torch.ones(()), None, received[0], received)
             piece.store()
         return new
 
