@@ -37,7 +37,7 @@ from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, resolve_codec
-from lightning_dist.reducer.alone import Passes, make_passes
+from lightning_dist.measurement.microbenchmark import Passes, make_passes
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
 
 _SEED = 1

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.harness.results import collect
 from lightning_dist.codecs import BlockCodec, resolve_codec
-from lightning_dist.kernels import Slice, SliceTable, kernels_of
+from lightning_dist.kernels.triton import Slice, SliceTable, kernels_of
 
 _WORLD_SIZE = 8
 _PARAMETERS = 9

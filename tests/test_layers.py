@@ -159,11 +159,13 @@ def test_importing_the_package_loads_nothing_that_takes_long() -> None:
 
 def test_triton_is_imported_where_a_kernel_is_asked_for(torch_python: list[str]) -> None:
     loaded = loaded_after(
-        "import lightning_dist.reducer.reducer, lightning_dist.kernels", torch_python
+        "import lightning_dist.reducer.reducer, lightning_dist.kernels.triton", torch_python
     )
-    own = "lightning_dist.kernels"
+    own = "lightning_dist.kernels.triton"
     assert {name for name in loaded if name.startswith(own)} == {own, f"{own}.table"}
-    assert not {"triton"} & set(imported((PACKAGE / "kernels/table.py").read_text(), package=own))
+    assert not {"triton"} & set(
+        imported((PACKAGE / "kernels/triton/table.py").read_text(), package=own)
+    )
 
 
 def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:

@@ -40,14 +40,14 @@ from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
 from benchmarks.step_time.rank import WIDTH, Row, split_row
 from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.measurement.calibration import calibrate
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
 from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT
-from lightning_dist.reducer.calibration import calibrate
-from lightning_dist.reducer.costs import CodecCost
 
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LINKS = (200.0, 500.0, 1000.0)

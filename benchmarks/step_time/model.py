@@ -27,9 +27,9 @@ from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import error_sizes, parser_of, positive, recording
 from benchmarks.step_time import tables
 from benchmarks.step_time.rank import COMPUTE_ROW, FP16_ROW, GRADIENT_BYTES, levels
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif import simulator
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT, LEADER, SHARDED, Bucket, Link
-from lightning_dist.reducer.costs import CodecCost
 
 LABEL = "Predicted (simulated), extrapolated from 2 to 4 hosts on one machine"
 LINES = [(FLAT, "none"), (FLAT, "int4"), (SHARDED, "none"), (SHARDED, "int8")]

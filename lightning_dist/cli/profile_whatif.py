@@ -10,6 +10,7 @@ from rich.text import Text
 
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import predictions_table
 from lightning_dist.profiling.report.terminal import draw_table
@@ -19,7 +20,6 @@ from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict, scenarios_of
 from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
 from lightning_dist.profiling.whatif.simulator import DDP
-from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 
 @reported
@@ -92,7 +92,7 @@ def _costs(
     """
     import torch
 
-    from lightning_dist.reducer.calibration import NOT_COMPILED, calibrate, to_measure
+    from lightning_dist.measurement.calibration import NOT_COMPILED, calibrate, to_measure
 
     device = observed.device
     is_here = device == "cpu" or torch.cuda.is_available()

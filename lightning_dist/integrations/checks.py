@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_dist.accelerator import has_streams
 from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
+from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.reducer.expected import first_compressed_step
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.reducer import Reducer

@@ -31,9 +31,9 @@ from lightning_dist.integrations.checks import (
 from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.integrations.in_force import tell_in_force
 from lightning_dist.integrations.networks import Groups, network_for
+from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.reducer.exposure import ExposureWatch
-from lightning_dist.reducer.fusing import should_fuse
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings

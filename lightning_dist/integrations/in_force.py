@@ -11,7 +11,7 @@ from lightning_utilities.core import rank_zero
 from lightning_dist.codecs import NoCompression
 from lightning_dist.codecs.none import Uncompressed
 from lightning_dist.integrations.grouping import picture
-from lightning_dist.reducer.expected import expected_traffic
+from lightning_dist.measurement.expected import expected_traffic
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
 

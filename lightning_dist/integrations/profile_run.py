@@ -24,6 +24,7 @@ from lightning_dist.integrations.profile_metadata import (
     why_not_in_detail,
 )
 from lightning_dist.integrations.said_after import said_after
+from lightning_dist.measurement.device_clock import clock_of
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import (
@@ -49,7 +50,6 @@ from lightning_dist.profiling.whatif.costs import (
 )
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.reducer.device_clock import clock_of
 from lightning_dist.topology import this_host
 
 _TIMEOUT = 60.0

@@ -1,304 +1,248 @@
-"""The passes of a bucket: encode, reduce and decode, each one kernel launch."""
+"""The arithmetic between gradient, memory and payload of a block codec.
+
+Plain torch functions over a codec, run eagerly in cache-sized pieces; ``fusing.py`` turns each into
+one pass over memory with the same bytes.
+
+Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes
+``(rows, B, m)``; ``keys (rows, B, 1)`` int32 for stochastic codecs, else None; ``scale`` 0-d, the
+GradScaler's scale (1 without one). State whose new value is not finite stays as it is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dist.kernels import GRADIENT_DTYPES, skeletons
-from lightning_dist.kernels.registry import DeviceCodec
-from lightning_dist.kernels.table import BlockShape, SliceTable
+from lightning_dist.accelerator import is_accelerator
+from lightning_dist.codecs.base import BlockCodec, Payload
+from lightning_dist.codecs.memory import Memory, State
 
-_ELEMENTS_PER_WARP = 512  # 16 for each thread: 64 to 108 registers, of which nothing is spilled
+_CACHE_ELEMENTS = 1 << 16  # 256 KB of float32 and its temporaries stay in a core's cache
+_FUSED_FROM_BLOCKS = 16
 
 
 @dataclass(frozen=True)
-class TableKernels:
-    """Passes of one codec over the slices of a :class:`SliceTable`.
+class Factors:
+    """Where the division by the world size happens, which differs by exchange."""
 
-    They write the bytes that the eager definition writes (``codecs/``, ``reducer/kernels.py``),
-    except in the codes of blocks that are not finite, of which it says nothing, and in the bits of
-    NaN. Nothing waits for the device; launches go to its current stream. On a CPU they need
-    ``TRITON_INTERPRET=1`` before Triton is first imported.
+    encode: float = 1.0  # gradient -> what is encoded
+    own: float = 1.0  # own decoded payload -> what it stands for
+    mean: float = 1.0  # weight of each received payload in the mean
 
-    ``flat`` holds gradients in float32, bfloat16 or float16, ``residual`` float32; both are flat,
-    and the table has the places in them. ``scale`` is the GradScaler's, 0-d float32 on the device.
-    ``salts`` are for stochastic codecs: int32 on the device, one for each slice; the keys of blocks
-    are ``block_keys(number of the block in its slice, salt)``.
-    """
 
-    device_codec: DeviceCodec
-    only_compile: bool = False
+@dataclass(frozen=True)
+class Passes:
+    """The arithmetic itself; see :class:`Kernels` for what each pass does."""
 
-    def compiling(self) -> TableKernels:
-        """The same passes, compiled for their arguments and not run.
-
-        Called at set-up with the tensors of a step: no kernel is then compiled in the backward
-        pass. Kernels are specialised by the codec, the dtype of gradients, the number of payloads,
-        which arguments are None, ``SliceTable.alignment``, and addresses that 16 divides or not;
-        not by the number of slices or tiles.
-        """
-        return replace(self, only_compile=True)
+    codec: BlockCodec
+    memory: Memory
+    factors: Factors
+    world_size: int
 
     def encode(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        x = self.memory.pending(_widened(grad), state, scale)
+        _write(own, self._encoded(x, keys))
+
+    def encode_and_commit(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        x = _widened(grad)
+        pending = self.memory.pending(x, state, scale)
+        payload = self._encoded(pending, keys)
+        _write(own, payload)
+        if state:
+            self._commit(x, pending, self.said(payload, x.dtype, keys), state, scale)
+
+    def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
+        # Payloads in float64 are uncompressed gradients, whose mean must not be shorter than they.
+        wide = shards[0].dtype == torch.float64
+        exact = self._mean_of_ranks(shards, torch.float64 if wide else torch.float32)
+        _write(mean, self.codec.encode(exact, keys))
+
+    def settle(
         self,
-        flat: Tensor,
-        residual: Tensor | None,
+        grad: Tensor,
+        state: State,
         scale: Tensor,
-        *,
-        table: SliceTable,
-        payload: Tensor,
-        finite: Tensor | None = None,
-        salts: Tensor | None = None,
-        sums: Tensor | None = None,
-        commit: bool = True,
+        keys: Tensor | None,
+        own: Payload,
+        payloads: Sequence[Payload],
     ) -> None:
-        """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``, where ``p`` is pending.
+        x = _widened(grad)
+        if state:
+            pending = self.memory.pending(x, state, scale)
+            self._commit(x, pending, self.said(own, x.dtype, keys), state, scale)
+        grad.copy_(self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys))
 
-        That is ``flat + scale * residual``. A block that is not finite keeps its residual.
-
-        Args:
-            payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
-            finite: bool, one element; set to False if any block is not finite, never to True.
-            sums: float64 ``(tiles, 2)``; sums of ``p**2`` and of the error's squares, of each tile,
-                over the finite blocks.
-            commit: False leaves the residuals to a later :meth:`commit`.
-        """
-        self._encode(
-            flat,
-            residual,
-            scale,
-            None,
-            payload,
-            finite,
-            sums,
-            table=table,
-            salts=salts,
-            writes_residual=commit and residual is not None,
-        )
-
-    def commit(
+    def look(
         self,
-        flat: Tensor,
-        residual: Tensor,
+        grad: Tensor,
+        state: State,
         scale: Tensor,
-        ok: Tensor,
+        keys: Tensor | None,
+        own: Payload | None,
         *,
-        table: SliceTable,
-        salts: Tensor | None = None,
-    ) -> None:
-        """The residuals of ``encode(..., commit=False)``, computed again, where ``ok`` is True.
+        committed: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient, what was pending, and what is sent of it: by ``own``, or encoded once more.
 
-        ``flat``, not yet overwritten by :meth:`decode`, and ``salts`` are those of the encoding;
-        ``ok`` is one bool on the device.
+        Where ``state`` is ``committed`` already, what was pending is what was sent and what is owed
+        since.
         """
-        self._encode(
-            flat,
-            residual,
-            scale,
-            ok,
-            None,
-            None,
-            None,
-            table=table,
-            salts=salts,
-            writes_residual=True,
-        )
+        x = _widened(grad)
+        if committed and state:
+            assert own is not None, "what was sent is kept where there is state"
+            sent = self.said(own, x.dtype, keys)
+            return x, sent + state[0] * scale, sent
+        pending = self.memory.pending(x, state, scale)
+        if own is None:
+            own = self._encoded(pending, keys)
+        return x, pending, self.said(own, x.dtype, keys)
 
-    def reduce(
+    def said(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
+        """What a payload of this rank stands for."""
+        return self.codec.decode(own, dtype, keys) * self.factors.own
+
+    def carry(self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload) -> None:
+        exact = self._mean_of_ranks(shards, residual.dtype)
+        kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
+        new = residual + kept_back / scale
+        residual.copy_(torch.where(new.isfinite(), new, residual))
+
+    def _encoded(self, pending: Tensor, keys: Tensor | None) -> Payload:
+        factor = self.factors.encode
+        return self.codec.encode(pending * factor if factor != 1 else pending, keys)
+
+    def _commit(
+        self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> None:
+        after = self.memory.after(x, pending, sent, state, scale)
+        finite = after[0].isfinite()  # all that is kept of an element comes from the same three
+        for held, new in zip(state, after, strict=True):
+            held.copy_(torch.where(finite, new, held))
+
+    def _mean_of_ranks(self, shards: Payload, dtype: torch.dtype) -> Tensor:
+        rows = [tuple(plane[r : r + 1] for plane in shards) for r in range(self.world_size)]
+        return self._weighted_sum(rows, dtype, weight=1.0 / self.world_size)
+
+    def _weighted_sum(
         self,
-        shards: Tensor,
-        mean: Tensor,
+        payloads: Sequence[Payload],
+        dtype: torch.dtype,
         *,
-        table: SliceTable,
-        row: int,
-        residual: Tensor | None = None,
-        scale: Tensor | None = None,
-        salts: Tensor | None = None,
+        weight: float,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """In the order given. Each is weighted before it is added: a mean does not overflow."""
+        first, *others = payloads
+        total = self.codec.decode(first, dtype, keys)
+        total = total * weight if weight != 1 else total
+        for payload in others:
+            total = self.codec.add(total, payload, weight=weight, keys=keys)
+        return total
+
+
+class Kernels:
+    """The passes of one codec for gradients of one dtype."""
+
+    def __init__(
+        self, codec: BlockCodec, *, memory: Memory, factors: Factors, world_size: int
     ) -> None:
-        """``mean <- C(m)``, ``m`` the mean of the decoded ``shards``, added in their order.
+        self.codec, self.memory = codec, memory
+        self.passes = Passes(codec, memory, factors, world_size)
+        self._fused: dict[str, Callable[..., None]] = {}
+        # With fewer blocks, what torch's compiler has made costs more to call than to run.
+        self._fused_from = 1 if codec.native else _FUSED_FROM_BLOCKS
 
-        With ``residual`` also ``residual += W (m - D(mean)) / scale`` in the places of ``row``,
-        where the mean's block is finite: what the second rounding loses, see
-        :meth:`lightning_dist.reducer.kernels.Kernels.carry`.
+    def encode(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        """``own <- C(pending)``, with error feedback ``C(grad + scale * residual)``."""
+        self._call("encode", grad, state, scale, keys, own)
 
-        Args:
-            shards: uint8 ``(W, table.row_bytes(row))``: the row that this rank owns, as every rank
-                encoded it.
-            mean: uint8, one such row.
-            salts: of the mean, which is rounded anew.
-        """
-        self._reduce(shards, mean, residual, scale, None, table=table, row=row, salts=salts)
+    def encode_and_commit(
+        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
+    ) -> None:
+        """As :meth:`encode`, and in the same pass ``state <- what D(own) did not say``."""
+        self._call("encode_and_commit", grad, state, scale, keys, own)
 
-    def carry(
+    def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
+        """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
+        self._call("reduce", shards, keys, mean)
+
+    def settle(
         self,
-        shards: Tensor,
-        residual: Tensor,
+        grad: Tensor,
+        state: State,
         scale: Tensor,
-        ok: Tensor,
-        *,
-        table: SliceTable,
-        row: int,
-        salts: Tensor | None = None,
+        keys: Tensor | None,
+        own: Payload,
+        payloads: Sequence[Payload],
     ) -> None:
-        """The second error of ``reduce`` without a residual, computed again, where ``ok``."""
-        self._reduce(shards, None, residual, scale, ok, table=table, row=row, salts=salts)
+        """``state <- what D(own) did not say``, and ``grad <- mean of D(payloads)``.
 
-    def decode(
-        self, payloads: Tensor, flat: Tensor, *, table: SliceTable, weight: float = 1.0
-    ) -> None:
-        """``flat <- sum of weight * D(payload)`` over ``payloads``, in their order.
-
-        Args:
-            payloads: uint8 ``(count, table.payload_bytes)``, or any shape of one payload.
+        With an empty ``state`` ``own`` is not read: what is committed when encoding is not again.
         """
-        size = table.payload_bytes
-        _check(torch.uint8, payloads)
-        _launch(
-            skeletons.decode_kernel,
-            table.tiles,
-            payloads,
-            size // 8,
-            _gradient(flat),
-            COUNT=_count(payloads, size),
-            WEIGHT=weight,
-            BF16=flat.dtype == torch.bfloat16,
-            **self._constants(table),
-        )
+        self._call("settle", grad, state, scale, keys, own, tuple(payloads))
 
-    def _encode(
-        self,
-        flat: Tensor,
-        residual: Tensor | None,
-        scale: Tensor,
-        ok: Tensor | None,
-        payload: Tensor | None,
-        finite: Tensor | None,
-        sums: Tensor | None,
-        *,
-        table: SliceTable,
-        salts: Tensor | None,
-        writes_residual: bool,
-    ) -> None:
-        assert payload is None or payload.numel() == table.payload_bytes, "another table's payload"
-        _check(torch.float32, residual, scale)
-        _check(torch.bool, ok, finite)
-        _check(torch.uint8, payload)
-        _check(torch.float64, sums)
-        _launch(
-            skeletons.encode_kernel,
-            table.tiles,
-            _gradient(flat),
-            residual,
-            scale,
-            _bytes(ok),
-            payload,
-            _bytes(finite),
-            self._salts(salts),
-            sums,
-            WRITES_RESIDUAL=writes_residual,
-            BF16=flat.dtype == torch.bfloat16,
-            **self._rounding(),
-            **self._constants(table),
-        )
+    def carry(self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload) -> None:
+        """Add what the second rounding lost to the owner's residual ``(1, B, block)``.
 
-    def _reduce(
-        self,
-        shards: Tensor,
-        mean: Tensor | None,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        ok: Tensor | None,
-        *,
-        table: SliceTable,
-        row: int,
-        salts: Tensor | None,
-    ) -> None:
-        size = table.row_bytes(row)
-        assert mean is None or mean.numel() == size, "a mean of another row"
-        _check(torch.float32, residual, scale)
-        _check(torch.bool, ok)
-        _check(torch.uint8, shards, mean)
-        _launch(
-            skeletons.reduce_kernel,
-            table.tiles[table.tile_starts[row] : table.tile_starts[row + 1]],
-            shards,
-            size // 8,
-            mean,
-            residual,
-            scale,
-            _bytes(ok),
-            self._salts(salts),
-            COUNT=_count(shards, size),
-            **self._rounding(),
-            **self._constants(table),
-        )
+        The owner of a shard alone knows the exact sum. ``W`` times the error of the mean in one
+        rank's residual is the error itself in the mean residual, so mass is conserved without a
+        second state.
+        """
+        self._call("carry", residual, scale, shards, mean)
 
-    def _rounding(self) -> dict[str, Any]:
-        codec = self.device_codec
-        return {"ENCODE": codec.encode, "OPTION": codec.option}
+    def use(self, fused: Mapping[str, Callable[..., None]]) -> None:
+        """Replace passes by fused ones."""
+        self._fused = dict(fused)
 
-    def _constants(self, table: SliceTable) -> dict[str, Any]:
-        codec, shape = self.device_codec, BlockShape.of(self.device_codec.codec)
-        return {
-            "only_compile": self.only_compile,
-            "LEVEL": codec.level,
-            "LEVELS": codec.levels,
-            "BLOCK": table.block,
-            "BLOCKS": table.blocks_per_tile,
-            "PARTS": shape.parts,
-            "WIDTH": shape.width,
-            "REAL": shape.real,
-            "ALIGNMENT": table.alignment,
-            "CODE_ALIGNMENT": shape.alignment,
-        }
+    @property
+    def is_fused(self) -> bool:
+        """Whether any pass was replaced."""
+        return bool(self._fused)
 
-    def _salts(self, salts: Tensor | None) -> Tensor | None:
-        stochastic = self.device_codec.codec.stochastic
-        assert (salts is not None) == stochastic, "salts are for stochastic codecs, and those only"
-        _check(torch.int32, salts)
-        return salts
+    def _call(self, name: str, *tensors: Any) -> None:
+        first = _tensors(tensors)[0]
+        rows, blocks, _ = first.shape
+        if name in self._fused and blocks >= self._fused_from:
+            self._fused[name](*tensors)
+            return
+        # A GPU wants one launch, a CPU pieces that stay in its cache.
+        in_cache = max(1, _CACHE_ELEMENTS // (rows * self.codec.block))
+        step = blocks if is_accelerator(first.device) else in_cache
+        for start in range(0, blocks, step):
+            getattr(self.passes, name)(*_cut(tensors, slice(start, start + step)))
 
 
-def _launch(
-    kernel: Any, tiles: Tensor, *tensors: Any, only_compile: bool, **constants: Any
-) -> None:
-    """``kernel`` on every tile; all launches of the package are here.
-
-    Bytes must not depend on a compiler's choice, so ``a * b + c`` is not contracted. Triton never
-    flushes subnormal numbers of these operations, and rounds ``div_rn``.
-    """
-    if not len(tiles):
-        return
-    elements = constants["BLOCKS"] * constants["PARTS"] * constants["WIDTH"]
-    warps = min(16, max(4, elements // _ELEMENTS_PER_WARP))
-    launch = partial(kernel.warmup, grid=(len(tiles),)) if only_compile else kernel[(len(tiles),)]
-    launch(tiles, *tensors, **constants, num_warps=warps, enable_fp_fusion=False)
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Arithmetic and residuals are in float32, or in float64 for float64 gradients."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _gradient(flat: Tensor) -> Tensor:
-    """bfloat16 as its bits: kernels round in integers."""
-    assert flat.is_contiguous()
-    assert flat.dtype in GRADIENT_DTYPES
-    return flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
+def _widened(grad: Tensor) -> Tensor:
+    return grad.to(compute_dtype(grad.dtype))
 
 
-def _count(payloads: Tensor, size: int) -> int:
-    """How many payloads of ``size`` bytes."""
-    if not size:
-        return 1
-    assert payloads.numel() % size == 0, "payloads of another table"
-    return payloads.numel() // size
+def _write(out: Payload, values: Payload) -> None:
+    for plane, value in zip(out, values, strict=True):
+        plane.copy_(value)
 
 
-def _bytes(flag: Tensor | None) -> Tensor | None:
-    return None if flag is None else flag.view(torch.uint8)
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for part in tree for leaf in _tensors(part)] if isinstance(tree, tuple) else []
 
 
-def _check(dtype: torch.dtype, *tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        assert tensor is None or (tensor.dtype == dtype and tensor.is_contiguous())
+def _cut(tree: Any, blocks: slice) -> Any:
+    if isinstance(tree, tuple):
+        return tuple(_cut(part, blocks) for part in tree)
+    return tree[:, blocks] if isinstance(tree, Tensor) and tree.dim() == 3 else tree

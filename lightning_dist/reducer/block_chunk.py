@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_dist.exchange.rounds import Exchange, TwoShot
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.keys import ChunkKeys
 from lightning_dist.reducer.pieces import Piece, columns_of
 from lightning_dist.reducer.placing import placed

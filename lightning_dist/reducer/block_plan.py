@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
+from lightning_dist.kernels.passes import Kernels, compute_dtype
 from lightning_dist.reducer.block_chunk import BlockChunk
 from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.fitting import rows_of
 from lightning_dist.reducer.geometry import Grid, Span
-from lightning_dist.reducer.kernels import Kernels, compute_dtype
 from lightning_dist.reducer.keys import ChunkKeys, Place
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.pieces import Piece, joined, piece_of

@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange.shares import Shares
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.chunk import Chunk, begun, settle_all
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.kernels import Kernels
 from lightning_dist.reducer.pieces import Piece, columns_of
 
 

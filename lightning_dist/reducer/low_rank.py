@@ -14,9 +14,9 @@ from typing_extensions import override
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
+from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.state import ReducerState

@@ -13,28 +13,29 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec
+from lightning_dist.codecs.memory import NoMemory, memory_of
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.codecs.powersgd import PowerSGD
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import row_bytes
+from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
+from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
+from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.chunk import Chunk, Lane
 from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.fragments import fragments
-from lightning_dist.reducer.fusing import Variant, compiled_sparse_passes, fused_passes
 from lightning_dist.reducer.hierarchical import Inside
-from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
 from lightning_dist.reducer.low_rank import LowRankChunk
-from lightning_dist.reducer.memory import NoMemory, memory_of
 from lightning_dist.reducer.network import Network, Within
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.scratch import PayloadMemory, Scratch
 from lightning_dist.reducer.share_plan import SharePlan
-from lightning_dist.reducer.sparse import SparseChunk, SparsePasses
+from lightning_dist.reducer.sparse import SparseChunk
 from lightning_dist.reducer.state import ReducerState
 
 

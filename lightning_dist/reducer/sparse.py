@@ -14,41 +14,13 @@ from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.variable import GatherVariable
+from lightning_dist.kernels.passes import compute_dtype
+from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.kernels import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.state import ReducerState
-
-_INT32_PLACES = 1 << 31
-
-
-class SparsePasses:
-    """Arithmetic on flat tensors: what was owed added, selected, what is owed kept, scattered."""
-
-    def add_residual(self, pending: Tensor, residual: Tensor, scale: Tensor) -> None:
-        # Not addcmul_, which rounds once only where the machine can.
-        pending.add_(residual * scale)
-
-    def select(
-        self, codec: Threshold, pending: Tensor, scale: Tensor, *, offset: int, numel: int
-    ) -> Payload:
-        """Places in the bucket, which has ``numel`` elements, and values."""
-        where, values = codec.select(pending, scale)
-        return placed_at(where, offset, numel=numel), values
-
-    def keep(self, pending: Tensor, residual: Tensor | None, scale: Tensor) -> None:
-        """What is left of ``pending`` becomes the residual where it is finite, and it zero."""
-        if residual is not None:
-            left = pending / scale
-            residual.copy_(torch.where(left.isfinite(), left, residual))
-        pending.zero_()
-
-    def scatter(self, pending: Tensor, payload: Payload, *, weight: float) -> None:
-        """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
-        places, values = payload
-        pending.index_add_(0, places, values.to(pending.dtype), alpha=weight)
 
 
 class SparseChunk(Chunk):
@@ -160,16 +132,6 @@ class SparseChunk(Chunk):
     def nbytes(self) -> int:
         # Payloads are made anew for every step.
         return self._pending.nbytes if self._pending is not self._bucket else 0
-
-
-def place_dtype(numel: int) -> torch.dtype:
-    """Of places in a bucket of ``numel`` elements, the same on all ranks."""
-    return torch.int32 if numel <= _INT32_PLACES else torch.int64
-
-
-def placed_at(where: Tensor, offset: int, *, numel: int) -> Tensor:
-    """Indices in a parameter, int64 -> places in its bucket, which has ``numel`` elements."""
-    return (where + offset).to(place_dtype(numel))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from processes import run
 from profile_calls import profile, refusal, save
 from test_program import LOADED
 
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.costs import Costs, read_costs, write_costs
 from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.reducer.costs import CodecCost
 
 PLANTED = Planted(steps=12, late={1: 50}, slow_steps={step: 1 + step % 3 for step in range(12)})
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.kernels import SliceTable, kernels_of, passes
+from lightning_dist.kernels.triton import SliceTable, kernels_of, passes
 
 _TYPES = {
     torch.float16: "*fp16",

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import BlockCodec, Payload
+from lightning_dist.codecs.memory import ErrorFeedback, NoMemory
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.kernels import Slice
+from lightning_dist.kernels.passes import Factors, Passes
+from lightning_dist.kernels.triton import Slice
 from lightning_dist.reducer.geometry import Grid, Span
-from lightning_dist.reducer.kernels import Factors, Passes
-from lightning_dist.reducer.memory import ErrorFeedback, NoMemory
 from lightning_dist.reducer.pieces import Piece, columns_of, piece_of
 
 
@@ -36,7 +36,7 @@ def span_of(slices: Sequence[Slice]) -> int:
 
 @dataclass(frozen=True)
 class Eager:
-    """The passes of ``reducer/kernels.py`` on the tensors that the kernels take."""
+    """The passes of ``kernels/passes.py`` on the tensors that the kernels take."""
 
     codec: BlockCodec
     slices: Sequence[Slice]

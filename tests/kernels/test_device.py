@@ -12,8 +12,8 @@ from lightning_dist.codecs import noise
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 tl: Any = triton.language
-codecs = pytest.importorskip("lightning_dist.kernels.codecs")
-device = pytest.importorskip("lightning_dist.kernels.device")
+codecs = pytest.importorskip("lightning_dist.kernels.triton.codecs")
+device = pytest.importorskip("lightning_dist.kernels.triton.device")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_dist.codecs import FP8, QSGD, BlockCodec, Int4, Int8, Sign, TernGrad, TopK
 from lightning_dist.exchange.wire import views
-from lightning_dist.kernels import GRADIENT_DTYPES, Slice, SliceTable, kernels_of
+from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-passes = pytest.importorskip("lightning_dist.kernels.passes")
+passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
 

@@ -14,12 +14,12 @@ from worlds import Rank, run_threads
 
 from lightning_dist import compress_ddp
 from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.measurement.device_clock import Timestamp
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import Watching, watch_allreduce
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
-from lightning_dist.reducer.device_clock import Timestamp
 
 STEPS, ASKED = 10, 3
 

@@ -9,11 +9,11 @@ from itertools import count
 
 import pytest
 
+from lightning_dist.measurement.device_clock import HostClock
 from lightning_dist.profiling.capture.events import BucketTimes, Span
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
 from lightning_dist.profiling.capture.steps import PendingStep
-from lightning_dist.reducer.device_clock import HostClock
 
 
 def recorder() -> Recorder:

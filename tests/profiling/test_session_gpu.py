@@ -13,12 +13,12 @@ import torch.distributed as dist
 from planted import Planted
 from planted_gpu import MS, Collective, Gpu
 
+from lightning_dist.measurement.device_clock import StreamClock
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import length
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
-from lightning_dist.reducer.device_clock import StreamClock
 
 NEAR = 0.01 * MS
 FORWARD, BUCKETS, OF_BUCKET, EXCHANGE, OPTIMIZER = 20, 3, 10, 25, 5

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lightning_dist.measurement.device_clock import HostClock
 from lightning_dist.profiling.capture.events import Phase
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep, StepTimer
-from lightning_dist.reducer.device_clock import HostClock
 
 
 class Step(NamedTuple):

@@ -11,6 +11,8 @@ import pytest
 import torch
 from planted import Planted, replace
 
+from lightning_dist.measurement.calibration import calibrate, to_measure
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
     NAME,
@@ -23,8 +25,6 @@ from lightning_dist.profiling.whatif.costs import (
 )
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.reducer import calibration
-from lightning_dist.reducer.calibration import calibrate, to_measure
-from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumption="b")
 KEPT = Costs({"int8": COST}, "no time was left")

@@ -13,6 +13,7 @@ from rendered import printed
 from summaries import a_summary, a_whatif
 from whatif_runs import DDP
 
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary
@@ -27,7 +28,6 @@ from lightning_dist.profiling.whatif.predictions import (
     notes,
     times_faster,
 )
-from lightning_dist.reducer.costs import CodecCost
 
 NOTHING = "No other setting is predicted to be faster than the model can tell."
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.exchange import traffic
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif.simulator import (
     Bucket,
     Link,
@@ -20,7 +21,6 @@ from lightning_dist.profiling.whatif.simulator import (
     simulate_step,
 )
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
-from lightning_dist.reducer.costs import CodecCost
 from lightning_dist.topology import Topology
 
 SLOW = Link(rate=1e6)

@@ -7,11 +7,11 @@ import torch
 from planted_gpu import Gpu
 
 from lightning_dist.codecs import Int8
+from lightning_dist.measurement.calibration import calibrate
+from lightning_dist.measurement.costs import CANDIDATES
+from lightning_dist.measurement.device_clock import HostClock, StreamClock
+from lightning_dist.measurement.microbenchmark import Passes
 from lightning_dist.reducer import calibration
-from lightning_dist.reducer.alone import Passes
-from lightning_dist.reducer.calibration import calibrate
-from lightning_dist.reducer.costs import CANDIDATES
-from lightning_dist.reducer.device_clock import HostClock, StreamClock
 
 SECOND = 1_000_000_000
 

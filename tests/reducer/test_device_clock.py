@@ -8,7 +8,7 @@ import pytest
 import torch
 from planted_gpu import MS, Gpu
 
-from lightning_dist.reducer.device_clock import HostClock, StreamClock, clock_of
+from lightning_dist.measurement.device_clock import HostClock, StreamClock, clock_of
 
 US = 1000
 CUDA = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ from layouts import Layout, flat
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, Codec, after_steps
-from lightning_dist.reducer.expected import Expected, expected_traffic, first_compressed_step
+from lightning_dist.measurement.expected import Expected, expected_traffic, first_compressed_step
 from lightning_dist.settings import Settings
 
 SHAPES = {

@@ -19,9 +19,9 @@ from torch._inductor import metrics
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
+from lightning_dist.codecs.memory import ErrorFeedback
+from lightning_dist.kernels.passes import Factors, Kernels, Passes
 from lightning_dist.reducer import fusing
-from lightning_dist.reducer.kernels import Factors, Kernels, Passes
-from lightning_dist.reducer.memory import ErrorFeedback
 
 CPU = torch.device("cpu")
 SIZE = 3  # with three ranks one variant has all four passes
@@ -160,7 +160,7 @@ def test_without_a_compiler_auto_is_eager_and_true_is_refused(
 def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it() -> None:
     """As in ``lightning-dist profile whatif``, where no model has had torch load its compiler."""
     asks = (
-        "import sys, torch; from lightning_dist.reducer.fusing import should_fuse; "
+        "import sys, torch; from lightning_dist.kernels.inductor import should_fuse; "
         "print(should_fuse('auto', numel=1 << 30, device=torch.device('cuda')))"
     )
     told = run_process([sys.executable, "-c", asks], limit=60).require_success()

@@ -8,9 +8,9 @@ from arguments import PASSES, arguments, same_bits
 from torch import Tensor
 
 from lightning_dist.codecs import BF16, FP16, BlockCodec, Int8, Payload
+from lightning_dist.codecs.memory import ErrorFeedback, NoMemory
+from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.reducer import kernels as module
-from lightning_dist.reducer.kernels import Factors, Kernels, compute_dtype
-from lightning_dist.reducer.memory import ErrorFeedback, NoMemory
 
 CODEC = Int8(block_size=64)
 SCALE = 8.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import DGC, RandomK, resolve_codec
-from lightning_dist.reducer.memory import (
+from lightning_dist.codecs.memory import (
     ErrorFeedback,
     Memory,
     Momentum,

@@ -18,12 +18,12 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import DGC, BlockCodec, RandomK, Threshold, TopK
+from lightning_dist.codecs.memory import Memory, NoMemory, memory_of
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.kernels.passes import Factors, Passes
+from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer import fusing, native
-from lightning_dist.reducer.kernels import Factors, Passes
-from lightning_dist.reducer.memory import Memory, NoMemory, memory_of
-from lightning_dist.reducer.sparse import SparsePasses
 
 CPU = torch.device("cpu")
 CODECS: tuple[BlockCodec, ...] = (

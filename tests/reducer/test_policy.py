@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.codecs import CODECS, BlockCodec, Codec, NoCompression, Uncompressed
-from lightning_dist.reducer.memory import ErrorFeedback, MomentumCorrection, NoMemory, memory_of
+from lightning_dist.codecs.memory import ErrorFeedback, MomentumCorrection, NoMemory, memory_of
 from lightning_dist.reducer.policy import Slot, by_codec, slices_of
 from lightning_dist.settings import Settings
 

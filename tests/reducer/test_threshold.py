@@ -11,7 +11,7 @@ from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gr
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.reducer.sparse import place_dtype, placed_at
+from lightning_dist.kernels.sparse import place_dtype, placed_at
 
 DOUBLE = torch.float64
 TAU = 1.5
@@ -180,7 +180,7 @@ def test_wide_places_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
             return found, reducer.comm_stats()["per_codec"]["threshold"]["wire_bytes"]
 
     narrow = run_threads(body, 2)
-    monkeypatch.setattr("lightning_dist.reducer.sparse._INT32_PLACES", 1000)
+    monkeypatch.setattr("lightning_dist.kernels.sparse._INT32_PLACES", 1000)
     wide = run_threads(body, 2)
     assert [found for found, _ in wide] == [found for found, _ in narrow]
     assert all(w > n for (_, w), (_, n) in zip(wide, narrow, strict=True))

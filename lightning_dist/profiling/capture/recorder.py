@@ -13,10 +13,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.accelerator import DeviceStream
+from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
 
 _UNSEEN = 3.0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_dist.measurement.device_clock import DeviceClock, HostClock
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
@@ -18,7 +19,6 @@ from lightning_dist.profiling.capture.events import (
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep, StepTimer
-from lightning_dist.reducer.device_clock import DeviceClock, HostClock
 
 _FOR_ERRORS = 0.25
 """Share of the overhead that is allowed."""

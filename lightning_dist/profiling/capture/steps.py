@@ -13,10 +13,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
+from lightning_dist.measurement.device_clock import DeviceClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import Sample
 from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder, Row
-from lightning_dist.reducer.device_clock import DeviceClock, Timestamp
 
 
 class PendingStep(NamedTuple):

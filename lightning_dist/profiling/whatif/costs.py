@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.run import Run
-from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
     import torch
@@ -71,7 +71,7 @@ def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> 
     """
     import torch
 
-    from lightning_dist.reducer.fusing import should_fuse
+    from lightning_dist.kernels.inductor import should_fuse
 
     return should_fuse(wish, numel=round(observed.elements), device=torch.device(observed.device))
 
@@ -91,7 +91,7 @@ def measure_costs(
         device: that has trained.
         clock: seconds.
     """
-    from lightning_dist.reducer.calibration import calibrate, to_measure
+    from lightning_dist.measurement.calibration import calibrate, to_measure
 
     trained = seconds_of(run)
     if trained < LEAST_TRAINING:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
@@ -23,7 +24,6 @@ from lightning_dist.profiling.whatif.simulator import (
     rebucket,
     simulate_step,
 )
-from lightning_dist.reducer.costs import CANDIDATES, CodecCost
 
 LEAST_TOLERANCE = 0.02
 """Two runs of the same scenario differ by as much, however exact the model is for one of them."""

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.chunk_sizes import chunk_elements
-from lightning_dist.reducer.costs import CodecCost
 
 DDP = "ddp"
 """Stock DDP in the place of a codec."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.kernels.table import Slice, SliceTable
+from lightning_dist.kernels.triton.table import Slice, SliceTable
 
 if TYPE_CHECKING:
-    from lightning_dist.kernels.passes import TableKernels
+    from lightning_dist.kernels.triton.passes import TableKernels
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""
@@ -30,8 +30,8 @@ def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
     """
     if dtype not in GRADIENT_DTYPES or find_spec("triton") is None:
         return None
-    from lightning_dist.kernels.passes import TableKernels
-    from lightning_dist.kernels.registry import device_codec
+    from lightning_dist.kernels.triton.passes import TableKernels
+    from lightning_dist.kernels.triton.registry import device_codec
 
     device = device_codec(codec)
     return None if device is None else TableKernels(device)

@@ -12,9 +12,9 @@ import torch
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
 from lightning_dist.codecs.base import Codec
-from lightning_dist.reducer.alone import WIDTH, BlockPasses, Passes, make_passes
-from lightning_dist.reducer.costs import CANDIDATES, CodecCost
-from lightning_dist.reducer.device_clock import DeviceClock, HostClock, StreamClock, clock_of
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
+from lightning_dist.measurement.microbenchmark import WIDTH, BlockPasses, Passes, make_passes
 
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""

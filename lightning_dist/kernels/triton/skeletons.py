@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_dist.kernels.device import block_keys, is_finite
+from lightning_dist.kernels.triton.device import block_keys, is_finite
 
 _FIELDS: tl.constexpr = tl.constexpr(10)
 

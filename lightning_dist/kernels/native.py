@@ -26,11 +26,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.codecs.base import Payload
+from lightning_dist.codecs.memory import MomentumCorrection, State
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
-from lightning_dist.reducer.kernels import Passes
-from lightning_dist.reducer.memory import MomentumCorrection, State
-from lightning_dist.reducer.sparse import SparsePasses, place_dtype
+from lightning_dist.kernels.passes import Passes
+from lightning_dist.kernels.sparse import SparsePasses, place_dtype
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")

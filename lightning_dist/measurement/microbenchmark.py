@@ -11,15 +11,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.codecs import BlockCodec, Codec, PowerSGD, Threshold
+from lightning_dist.codecs.memory import memory_of
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.channel import Channel, Pending
 from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
+from lightning_dist.kernels.passes import Factors, Kernels
 from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
-from lightning_dist.reducer.fusing import Variant, compiled_sparse_passes, fused_passes
-from lightning_dist.reducer.kernels import Factors, Kernels
 from lightning_dist.reducer.low_rank import LowRankChunk
-from lightning_dist.reducer.memory import memory_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.sparse import SparseChunk

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_dist.kernels.device import (
+from lightning_dist.kernels.triton.device import (
     block_scale,
     cut_to_bfloat16,
     in_steps,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_dist.codecs import FP8, QSGD, Int4, Int8, Sign, TernGrad
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.kernels import codecs as functions
+from lightning_dist.kernels.triton import codecs as functions
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.reducer.kernels import Passes, compute_dtype
-from lightning_dist.reducer.native import NativeSparsePasses, block_passes
-from lightning_dist.reducer.sparse import SparsePasses
+from lightning_dist.kernels.native import NativeSparsePasses, block_passes
+from lightning_dist.kernels.passes import Passes, compute_dtype
+from lightning_dist.kernels.sparse import SparsePasses
 
 log = logging.getLogger(__name__)
 

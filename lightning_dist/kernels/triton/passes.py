@@ -1,0 +1,304 @@
+"""The passes of a bucket: encode, reduce and decode, each one kernel launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.kernels.triton import GRADIENT_DTYPES, skeletons
+from lightning_dist.kernels.triton.registry import DeviceCodec
+from lightning_dist.kernels.triton.table import BlockShape, SliceTable
+
+_ELEMENTS_PER_WARP = 512  # 16 for each thread: 64 to 108 registers, of which nothing is spilled
+
+
+@dataclass(frozen=True)
+class TableKernels:
+    """Passes of one codec over the slices of a :class:`SliceTable`.
+
+    They write the bytes that the eager definition writes (``codecs/``, ``kernels/passes.py``),
+    except in the codes of blocks that are not finite, of which it says nothing, and in the bits of
+    NaN. Nothing waits for the device; launches go to its current stream. On a CPU they need
+    ``TRITON_INTERPRET=1`` before Triton is first imported.
+
+    ``flat`` holds gradients in float32, bfloat16 or float16, ``residual`` float32; both are flat,
+    and the table has the places in them. ``scale`` is the GradScaler's, 0-d float32 on the device.
+    ``salts`` are for stochastic codecs: int32 on the device, one for each slice; the keys of blocks
+    are ``block_keys(number of the block in its slice, salt)``.
+    """
+
+    device_codec: DeviceCodec
+    only_compile: bool = False
+
+    def compiling(self) -> TableKernels:
+        """The same passes, compiled for their arguments and not run.
+
+        Called at set-up with the tensors of a step: no kernel is then compiled in the backward
+        pass. Kernels are specialised by the codec, the dtype of gradients, the number of payloads,
+        which arguments are None, ``SliceTable.alignment``, and addresses that 16 divides or not;
+        not by the number of slices or tiles.
+        """
+        return replace(self, only_compile=True)
+
+    def encode(
+        self,
+        flat: Tensor,
+        residual: Tensor | None,
+        scale: Tensor,
+        *,
+        table: SliceTable,
+        payload: Tensor,
+        finite: Tensor | None = None,
+        salts: Tensor | None = None,
+        sums: Tensor | None = None,
+        commit: bool = True,
+    ) -> None:
+        """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``, where ``p`` is pending.
+
+        That is ``flat + scale * residual``. A block that is not finite keeps its residual.
+
+        Args:
+            payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
+            finite: bool, one element; set to False if any block is not finite, never to True.
+            sums: float64 ``(tiles, 2)``; sums of ``p**2`` and of the error's squares, of each tile,
+                over the finite blocks.
+            commit: False leaves the residuals to a later :meth:`commit`.
+        """
+        self._encode(
+            flat,
+            residual,
+            scale,
+            None,
+            payload,
+            finite,
+            sums,
+            table=table,
+            salts=salts,
+            writes_residual=commit and residual is not None,
+        )
+
+    def commit(
+        self,
+        flat: Tensor,
+        residual: Tensor,
+        scale: Tensor,
+        ok: Tensor,
+        *,
+        table: SliceTable,
+        salts: Tensor | None = None,
+    ) -> None:
+        """The residuals of ``encode(..., commit=False)``, computed again, where ``ok`` is True.
+
+        ``flat``, not yet overwritten by :meth:`decode`, and ``salts`` are those of the encoding;
+        ``ok`` is one bool on the device.
+        """
+        self._encode(
+            flat,
+            residual,
+            scale,
+            ok,
+            None,
+            None,
+            None,
+            table=table,
+            salts=salts,
+            writes_residual=True,
+        )
+
+    def reduce(
+        self,
+        shards: Tensor,
+        mean: Tensor,
+        *,
+        table: SliceTable,
+        row: int,
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+        salts: Tensor | None = None,
+    ) -> None:
+        """``mean <- C(m)``, ``m`` the mean of the decoded ``shards``, added in their order.
+
+        With ``residual`` also ``residual += W (m - D(mean)) / scale`` in the places of ``row``,
+        where the mean's block is finite: what the second rounding loses, see
+        :meth:`lightning_dist.kernels.passes.Kernels.carry`.
+
+        Args:
+            shards: uint8 ``(W, table.row_bytes(row))``: the row that this rank owns, as every rank
+                encoded it.
+            mean: uint8, one such row.
+            salts: of the mean, which is rounded anew.
+        """
+        self._reduce(shards, mean, residual, scale, None, table=table, row=row, salts=salts)
+
+    def carry(
+        self,
+        shards: Tensor,
+        residual: Tensor,
+        scale: Tensor,
+        ok: Tensor,
+        *,
+        table: SliceTable,
+        row: int,
+        salts: Tensor | None = None,
+    ) -> None:
+        """The second error of ``reduce`` without a residual, computed again, where ``ok``."""
+        self._reduce(shards, None, residual, scale, ok, table=table, row=row, salts=salts)
+
+    def decode(
+        self, payloads: Tensor, flat: Tensor, *, table: SliceTable, weight: float = 1.0
+    ) -> None:
+        """``flat <- sum of weight * D(payload)`` over ``payloads``, in their order.
+
+        Args:
+            payloads: uint8 ``(count, table.payload_bytes)``, or any shape of one payload.
+        """
+        size = table.payload_bytes
+        _check(torch.uint8, payloads)
+        _launch(
+            skeletons.decode_kernel,
+            table.tiles,
+            payloads,
+            size // 8,
+            _gradient(flat),
+            COUNT=_count(payloads, size),
+            WEIGHT=weight,
+            BF16=flat.dtype == torch.bfloat16,
+            **self._constants(table),
+        )
+
+    def _encode(
+        self,
+        flat: Tensor,
+        residual: Tensor | None,
+        scale: Tensor,
+        ok: Tensor | None,
+        payload: Tensor | None,
+        finite: Tensor | None,
+        sums: Tensor | None,
+        *,
+        table: SliceTable,
+        salts: Tensor | None,
+        writes_residual: bool,
+    ) -> None:
+        assert payload is None or payload.numel() == table.payload_bytes, "another table's payload"
+        _check(torch.float32, residual, scale)
+        _check(torch.bool, ok, finite)
+        _check(torch.uint8, payload)
+        _check(torch.float64, sums)
+        _launch(
+            skeletons.encode_kernel,
+            table.tiles,
+            _gradient(flat),
+            residual,
+            scale,
+            _bytes(ok),
+            payload,
+            _bytes(finite),
+            self._salts(salts),
+            sums,
+            WRITES_RESIDUAL=writes_residual,
+            BF16=flat.dtype == torch.bfloat16,
+            **self._rounding(),
+            **self._constants(table),
+        )
+
+    def _reduce(
+        self,
+        shards: Tensor,
+        mean: Tensor | None,
+        residual: Tensor | None,
+        scale: Tensor | None,
+        ok: Tensor | None,
+        *,
+        table: SliceTable,
+        row: int,
+        salts: Tensor | None,
+    ) -> None:
+        size = table.row_bytes(row)
+        assert mean is None or mean.numel() == size, "a mean of another row"
+        _check(torch.float32, residual, scale)
+        _check(torch.bool, ok)
+        _check(torch.uint8, shards, mean)
+        _launch(
+            skeletons.reduce_kernel,
+            table.tiles[table.tile_starts[row] : table.tile_starts[row + 1]],
+            shards,
+            size // 8,
+            mean,
+            residual,
+            scale,
+            _bytes(ok),
+            self._salts(salts),
+            COUNT=_count(shards, size),
+            **self._rounding(),
+            **self._constants(table),
+        )
+
+    def _rounding(self) -> dict[str, Any]:
+        codec = self.device_codec
+        return {"ENCODE": codec.encode, "OPTION": codec.option}
+
+    def _constants(self, table: SliceTable) -> dict[str, Any]:
+        codec, shape = self.device_codec, BlockShape.of(self.device_codec.codec)
+        return {
+            "only_compile": self.only_compile,
+            "LEVEL": codec.level,
+            "LEVELS": codec.levels,
+            "BLOCK": table.block,
+            "BLOCKS": table.blocks_per_tile,
+            "PARTS": shape.parts,
+            "WIDTH": shape.width,
+            "REAL": shape.real,
+            "ALIGNMENT": table.alignment,
+            "CODE_ALIGNMENT": shape.alignment,
+        }
+
+    def _salts(self, salts: Tensor | None) -> Tensor | None:
+        stochastic = self.device_codec.codec.stochastic
+        assert (salts is not None) == stochastic, "salts are for stochastic codecs, and those only"
+        _check(torch.int32, salts)
+        return salts
+
+
+def _launch(
+    kernel: Any, tiles: Tensor, *tensors: Any, only_compile: bool, **constants: Any
+) -> None:
+    """``kernel`` on every tile; all launches of the package are here.
+
+    Bytes must not depend on a compiler's choice, so ``a * b + c`` is not contracted. Triton never
+    flushes subnormal numbers of these operations, and rounds ``div_rn``.
+    """
+    if not len(tiles):
+        return
+    elements = constants["BLOCKS"] * constants["PARTS"] * constants["WIDTH"]
+    warps = min(16, max(4, elements // _ELEMENTS_PER_WARP))
+    launch = partial(kernel.warmup, grid=(len(tiles),)) if only_compile else kernel[(len(tiles),)]
+    launch(tiles, *tensors, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def _gradient(flat: Tensor) -> Tensor:
+    """bfloat16 as its bits: kernels round in integers."""
+    assert flat.is_contiguous()
+    assert flat.dtype in GRADIENT_DTYPES
+    return flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
+
+
+def _count(payloads: Tensor, size: int) -> int:
+    """How many payloads of ``size`` bytes."""
+    if not size:
+        return 1
+    assert payloads.numel() % size == 0, "payloads of another table"
+    return payloads.numel() // size
+
+
+def _bytes(flag: Tensor | None) -> Tensor | None:
+    return None if flag is None else flag.view(torch.uint8)
+
+
+def _check(dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        assert tensor is None or (tensor.dtype == dtype and tensor.is_contiguous())
