@@ -1,0 +1,1 @@
+"""Passes of codecs over tiles of a gradient: eager, compiled, and Triton kernels."""
