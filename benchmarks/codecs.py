@@ -1,12 +1,12 @@
 """How fast the kernels are beside a copy, and how much memory the reducer holds.
 
 Speed: one thread (CPU) or one device (`--device cuda`), 26 MB of float32 gradient in the reducer's
-chunks, W = 2. Two passes of every codec of the table, eager and, where a compiler can make one loop
+units, W = 2. Two passes of every codec of the table, eager and, where a compiler can make one loop
 of it, fused; interleaved with a copy of the same size; medians. On CPU in thread CPU time (other
 work on the machine then counts less), on CUDA between events.
 
     encode   gradient (+ residual) -> payload (and new residual)
-    settle   two payloads -> mean gradient
+    decode   two payloads -> mean gradient
 
 `limit_pct` is (bytes that the pass must touch / measured copy rate) / measured time, where a copy
 touches 8 bytes an element. A pass whose data were still in a cache may exceed 100.
@@ -38,11 +38,11 @@ from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, resolve_codec
 from lightning_dist.measurement.microbenchmark import Passes, make_passes
-from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
+from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 
 _SEED = 1
-_CHUNKS = 25
-_NUMEL = _CHUNKS * CHUNK_ELEMENTS
+_UNITS = 25
+_NUMEL = _UNITS * UNIT_ELEMENTS
 _Case = tuple[str, bool, str]  # codec, error feedback, mode
 
 
@@ -60,7 +60,7 @@ def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes
                     feedback=feedback,
                     fused=mode == "fused",
                     device=device,
-                    chunks=_CHUNKS,
+                    units=_UNITS,
                 )
     return cases
 
@@ -80,7 +80,7 @@ def measure_speed(
             copies.append(_seconds(lambda: target.copy_(source), device))
             for key, passes in cases.items():
                 passes.prepare()
-                for name in ("encode", "settle"):
+                for name in ("encode", "decode"):
                     seconds = _seconds(getattr(passes, name), device)
                     times.setdefault((key, name), []).append(seconds)
     copy_s, gigabytes = statistics.median(copies), source.nbytes / 1e9
@@ -113,7 +113,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.thread_time() - start_s
 
 
-_WARM = 300  # steps until the C library's allocator has settled; plain DDP moves until then too
+_WARM = 300  # steps until the C library's allocator has finished; plain DDP moves until then too
 _TIMEOUT_S = 600.0
 
 
@@ -188,8 +188,8 @@ KERNELS = Table(
         ("kernels", "{mode}"),
         ("encode, GB/s", "{encode_gb_s:,.1f}"),
         ("% of copy", "{encode_limit_pct:,.0f}"),
-        ("decode and commit, GB/s", "{settle_gb_s:,.1f}"),
-        ("% of copy", "{settle_limit_pct:,.0f}"),
+        ("decode, GB/s", "{decode_gb_s:,.1f}"),
+        ("% of copy", "{decode_limit_pct:,.0f}"),
         ("both, % of copy", "{limit_pct:,.0f}"),
     ],
     text=lambda meta, rows: (

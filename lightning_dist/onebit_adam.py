@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import ParameterSlice
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -121,12 +121,12 @@ class OneBitAdam(torch.optim.Optimizer):
         """Whether the warm-up is over."""
         return int(self.param_groups[0]["step"]) >= self.freeze_step
 
-    def __call__(self, slots: Sequence[Slot], bucket: Tensor, scale: Tensor) -> None:
+    def __call__(self, slices: Sequence[ParameterSlice], bucket: Tensor, scale: Tensor) -> None:
         """Local gradients in the flat ``bucket`` -> local momenta. What the reducer calls."""
-        for slot in slots:
-            if slot.name not in self._places:  # of another optimizer
+        for part in slices:
+            if part.name not in self._places:  # of another optimizer
                 continue
-            parameter, group = self._places[slot.name]
+            parameter, group = self._places[part.name]
             beta = self.param_groups[group]["betas"][0]
             # Under a GradScaler the step of the pass before may have been skipped.
             if parameter in self._adjusted and float(scale) == 1.0:
@@ -137,7 +137,7 @@ class OneBitAdam(torch.optim.Optimizer):
             if "exp_avg" not in self.state[parameter]:  # never used so far
                 continue
             momentum = self.state[parameter]["exp_avg"]
-            gradient = slot.shaped(slot.of(bucket))
+            gradient = part.shaped(part.of(bucket))
             gradient.copy_((1 - beta) * gradient + beta * momentum * scale)
             self._adjusted.add(parameter)
 

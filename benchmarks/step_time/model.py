@@ -6,7 +6,7 @@ RESULT.json is written by `step_time forms`. The model is `simulate_step` of `li
 whatif`, with costs from a fit instead of a profile: least squares of the relative errors of all
 rows with a limited link, against median step - lowest median no-comm step of the layout. Fitted are
 `overhead`, what headers and shaping add to the bytes of a link; `inside_ns`, per byte inside a
-host; `CODEC_ns`, per element to encode (a quarter to decode a payload, half to settle; `none`: a
+host; `CODEC_ns`, per element to encode (a quarter to decode a payload, half to store; `none`: a
 copy). Ranks that share cores take longer for it; in a prediction each has its own. The latency of a
 round is not fitted: few ranks on one machine do not tell it. JSON: in meta `coefficients`,
 `errors`, `label`; rows of 2 to 1,024 hosts, form, codec, predicted_ms, speedup_vs_flat_fp32.
@@ -72,7 +72,7 @@ def seconds(
 
     def cost(name: str) -> CodecCost:
         ns = found[f"{name}_ns"] * 1e-9 * crowding
-        return CodecCost(name, *_sent(name), encode=ns, decode=ns / 4, settle=ns / 2)
+        return CodecCost(name, *_sent(name), encode=ns, decode=ns / 4, store=ns / 2)
 
     link = Link(gbit * 1e9 / 8 / (1 + found["overhead"]), latency_us / 1e6)
     inside = Link(intra_gbit * 1e9 / 8 if intra_gbit else 1e9 / found["inside_ns"])

@@ -80,9 +80,9 @@ def by_name(
     return ByName(resolve_codec(codec), pairs)
 
 
-def warmup(stages: Mapping[int, str | Codec]) -> Codec:
+def warmup(phases: Mapping[int, str | Codec]) -> Codec:
     """Codecs by synchronised step: ``warmup({0: "none", 200: "int8", 1000: "int4"})``."""
-    return Schedule(tuple((step, resolve_codec(codec)) for step, codec in stages.items()))
+    return Schedule(tuple((step, resolve_codec(codec)) for step, codec in phases.items()))
 
 
 def after_steps(steps: int, codec: str | Codec, *, before: str | Codec = "none") -> Codec:

@@ -101,12 +101,12 @@ class Codec(ABC):
         """The codec of one parameter at synchronised step ``step`` (from 0); policies choose."""
         return self
 
-    def stage(self, step: int) -> Hashable:
+    def phase(self, step: int) -> Hashable:
         """Changes when :meth:`for_tensor` may answer differently than at the step before."""
         return 0
 
-    def turns(self) -> tuple[int, ...]:
-        """The steps at which :meth:`stage` changes, and 0, ascending."""
+    def boundaries(self) -> tuple[int, ...]:
+        """The steps at which :meth:`phase` changes, and 0, ascending."""
         return (0,)
 
     def leaves(self) -> tuple[Codec, ...]:

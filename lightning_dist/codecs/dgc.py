@@ -73,13 +73,13 @@ class DGC(TopK):
         return self.clip
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
-        return self.leaves()[self.stage(step)]
+        return self.leaves()[self.phase(step)]
 
-    def stage(self, step: int) -> int:
+    def phase(self, step: int) -> int:
         last = len(self._ramp()) - 1  # asked for every bucket of every step
         return last if step >= self.warmup_steps else step * last // self.warmup_steps
 
-    def turns(self) -> tuple[int, ...]:
+    def boundaries(self) -> tuple[int, ...]:
         last = len(self._ramp()) - 1
         return tuple(-(-i * self.warmup_steps // max(1, last)) for i in range(last + 1))
 

@@ -1,7 +1,7 @@
 """What a rank remembers of its gradients: nothing, a residual, a momentum, or both.
 
-``x`` is the gradient of this step, ``pending`` what should be sent, ``sent`` what the payload says
-of it; all ``(rows, B, block)`` in the compute dtype. ``x``, ``pending`` and ``sent`` carry the
+``x`` is the gradient of this step, ``compensated`` the gradient with what an earlier step did not
+send, ``sent`` the decoded payload; all ``(rows, B, block)`` in the compute dtype. They carry the
 GradScaler's ``scale``, the state does not: a change of the scale does not change its weight.
 """
 
@@ -28,11 +28,11 @@ class Memory(ABC):
     kinds: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor: ...
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor: ...
 
     @abstractmethod
     def after(
-        self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
     ) -> State: ...
 
 
@@ -42,10 +42,12 @@ class NoMemory(Memory):
 
     kinds: ClassVar[tuple[str, ...]] = ()
 
-    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x
 
-    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
+    def after(
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> State:
         return ()
 
 
@@ -59,11 +61,13 @@ class ErrorFeedback(Memory):
 
     kinds: ClassVar[tuple[str, ...]] = ("residual",)
 
-    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x + state[0] * scale
 
-    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
-        return ((pending - sent) / scale,)
+    def after(
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> State:
+        return ((compensated - sent) / scale,)
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,13 @@ class Momentum(Memory):
     momentum: float
     kinds: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x + state[0] * self.momentum * scale
 
-    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
-        return (pending / scale,)
+    def after(
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> State:
+        return (compensated / scale,)
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,17 @@ class MomentumCorrection(Memory):
     momentum: float
     kinds: ClassVar[tuple[str, ...]] = ("residual", "momentum")
 
-    def pending(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         residual, velocity = state
         return x + (residual + velocity * self.momentum) * scale
 
-    def after(self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor) -> State:
+    def after(
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> State:
         velocity = x / scale + state[1] * self.momentum
-        return (pending - sent) / scale, torch.where(sent == 0, velocity, torch.zeros_like(sent))
+        return (compensated - sent) / scale, torch.where(
+            sent == 0, velocity, torch.zeros_like(sent)
+        )
 
 
 def memory_of(codec: Codec, error_feedback: bool | Literal["auto"]) -> Memory:

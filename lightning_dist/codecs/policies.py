@@ -30,11 +30,11 @@ class _Policy(Codec):
     def _inner(self) -> tuple[Codec, ...]:
         raise NotImplementedError
 
-    def stage(self, step: int) -> Hashable:
-        return tuple(codec.stage(step) for codec in self._inner())
+    def phase(self, step: int) -> Hashable:
+        return tuple(codec.phase(step) for codec in self._inner())
 
-    def turns(self) -> tuple[int, ...]:
-        return tuple(sorted({turn for codec in self._inner() for turn in codec.turns()}))
+    def boundaries(self) -> tuple[int, ...]:
+        return tuple(sorted({turn for codec in self._inner() for turn in codec.boundaries()}))
 
     def leaves(self) -> tuple[Codec, ...]:
         found = (leaf for codec in self._inner() for leaf in codec.leaves())
@@ -103,12 +103,12 @@ class Schedule(_Policy):
     A residual that the next codec does not keep is sent in that codec's first finite step.
     """
 
-    stages: tuple[tuple[int, Codec], ...]  # (first step, codec), ascending from 0
+    phases: tuple[tuple[int, Codec], ...]  # (first step, codec), ascending from 0
 
     name: ClassVar[str] = "warmup"
 
     def __post_init__(self) -> None:
-        steps: list[object] = [step for step, _ in self.stages]
+        steps: list[object] = [step for step, _ in self.phases]
         whole = all(type(step) is int for step in steps)
         if not whole or steps[:1] != [0] or steps != sorted(set(steps)):  # type: ignore[type-var]
             raise ValueError(
@@ -120,18 +120,20 @@ class Schedule(_Policy):
         first, codec = self._at(step)
         return codec.for_tensor(name, shape, step=step - first)
 
-    def stage(self, step: int) -> Hashable:
+    def phase(self, step: int) -> Hashable:
         first, codec = self._at(step)
-        return first, codec.stage(step - first)
+        return first, codec.phase(step - first)
 
-    def turns(self) -> tuple[int, ...]:
-        return tuple(sorted({first + t for first, codec in self.stages for t in codec.turns()}))
+    def boundaries(self) -> tuple[int, ...]:
+        return tuple(
+            sorted({first + t for first, codec in self.phases for t in codec.boundaries()})
+        )
 
     def _at(self, step: int) -> tuple[int, Codec]:
-        return [stage for stage in self.stages if stage[0] <= step][-1]
+        return [stage for stage in self.phases if stage[0] <= step][-1]
 
     def _inner(self) -> tuple[Codec, ...]:
-        return tuple(codec for _, codec in self.stages)
+        return tuple(codec for _, codec in self.phases)
 
 
 def sized(codec: Codec, smallest: int | None) -> Codec:
@@ -142,7 +144,7 @@ def sized(codec: Codec, smallest: int | None) -> Codec:
         rules = tuple((pattern, sized(inner, smallest)) for pattern, inner in codec.rules)
         return ByName(sized(codec.otherwise, smallest), rules)
     if isinstance(codec, Schedule):
-        return Schedule(tuple((step, sized(inner, smallest)) for step, inner in codec.stages))
+        return Schedule(tuple((step, sized(inner, smallest)) for step, inner in codec.phases))
     return BySize(codec, smallest)
 
 

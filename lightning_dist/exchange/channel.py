@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dist.exchange.wait_limit import WaitLimit
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """A collective that is under way; ``torch.distributed.Work`` is one."""
 
     def wait(self) -> object: ...
@@ -52,7 +52,7 @@ class Channel:
 
     def all_reduce(
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    ) -> PendingWork:
         """Sum over all ranks, or another ``op`` of them, in place."""
         world = self.group.size()
         return self._begin(
@@ -62,7 +62,7 @@ class Channel:
             lambda: dist.all_reduce(tensor, op=op, group=self.group, async_op=True),
         )
 
-    def all_gather(self, output: Tensor, own: Tensor) -> Pending:
+    def all_gather(self, output: Tensor, own: Tensor) -> PendingWork:
         """``own (N,)`` of every rank -> ``output (W * N,)``."""
         return self._begin(
             "all_gather",
@@ -77,7 +77,7 @@ class Channel:
         own: Tensor,
         output_sizes: Sequence[int] | None = None,
         own_sizes: Sequence[int] | None = None,
-    ) -> Pending:
+    ) -> PendingWork:
         """Part ``r`` of ``own`` -> rank ``r``; equal parts, or ``own_sizes`` elements each."""
         if own_sizes is None:
             kept = own.nbytes // self.group.size()
@@ -92,7 +92,7 @@ class Channel:
             ),
         )
 
-    def broadcast(self, tensor: Tensor, *, owner: int) -> Pending:
+    def broadcast(self, tensor: Tensor, *, owner: int) -> PendingWork:
         """``tensor`` of rank ``owner`` of the group -> all."""
         others = self.group.size() - 1 if self.group.rank() == owner else 0
         return self._begin(
@@ -102,7 +102,9 @@ class Channel:
             lambda: dist.broadcast(tensor, group_src=owner, group=self.group, async_op=True),
         )
 
-    def _begin(self, op: str, of: Tensor, sent: int, launch: Callable[[], dist.Work]) -> Pending:
+    def _begin(
+        self, op: str, of: Tensor, sent: int, launch: Callable[[], dist.Work]
+    ) -> PendingWork:
         watch = self.watch
         see = None if watch is None else watch.launches(op, group=self.name, sent=sent)
         work = launch()

@@ -43,9 +43,9 @@ class Exchange(ABC):
     nbytes: int  # of the buffers that are its own
 
     @abstractmethod
-    def issue(self) -> None: ...
+    def start(self) -> None: ...
 
-    def advance(self) -> None:  # noqa: B027  (nothing to do after a single collective)
+    def start_second(self) -> None:  # noqa: B027  (nothing to do after a single collective)
         pass
 
     @abstractmethod
@@ -82,7 +82,7 @@ class AllReduce(Exchange):
         self.nbytes = 0 if allocate else self._summed.nbytes * (keep_own + (in_place is None))
         self._channel = channel
 
-    def issue(self) -> None:
+    def start(self) -> None:
         if self.own[0] is not self._summed:
             self._summed.copy_(self.own[0])
         self._work = self._channel.all_reduce(self._summed)
@@ -91,7 +91,7 @@ class AllReduce(Exchange):
         self._work.wait()
 
 
-class Gather(Exchange):
+class AllGather(Exchange):
     """Every rank receives every payload: for sparse ones, and the short way for two ranks.
 
     With W = 2 it moves the bytes of the two-shot exchange in one round and rounds once, not twice.
@@ -117,7 +117,7 @@ class Gather(Exchange):
         self.nbytes = 0 if allocate else self._received.nbytes
         self._channel = channel
 
-    def issue(self) -> None:
+    def start(self) -> None:
         self._work = self._channel.all_gather(self._received.view(-1), self._send)
 
     def wait(self) -> None:
@@ -166,10 +166,10 @@ class TwoShot(Exchange):
         self.nbytes = 0 if allocate else (2 + keep_own) * self._send.nbytes
         self._reduce, self._channel = reduce, channel
 
-    def issue(self) -> None:
+    def start(self) -> None:
         self._work = self._channel.all_to_all(self._shards.view(-1), self._send.view(-1))
 
-    def advance(self) -> None:
+    def start_second(self) -> None:
         self._work.wait()
         self._reduce(self.shards, self.mean)
         self._work = self._channel.all_gather(self._result.view(-1), self._mean.view(-1))

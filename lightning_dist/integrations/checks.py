@@ -19,8 +19,8 @@ from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import Slot
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
 
@@ -186,13 +186,13 @@ def compresses_fewer_bytes(
         ValueError: it would send more than uncompressed gradients, whatever their size.
     """
     codec, wanted = None, list(_lossy(settings, names))
-    for codec, slot, dtype in wanted:
-        if not planner.affordable(codec, slot, dtype).lossless:
+    for codec, part, dtype in wanted:
+        if not planner.affordable(codec, part, dtype).lossless:
             return True
     if codec is None:
         return False
-    ranks, count = planner.network.rows.count, len({slot.name for _, slot, _ in wanted})
-    if planner.affordable(codec, Slot("", 0, (1 << 24,)), torch.float32).lossless:
+    ranks, count = planner.network.rows.count, len({part.name for _, part, _ in wanted})
+    if planner.affordable(codec, ParameterSlice("", 0, (1 << 24,)), torch.float32).lossless:
         raise ValueError(
             f"codec {codec} between {ranks} ranks sends more than uncompressed gradients: its "
             "bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
@@ -211,15 +211,15 @@ def compresses_fewer_bytes(
 
 def _lossy(
     settings: Settings, names: Mapping[Tensor, str]
-) -> Iterator[tuple[Codec, Slot, torch.dtype]]:
+) -> Iterator[tuple[Codec, ParameterSlice, torch.dtype]]:
     """Parameters that are compressed at some step, with the codec."""
-    for step in settings.policy.turns():
+    for step in settings.policy.boundaries():
         for parameter, name in names.items():
             shape = tuple(parameter.shape)
             codec = settings.policy.for_tensor(name, shape, step=step)
             if parameter.requires_grad and parameter.numel() and not codec.lossless:
                 real = as_real(parameter)
-                yield codec, Slot(name, 0, tuple(real.shape)), real.dtype
+                yield codec, ParameterSlice(name, 0, tuple(real.shape)), real.dtype
 
 
 def brings_momentum(settings: Settings) -> bool:

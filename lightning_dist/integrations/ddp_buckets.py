@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.reducer.policy import Slot, slices_of
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import ParameterSlice, slices_of
 
 
 class Bucket(Protocol):
@@ -36,7 +36,7 @@ class DDPBuckets:
         self._used = UsedParameters(reducer.names) if find_unused else None
         if self._used is not None:
             reducer.at_close.append(self._used.close)
-        self._slices: dict[int, tuple[object, Sequence[Slot]]] = {}
+        self._slices: dict[int, tuple[object, Sequence[ParameterSlice]]] = {}
         self._reached = -1  # index of the last bucket of a step that is not finished
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
@@ -66,7 +66,7 @@ class DDPBuckets:
             raise RuntimeError(f"lightning_dist: {reducer.failure}") from reducer.failure
         return handle.done
 
-    def _slices_of(self, bucket: Bucket) -> Sequence[Slot]:
+    def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
         """Slices of the parameters in ``bucket``, worked out once per layout."""
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))

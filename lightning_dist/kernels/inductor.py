@@ -138,15 +138,15 @@ def compiled_sparse_passes(device: torch.device) -> SparsePasses | None:
 @torch.no_grad()
 def _sparse_example(passes: SparsePasses) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    pending, residual = torch.randn(2, 5000, generator=generator).unbind()
+    compensated, residual = torch.randn(2, 5000, generator=generator).unbind()
     scale = torch.tensor(3.0)
-    passes.add_residual(pending, residual, scale)
-    payload = passes.select(Threshold(), pending, scale, offset=0, numel=len(pending))
-    passes.scatter(pending, payload, weight=-1.0)
-    passes.keep(pending, residual, scale)
+    passes.add_residual(compensated, residual, scale)
+    payload = passes.select(Threshold(), compensated, scale, offset=0, numel=len(compensated))
+    passes.scatter(compensated, payload, weight=-1.0)
+    passes.keep(compensated, residual, scale)
     for _ in range(2):
-        passes.scatter(pending, payload, weight=1 / 3)
-    return [pending, residual, *payload]
+        passes.scatter(compensated, payload, weight=1 / 3)
+    return [compensated, residual, *payload]
 
 
 def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
@@ -227,15 +227,15 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
     scale = torch.ones((), dtype=torch.float32, device=variant.device)
     received = tuple(payload(rows) for _ in range(variant.received))
     now = variant.immediate and bool(state)
-    settled = () if variant.immediate else state
+    finished = () if variant.immediate else state
     examples: dict[str, tuple[Any, ...]] = {
         "encode_and_commit" if now else "encode": (grad, state, scale, keys(rows), payload(rows)),
-        "settle": (grad, settled, scale, keys(rows), payload(rows), received),
+        "decode_and_commit": (grad, finished, scale, keys(rows), payload(rows), received),
     }
     if rows > 1:
         examples["reduce"] = (payload(world), keys(1), payload(1))
         if state:
-            examples["carry"] = (state[0][:1], scale, payload(world), payload(1))
+            examples["server_feedback"] = (state[0][:1], scale, payload(world), payload(1))
     return examples
 
 

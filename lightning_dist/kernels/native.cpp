@@ -134,8 +134,8 @@ void choose(const int32_t* sizes, int n, int k, uint16_t* chosen) {
       chosen[taken++] = places[i];
 }
 
-// memory.py: what is pending of element i.
-float pending(const Call& c, int64_t i, float scale) {
+// memory.py: what is compensated of element i.
+float compensated(const Call& c, int64_t i, float scale) {
   const float x = c.grad[i];
   if (c.velocity) return x + (c.residual[i] + c.velocity[i] * c.momentum) * scale;
   return c.residual ? x + c.residual[i] * scale : x;
@@ -241,7 +241,7 @@ struct RandomK {
     places(c, b, at.data());
     float* values = static_cast<float*>(own.values) + b * c.k;
     for (int64_t i = 0; i < c.k; ++i)
-      values[i] = pending(c, from + at[i], *c.scale) * c.encode_factor + poison;
+      values[i] = compensated(c, from + at[i], *c.scale) * c.encode_factor + poison;
   }
 
   static void decode(const Call& c, const Planes& payload, int64_t b, uint16_t* at, float* value) {
@@ -298,7 +298,7 @@ void commit(const Call& c, const Planes& own, int64_t b, Sent& sent) {
   for (int64_t i = 0; i < k; ++i) {
     const int64_t place = sent.at[i];
     sent.value[i] *= c.own_factor;
-    sent.left[i] = (pending(c, from + place, scale) - sent.value[i]) / scale;
+    sent.left[i] = (compensated(c, from + place, scale) - sent.value[i]) / scale;
     sent.residual[i] = e[place];
     if (u) sent.velocity[i] = u[place];
   }
@@ -327,7 +327,7 @@ void encode_and_commit_all(const Call& c, const Planes& own) {
 }
 
 template <class Codec>
-void settle_all(const Call& c, const Planes& own, const Planes* received) {
+void decode_all(const Call& c, const Planes& own, const Planes* received) {
   const int64_t n = c.block, k = c.k;
   Sent sent(k);
   for (int64_t b = 0; b < c.blocks; ++b) {
@@ -361,8 +361,8 @@ void topk_encode_and_commit(const Call* c, const Planes* own) {
   encode_and_commit_all<TopK>(*c, *own);
 }
 
-void topk_settle(const Call* c, const Planes* own, const Planes* received) {
-  settle_all<TopK>(*c, *own, received);
+void topk_decode_and_commit(const Call* c, const Planes* own, const Planes* received) {
+  decode_all<TopK>(*c, *own, received);
 }
 
 void randomk_encode(const Call* c, const Planes* own) { encode_all<RandomK>(*c, *own); }
@@ -371,8 +371,8 @@ void randomk_encode_and_commit(const Call* c, const Planes* own) {
   encode_and_commit_all<RandomK>(*c, *own);
 }
 
-void randomk_settle(const Call* c, const Planes* own, const Planes* received) {
-  settle_all<RandomK>(*c, *own, received);
+void randomk_decode_and_commit(const Call* c, const Planes* own, const Planes* received) {
+  decode_all<RandomK>(*c, *own, received);
 }
 
 // x += residual * scale

@@ -70,7 +70,7 @@ def block_passes(
     library, planes = _library(), native.planes
     run_encode = getattr(library, f"{native.functions}_encode")
     run_encode_and_commit = getattr(library, f"{native.functions}_encode_and_commit")
-    run_settle = getattr(library, f"{native.functions}_settle")
+    run_decode_and_commit = getattr(library, f"{native.functions}_decode_and_commit")
 
     def call(grad: Tensor, state: State, scale: Tensor, keys: Tensor | None) -> _Call:
         residual, velocity = (*(_pointer(held) for held in state), None, None)[:2]
@@ -105,7 +105,7 @@ def block_passes(
     ) -> None:
         run_encode_and_commit(byref(call(grad, state, scale, keys)), byref(planes_of(own)))
 
-    def settle(
+    def decode_and_commit(
         grad: Tensor,
         state: State,
         scale: Tensor,
@@ -116,9 +116,13 @@ def block_passes(
         given = call(grad, state, scale, keys)
         given.received = len(payloads)
         others = (_Planes * len(payloads))(*map(planes_of, payloads))
-        run_settle(byref(given), byref(planes_of(own)), others)
+        run_decode_and_commit(byref(given), byref(planes_of(own)), others)
 
-    return {"encode": encode, "encode_and_commit": encode_and_commit, "settle": settle}
+    return {
+        "encode": encode,
+        "encode_and_commit": encode_and_commit,
+        "decode_and_commit": decode_and_commit,
+    }
 
 
 def _pointer(blocks: Tensor) -> int:
@@ -142,23 +146,23 @@ class NativeSparsePasses(SparsePasses):
         self._keep, self._scatter = library.threshold_keep, library.threshold_scatter
 
     @override
-    def add_residual(self, pending: Tensor, residual: Tensor, scale: Tensor) -> None:
-        numel = len(pending)
-        self._add(pending.data_ptr(), residual.data_ptr(), scale.data_ptr(), numel)
+    def add_residual(self, compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
+        numel = len(compensated)
+        self._add(compensated.data_ptr(), residual.data_ptr(), scale.data_ptr(), numel)
 
     @override
     def select(
-        self, codec: Threshold, pending: Tensor, scale: Tensor, *, offset: int, numel: int
+        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int, numel: int
     ) -> Payload:
         if place_dtype(numel) != torch.int32:
-            return super().select(codec, pending, scale, offset=offset, numel=numel)
-        limit = codec.limit(pending, scale)
+            return super().select(codec, compensated, scale, offset=offset, numel=numel)
+        limit = codec.limit(compensated, scale)
         # Memory that is not written takes none.
-        places = pending.new_empty(len(pending), dtype=torch.int32)
-        values = pending.new_empty(len(pending), dtype=codec.value_dtype)
+        places = compensated.new_empty(len(compensated), dtype=torch.int32)
+        values = compensated.new_empty(len(compensated), dtype=codec.value_dtype)
         found = self._select(
-            pending.data_ptr(),
-            len(pending),
+            compensated.data_ptr(),
+            len(compensated),
             limit.data_ptr(),
             offset,
             _VALUES.index(values.dtype),
@@ -168,18 +172,18 @@ class NativeSparsePasses(SparsePasses):
         return places[:found], values[:found]
 
     @override
-    def keep(self, pending: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+    def keep(self, compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
         held = None if residual is None else residual.data_ptr()
-        self._keep(pending.data_ptr(), held, scale.data_ptr(), len(pending))
+        self._keep(compensated.data_ptr(), held, scale.data_ptr(), len(compensated))
 
     @override
-    def scatter(self, pending: Tensor, payload: Payload, *, weight: float) -> None:
+    def scatter(self, compensated: Tensor, payload: Payload, *, weight: float) -> None:
         places, values = payload
         if places.dtype != torch.int32:
-            super().scatter(pending, payload, weight=weight)
+            super().scatter(compensated, payload, weight=weight)
             return
         self._scatter(
-            pending.data_ptr(),
+            compensated.data_ptr(),
             places.data_ptr(),
             values.data_ptr(),
             len(places),
@@ -195,10 +199,10 @@ def _library() -> ctypes.CDLL:
     arguments: dict[str, list[Any]] = {
         "topk_encode": [call, planes],
         "topk_encode_and_commit": [call, planes],
-        "topk_settle": [call, planes, planes],
+        "topk_decode_and_commit": [call, planes, planes],
         "randomk_encode": [call, planes],
         "randomk_encode_and_commit": [call, planes],
-        "randomk_settle": [call, planes, planes],
+        "randomk_decode_and_commit": [call, planes, planes],
         "threshold_add": [pointer, pointer, pointer, number],
         "threshold_select": [pointer, number, pointer, number, number, pointer, pointer],
         "threshold_scatter": [pointer, pointer, pointer, number, number, c_float],

@@ -1,6 +1,6 @@
 """The arithmetic between gradient, memory and payload of a block codec.
 
-Plain torch functions over a codec, run eagerly in cache-sized pieces; ``fusing.py`` turns each into
+Plain torch functions over a codec, run eagerly in cache-sized tiles; ``fusing.py`` turns each into
 one pass over memory with the same bytes.
 
 Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes
@@ -46,18 +46,18 @@ class Passes:
     def encode(
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
     ) -> None:
-        x = self.memory.pending(_widened(grad), state, scale)
+        x = self.memory.compensated(_widened(grad), state, scale)
         _write(own, self._encoded(x, keys))
 
     def encode_and_commit(
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
     ) -> None:
         x = _widened(grad)
-        pending = self.memory.pending(x, state, scale)
-        payload = self._encoded(pending, keys)
+        compensated = self.memory.compensated(x, state, scale)
+        payload = self._encoded(compensated, keys)
         _write(own, payload)
         if state:
-            self._commit(x, pending, self.said(payload, x.dtype, keys), state, scale)
+            self._commit(x, compensated, self.decoded(payload, x.dtype, keys), state, scale)
 
     def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
         # Payloads in float64 are uncompressed gradients, whose mean must not be shorter than they.
@@ -65,7 +65,7 @@ class Passes:
         exact = self._mean_of_ranks(shards, torch.float64 if wide else torch.float32)
         _write(mean, self.codec.encode(exact, keys))
 
-    def settle(
+    def decode_and_commit(
         self,
         grad: Tensor,
         state: State,
@@ -76,11 +76,11 @@ class Passes:
     ) -> None:
         x = _widened(grad)
         if state:
-            pending = self.memory.pending(x, state, scale)
-            self._commit(x, pending, self.said(own, x.dtype, keys), state, scale)
+            compensated = self.memory.compensated(x, state, scale)
+            self._commit(x, compensated, self.decoded(own, x.dtype, keys), state, scale)
         grad.copy_(self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys))
 
-    def look(
+    def inspect(
         self,
         grad: Tensor,
         state: State,
@@ -90,39 +90,41 @@ class Passes:
         *,
         committed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient, what was pending, and what is sent of it: by ``own``, or encoded once more.
+        """Gradient, compensated gradient, and what is sent of it: by ``own``, or encoded once more.
 
-        Where ``state`` is ``committed`` already, what was pending is what was sent and what is owed
-        since.
+        Where ``state`` is ``committed`` already, the compensated gradient is what was sent and the new
+        residual.
         """
         x = _widened(grad)
         if committed and state:
             assert own is not None, "what was sent is kept where there is state"
-            sent = self.said(own, x.dtype, keys)
+            sent = self.decoded(own, x.dtype, keys)
             return x, sent + state[0] * scale, sent
-        pending = self.memory.pending(x, state, scale)
+        compensated = self.memory.compensated(x, state, scale)
         if own is None:
-            own = self._encoded(pending, keys)
-        return x, pending, self.said(own, x.dtype, keys)
+            own = self._encoded(compensated, keys)
+        return x, compensated, self.decoded(own, x.dtype, keys)
 
-    def said(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
+    def decoded(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
         """What a payload of this rank stands for."""
         return self.codec.decode(own, dtype, keys) * self.factors.own
 
-    def carry(self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload) -> None:
+    def server_feedback(
+        self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload
+    ) -> None:
         exact = self._mean_of_ranks(shards, residual.dtype)
         kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
         new = residual + kept_back / scale
         residual.copy_(torch.where(new.isfinite(), new, residual))
 
-    def _encoded(self, pending: Tensor, keys: Tensor | None) -> Payload:
+    def _encoded(self, compensated: Tensor, keys: Tensor | None) -> Payload:
         factor = self.factors.encode
-        return self.codec.encode(pending * factor if factor != 1 else pending, keys)
+        return self.codec.encode(compensated * factor if factor != 1 else compensated, keys)
 
     def _commit(
-        self, x: Tensor, pending: Tensor, sent: Tensor, state: State, scale: Tensor
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
     ) -> None:
-        after = self.memory.after(x, pending, sent, state, scale)
+        after = self.memory.after(x, compensated, sent, state, scale)
         finite = after[0].isfinite()  # all that is kept of an element comes from the same three
         for held, new in zip(state, after, strict=True):
             held.copy_(torch.where(finite, new, held))
@@ -163,7 +165,7 @@ class Kernels:
     def encode(
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
     ) -> None:
-        """``own <- C(pending)``, with error feedback ``C(grad + scale * residual)``."""
+        """``own <- C(compensated)``, with error feedback ``C(grad + scale * residual)``."""
         self._call("encode", grad, state, scale, keys, own)
 
     def encode_and_commit(
@@ -176,7 +178,7 @@ class Kernels:
         """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
         self._call("reduce", shards, keys, mean)
 
-    def settle(
+    def decode_and_commit(
         self,
         grad: Tensor,
         state: State,
@@ -189,16 +191,18 @@ class Kernels:
 
         With an empty ``state`` ``own`` is not read: what is committed when encoding is not again.
         """
-        self._call("settle", grad, state, scale, keys, own, tuple(payloads))
+        self._call("decode_and_commit", grad, state, scale, keys, own, tuple(payloads))
 
-    def carry(self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload) -> None:
+    def server_feedback(
+        self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload
+    ) -> None:
         """Add what the second rounding lost to the owner's residual ``(1, B, block)``.
 
         The owner of a shard alone knows the exact sum. ``W`` times the error of the mean in one
         rank's residual is the error itself in the mean residual, so mass is conserved without a
         second state.
         """
-        self._call("carry", residual, scale, shards, mean)
+        self._call("server_feedback", residual, scale, shards, mean)
 
     def use(self, fused: Mapping[str, Callable[..., None]]) -> None:
         """Replace passes by fused ones."""
@@ -215,7 +219,7 @@ class Kernels:
         if name in self._fused and blocks >= self._fused_from:
             self._fused[name](*tensors)
             return
-        # A GPU wants one launch, a CPU pieces that stay in its cache.
+        # A GPU wants one launch, a CPU tiles that stay in its cache.
         in_cache = max(1, _CACHE_ELEMENTS // (rows * self.codec.block))
         step = blocks if is_accelerator(first.device) else in_cache
         for start in range(0, blocks, step):

@@ -14,28 +14,28 @@ _INT32_PLACES = 1 << 31
 class SparsePasses:
     """Arithmetic on flat tensors: what was owed added, selected, what is owed kept, scattered."""
 
-    def add_residual(self, pending: Tensor, residual: Tensor, scale: Tensor) -> None:
+    def add_residual(self, compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
         # Not addcmul_, which rounds once only where the machine can.
-        pending.add_(residual * scale)
+        compensated.add_(residual * scale)
 
     def select(
-        self, codec: Threshold, pending: Tensor, scale: Tensor, *, offset: int, numel: int
+        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int, numel: int
     ) -> Payload:
         """Places in the bucket, which has ``numel`` elements, and values."""
-        where, values = codec.select(pending, scale)
+        where, values = codec.select(compensated, scale)
         return placed_at(where, offset, numel=numel), values
 
-    def keep(self, pending: Tensor, residual: Tensor | None, scale: Tensor) -> None:
-        """What is left of ``pending`` becomes the residual where it is finite, and it zero."""
+    def keep(self, compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+        """What is left of ``compensated`` becomes the residual where it is finite, and it zero."""
         if residual is not None:
-            left = pending / scale
+            left = compensated / scale
             residual.copy_(torch.where(left.isfinite(), left, residual))
-        pending.zero_()
+        compensated.zero_()
 
-    def scatter(self, pending: Tensor, payload: Payload, *, weight: float) -> None:
+    def scatter(self, compensated: Tensor, payload: Payload, *, weight: float) -> None:
         """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
         places, values = payload
-        pending.index_add_(0, places, values.to(pending.dtype), alpha=weight)
+        compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
 
 
 def place_dtype(numel: int) -> torch.dtype:

@@ -19,8 +19,8 @@ from lightning_dist.measurement.microbenchmark import WIDTH, BlockPasses, Passes
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""
 
-_CHUNKS = 12
-_CHUNKS_OF_ACCELERATORS = 32
+_UNITS = 12
+_UNITS_OF_ACCELERATORS = 32
 """Their caches hold more. Of a megabyte of gradient each."""
 _ROUNDS = 3
 _AHEAD = 40_000_000
@@ -32,7 +32,7 @@ def calibrate(
     codecs: Sequence[str] = CANDIDATES,
     *,
     fused: bool = False,
-    chunks: int | None = None,
+    units: int | None = None,
     rounds: int = _ROUNDS,
     where: str = "on this machine",
     device: torch.device | str = "cpu",
@@ -44,7 +44,7 @@ def calibrate(
 
     Args:
         fused: compile the kernels first, as the reducer does for large models; takes seconds each.
-        chunks: of a megabyte of gradient; few stay in a cache, as gradients do not. None: enough.
+        units: of a megabyte of gradient; few stay in a cache, as gradients do not. None: enough.
         where: of ``CodecCost.source``.
         device: where gradients are compressed, a CPU or an accelerator.
 
@@ -55,8 +55,8 @@ def calibrate(
     for name, codec in resolved.items():
         _wire(name, codec)  # refuses before the others are measured
     device = torch.device(device)
-    if chunks is None:
-        chunks = _CHUNKS_OF_ACCELERATORS if is_accelerator(device) else _CHUNKS
+    if units is None:
+        units = _UNITS_OF_ACCELERATORS if is_accelerator(device) else _UNITS
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the reducer has one
     try:
@@ -70,7 +70,7 @@ def calibrate(
                     codec,
                     fused=fused,
                     device=device,
-                    chunks=chunks,
+                    units=units,
                     where=where,
                     seconds=partial(_seconds, rounds=rounds, clock=clock),
                 )
@@ -108,7 +108,7 @@ def _cost(
     *,
     fused: bool,
     device: torch.device,
-    chunks: int,
+    units: int,
     where: str,
     seconds: Callable[[Passes], tuple[float, float]],
 ) -> CodecCost:
@@ -121,7 +121,7 @@ def _cost(
             feedback=codec.keeps_residual,
             fused=can_fuse,
             device=device,
-            chunks=chunks,
+            units=units,
             received=received,
         )
 
@@ -129,19 +129,19 @@ def _cost(
     one = passes(1)
     is_fused = isinstance(one, BlockPasses) and one.kernels.is_fused
     elements = one.numel
-    encode, settle_one = seconds(one)
+    encode, decode_one = seconds(one)
     decode = 0.0
     if codec.lossless and linear:
-        settle_one = 0.0  # added up in the bucket itself
+        decode_one = 0.0  # added up in the bucket itself
     if not linear:
-        decode = max(seconds(passes(2))[1] - settle_one, 0.0)
+        decode = max(seconds(passes(2))[1] - decode_one, 0.0)
     return CodecCost(
         name,
         codec.exchange,
         wire,
         encode / elements,
-        min(decode, settle_one) / elements,
-        max(settle_one - decode, 0.0) / elements,
+        min(decode, decode_one) / elements,
+        max(decode_one - decode, 0.0) / elements,
         source=f"{'compiled' if is_fused else NOT_COMPILED}, {where}",
         assumption=assumption,
     )
@@ -165,14 +165,14 @@ def _clock_of_work(device: torch.device) -> DeviceClock:
 
 
 def _seconds(passes: Passes, *, rounds: int, clock: DeviceClock) -> tuple[float, float]:
-    """Of encode and of settle."""
-    encode, settle = [], []
+    """Of encode and of decode."""
+    encode, decoded = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         # Some codecs do one thing in even steps and another in odd ones.
         times = [_once(passes, clock) for _ in range(2)]
         encode.append(sum(each for each, _ in times) / 2)
-        settle.append(sum(each for _, each in times) / 2)
-    return statistics.median(encode[1:]), statistics.median(settle[1:])
+        decoded.append(sum(each for _, each in times) / 2)
+    return statistics.median(encode[1:]), statistics.median(decoded[1:])
 
 
 def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
@@ -181,10 +181,10 @@ def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
         clock.hold(_AHEAD)
     clock.compare()  # what events tell is the more exact the nearer they are
     marks = [clock.now()]
-    for call in (passes.encode, passes.settle):
+    for call in (passes.encode, passes.decode):
         call()
         marks.append(clock.now())
     while not clock.are_past(marks):
         pass  # as a benchmark does; nothing else is to do
-    begin, encoded, settled = clock.read(marks, since=marks[0])
-    return (encoded - begin) / 1e9, (settled - encoded) / 1e9
+    begin, encoded, finished = clock.read(marks, since=marks[0])
+    return (encoded - begin) / 1e9, (finished - encoded) / 1e9

@@ -18,7 +18,7 @@ class CodecCost:
         wire: bytes of the payload.
         encode: gradient and state to payload.
         decode: of one payload more.
-        settle: to gradient and state, beside the payloads.
+        store: to gradient and state, beside the payloads.
         source: where the times are from.
         assumption: what has to be so for the bytes to be these; empty: nothing.
     """
@@ -28,15 +28,15 @@ class CodecCost:
     wire: float
     encode: float
     decode: float
-    settle: float
+    store: float
     source: str = ""
     assumption: str = ""
 
     def __post_init__(self) -> None:
         known = self.exchange in ("allreduce", "gather", "two_shot")
-        if not known or self.wire <= 0 or min(self.encode, self.decode, self.settle) < 0:
+        if not known or self.wire <= 0 or min(self.encode, self.decode, self.store) < 0:
             raise ValueError(f"costs must be those of a codec, got {self}")
 
     def decoding(self, payloads: int) -> float:
         """Seconds from so many payloads to the mean."""
-        return self.settle + payloads * self.decode
+        return self.store + payloads * self.decode

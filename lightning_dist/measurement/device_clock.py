@@ -100,7 +100,7 @@ class StreamClock:
         return self._module.Stream(self._device, priority=-1)
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
-        """Within, the caller's current stream is this one."""
+        """IntraLevel, the caller's current stream is this one."""
         return self._module.stream(stream)
 
     def hold(self, cycles: int) -> None:

@@ -14,7 +14,7 @@ from lightning_dist.codecs.base import Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import Slot, by_codec, matrices, slices_of
+from lightning_dist.reducer.slices import ParameterSlice, by_codec, matrices, slices_of
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
@@ -45,7 +45,7 @@ def first_compressed_step(policy: Codec, shapes: Mapping[str, Shape]) -> int | N
     Args:
         shapes: of the trained parameters, by name.
     """
-    for step in policy.turns():
+    for step in policy.boundaries():
         if any(not policy.for_tensor(n, s, step=step).lossless for n, s in shapes.items()):
             return step
     return None
@@ -57,28 +57,28 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
     DDP's buckets are not known yet, so padding at their ends is left out.
     """
     policy = settings.policy
-    since = policy.turns()[-1]
+    since = policy.boundaries()[-1]
     trained = {name: p for p, name in names.items() if p.requires_grad}
     planner = Planner(
         _without_memory(network),
         ReducerState(),
         error_feedback=settings.error_feedback,
-        intra=settings.intra,
+        intra_codec=settings.intra,
         whole=matrices(policy, {name: tuple(p.shape) for name, p in trained.items()}),
     )
     raw, intra, inter, known = 0.0, 0.0, 0.0, True
-    for codec, slots, dtype, times in _alike(trained, policy, step=since, planner=planner):
-        bucket = torch.empty(slots[-1].offset + slots[-1].numel, dtype=dtype, device=_META)
-        lane = planner.lane(codec, slots, bucket)
-        raw += times * lane.raw_bytes
-        intra, inter = intra + times * lane.sent.intra, inter + times * lane.sent.inter
+    for codec, slices, dtype, times in _alike(trained, policy, step=since, planner=planner):
+        bucket = torch.empty(slices[-1].offset + slices[-1].numel, dtype=dtype, device=_META)
+        group = planner.group(codec, slices, bucket)
+        raw += times * group.raw_bytes
+        intra, inter = intra + times * group.sent.intra, inter + times * group.sent.inter
         known = known and not isinstance(codec, Threshold)
     return Expected(round(raw), Sent(round(intra), round(inter)) if known else None, since)
 
 
 def _alike(
     trained: Mapping[str, Tensor], policy: Codec, *, step: int, planner: Planner
-) -> Iterator[tuple[Codec, Sequence[Slot], torch.dtype, float]]:
+) -> Iterator[tuple[Codec, Sequence[ParameterSlice], torch.dtype, float]]:
     """Parameters to plan together, and how many times their bytes count."""
     small: dict[torch.dtype, list[Tensor]] = {}
     large: dict[tuple[Codec, torch.dtype, Shape], list[str]] = {}
@@ -100,18 +100,18 @@ def _alike(
             filling=sum(as_real(parameter).numel() for parameter in parameters),
             affordable=partial(planner.affordable, dtype=dtype),
         )
-        for codec, slots in cut.items():
-            yield codec, slots, dtype, 1
+        for codec, slices in cut.items():
+            yield codec, slices, dtype, 1
     for (codec, dtype, shape), alike in large.items():
-        whole = Slot(alike[0], 0, shape)
+        whole = ParameterSlice(alike[0], 0, shape)
         codec = planner.affordable(codec, whole, dtype)
         enough = isinstance(codec, BlockCodec) and whole.numel > _ENOUGH
-        slot = Slot(alike[0], 0, (_ENOUGH,)) if enough else whole
-        yield codec, [slot], dtype, len(alike) * whole.numel / slot.numel
+        part = ParameterSlice(alike[0], 0, (_ENOUGH,)) if enough else whole
+        yield codec, [part], dtype, len(alike) * whole.numel / part.numel
 
 
 def _without_memory(network: Network) -> Network:
-    within = network.within
-    if within is not None and within.across is not None:
-        within = replace(within, across=_without_memory(within.across))
-    return replace(network, device=_META, within=within)
+    intra = network.intra
+    if intra is not None and intra.inter is not None:
+        intra = replace(intra, inter=_without_memory(intra.inter))
+    return replace(network, device=_META, intra=intra)

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_dist.accelerator import device_module, is_accelerator
 from lightning_dist.measurement.device_clock import Timestamp, clock_of
-from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
+from lightning_dist.reducer.unit import CodecGroup
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ExposureWatch(Observer):
         self._link = measure_link(network)
         self._says = advice_to
         self._marks: list[Timestamp] = []
-        self._pending: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
+        self._compensated: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
@@ -63,18 +63,18 @@ class ExposureWatch(Observer):
         self.mark()
 
     @override
-    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
-        if all(lane.codec.lossless for _, lanes in buckets for lane in lanes):
+    def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
+        if all(group.codec.lossless for _, groups in buckets for group in groups):
             self.drop_step()  # a warm-up says nothing of compression
             return
         self.mark()
         self.end_step(
-            raw_bytes=sum(lane.raw_bytes for _, lanes in buckets for lane in lanes),
-            last_bucket_bytes=sum(lane.raw_bytes for lane in buckets[-1][1]),
+            raw_bytes=sum(group.raw_bytes for _, groups in buckets for group in groups),
+            last_bucket_bytes=sum(group.raw_bytes for group in buckets[-1][1]),
         )
 
     def mark(self) -> None:
-        """Now, on the caller's stream: at a bucket's arrival and when a step is settled."""
+        """Now, on the caller's stream: at a bucket's arrival and when a step is finished."""
         self._marks.append(self._device_clock.now())
 
     def drop_step(self) -> None:
@@ -82,19 +82,23 @@ class ExposureWatch(Observer):
         self._marks = []
 
     def end_step(self, *, raw_bytes: int, last_bucket_bytes: int) -> None:
-        """Close a step whose marks are complete: first bucket ... last bucket, settled."""
-        self._pending.append((self._marks, raw_bytes, last_bucket_bytes))
+        """Close a step whose marks are complete: first bucket ... last bucket, finished."""
+        self._compensated.append((self._marks, raw_bytes, last_bucket_bytes))
         self._marks = []
-        while self._pending and self._device_clock.are_past(self._pending[0][0]) and not self.done:
-            self._measure(*self._pending.popleft())
+        while (
+            self._compensated
+            and self._device_clock.are_past(self._compensated[0][0])
+            and not self.done
+        ):
+            self._measure(*self._compensated.popleft())
 
     def _measure(self, marks: Sequence[Timestamp], raw: int, last: int) -> None:
-        first, last_ready, settled = (
+        first, last_ready, finished = (
             nanoseconds / 1e9
             for nanoseconds in self._device_clock.read([marks[0], *marks[-2:]], since=marks[0])
         )
         backward = last_ready - first
-        self._ours.append(settled - last_ready)
+        self._ours.append(finished - last_ready)
         self._ddps.append(max(raw / self._link - backward, last / self._link))
         self.done = len(self._ours) >= _STEPS
         if self.done:

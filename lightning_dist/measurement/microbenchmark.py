@@ -1,4 +1,4 @@
-"""Encode and settle of one codec alone, without a network, over float32 gradients."""
+"""Encode and decode of one codec alone, without a network, over float32 gradients."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing_extensions import override
 from lightning_dist.codecs import BlockCodec, Codec, PowerSGD, Threshold
 from lightning_dist.codecs.memory import memory_of
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange.channel import Channel, Pending
+from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
-from lightning_dist.reducer.chunk import Chunk
-from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
-from lightning_dist.reducer.low_rank import LowRankChunk
+from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.policy import Slot
-from lightning_dist.reducer.sparse import SparseChunk
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CommUnit
+from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 from lightning_dist.topology import Topology
 
 WIDTH = 1024
@@ -43,7 +43,7 @@ class Passes(ABC):
     def encode(self) -> None: ...
 
     @abstractmethod
-    def settle(self) -> None: ...
+    def decode(self) -> None: ...
 
     @abstractmethod
     def bytes_per_element(self) -> dict[str, float]:
@@ -51,7 +51,7 @@ class Passes(ABC):
 
 
 class BlockPasses(Passes):
-    """A block codec in the reducer's chunks; W = 2.
+    """A block codec in the reducer's units; W = 2.
 
     Args:
         received: payloads to add; None: as many as there are with two ranks.
@@ -64,12 +64,12 @@ class BlockPasses(Passes):
         feedback: bool,
         fused: bool,
         device: torch.device,
-        chunks: int,
+        units: int,
         received: int | None,
     ) -> None:
         self.codec, self.device = codec, device
-        self.numel = chunks * CHUNK_ELEMENTS
-        self.blocks = CHUNK_ELEMENTS // codec.block
+        self.numel = units * UNIT_ELEMENTS
+        self.blocks = UNIT_ELEMENTS // codec.block
         linear = codec.exchange == "allreduce"
         received = (1 if linear else 2) if received is None else received
         self.memory = memory_of(codec, feedback)
@@ -86,13 +86,13 @@ class BlockPasses(Passes):
             )
             self.kernels.use(fused_passes(variant))
         generator = torch.Generator().manual_seed(_SEED)
-        shape = (chunks, 1, self.blocks, codec.block)
+        shape = (units, 1, self.blocks, codec.block)
         self.grad = torch.randn(shape, generator=generator).to(device)
         self.state = [
             torch.randn(shape, generator=generator).to(device) * 0.01 for _ in self.memory.kinds
         ]
         self.scale = torch.ones((), device=device)
-        self.payloads = [[self._payload() for _ in range(received)] for _ in range(chunks)]
+        self.payloads = [[self._payload() for _ in range(received)] for _ in range(units)]
         numbers = torch.arange(self.blocks, dtype=torch.int32, device=device).view(1, -1, 1)
         self.keys = block_keys(numbers, _SEED) if codec.stochastic else None
 
@@ -119,47 +119,52 @@ class BlockPasses(Passes):
             encode(self.grad[i], state, self.scale, self.keys, self.payloads[i][0])
 
     @override
-    def settle(self) -> None:
+    def decode(self) -> None:
         for i in range(len(self.payloads)):
             received = tuple(self.payloads[i])
-            self.kernels.settle(self.grad[i], (), self.scale, self.keys, received[0], received)
+            self.kernels.decode_and_commit(
+                self.grad[i], (), self.scale, self.keys, received[0], received
+            )
 
     @override
     def bytes_per_element(self) -> dict[str, float]:
-        wire = self.codec.wire_bytes(CHUNK_ELEMENTS) / CHUNK_ELEMENTS
+        wire = self.codec.wire_bytes(UNIT_ELEMENTS) / UNIT_ELEMENTS
         kept = 4 * len(self.state)
         # State is read and written in the pass that encodes.
-        return {"encode": 4 + wire + 2 * kept, "settle": 4 + wire * len(self.payloads[0])}
+        return {
+            "encode": 4 + wire + 2 * kept,
+            "decode": 4 + wire * len(self.payloads[0]),
+        }
 
 
-class ChunkPasses(Passes):
+class UnitPasses(Passes):
     """Codecs that see whole matrices or whole buckets, alone in a group of one rank."""
 
     def __init__(
-        self, codec: Codec, *, feedback: bool, fused: bool, device: torch.device, chunks: int
+        self, codec: Codec, *, feedback: bool, fused: bool, device: torch.device, units: int
     ) -> None:
         self.codec, self.feedback = codec, feedback
-        self.numel = chunks * CHUNK_ELEMENTS
+        self.numel = units * UNIT_ELEMENTS
         generator = torch.Generator().manual_seed(_SEED)
         self.bucket = torch.randn(self.numel, generator=generator).to(device)
         matrices = max(self.numel // WIDTH**2, 1)
         rows = self.numel // WIDTH // matrices
-        slots = [Slot(f"{i}", i * rows * WIDTH, (rows, WIDTH)) for i in range(matrices)]
+        slices = [ParameterSlice(f"{i}", i * rows * WIDTH, (rows, WIDTH)) for i in range(matrices)]
         network = Network(_Nobody(), _Nobody(), Topology(("host",), 0), device)
         whole: dict[str, Any] = {
-            "slots": slots,
+            "slices": slices,
             "bucket": self.bucket,
             "network": network,
             "state": ReducerState(),
             "error_feedback": feedback,
         }
-        self.chunk: Chunk
+        self.unit: CommUnit
         if isinstance(codec, PowerSGD):
-            self.chunk = LowRankChunk(codec, **whole)
+            self.unit = LowRankUnit(codec, **whole)
         else:
             assert isinstance(codec, Threshold), codec
             compiled = compiled_sparse_passes(device) if fused else None
-            self.chunk = SparseChunk(codec, compiled=compiled, **whole)
+            self.unit = SparseUnit(codec, compiled=compiled, **whole)
         self.scale = torch.ones((), device=device)
         self.step = 0
 
@@ -170,18 +175,18 @@ class ChunkPasses(Passes):
 
     @override
     def encode(self) -> None:
-        self.chunk.encode(self.scale, step=self.step)
+        self.unit.encode(self.scale, step=self.step)
 
     @override
-    def settle(self) -> None:
-        self.chunk.issue()
-        self.chunk.advance()
-        self.chunk.settle(self.scale)
+    def decode(self) -> None:
+        self.unit.start()
+        self.unit.start_second()
+        self.unit.decode_and_commit(self.scale)
 
     @override
     def bytes_per_element(self) -> dict[str, float]:
         kept = 4 if self.feedback else 0
-        return {"encode": 4 + 2 * kept, "settle": 4 + (8 if self.feedback else 0)}
+        return {"encode": 4 + 2 * kept, "decode": 4 + (8 if self.feedback else 0)}
 
 
 class _Nobody(Channel):
@@ -193,11 +198,11 @@ class _Nobody(Channel):
     @override
     def all_reduce(
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    ) -> PendingWork:
         return _Over()
 
     @override
-    def all_gather(self, output: Tensor, own: Tensor) -> Pending:
+    def all_gather(self, output: Tensor, own: Tensor) -> PendingWork:
         output.copy_(own)
         return _Over()
 
@@ -213,17 +218,17 @@ def make_passes(
     feedback: bool,
     fused: bool,
     device: torch.device,
-    chunks: int,
+    units: int,
     received: int | None = None,
 ) -> Passes:
-    """The passes of any codec over so many chunks."""
+    """The passes of any codec over so many units."""
     if isinstance(codec, BlockCodec):
         return BlockPasses(
             codec,
             feedback=feedback,
             fused=fused,
             device=device,
-            chunks=chunks,
+            units=units,
             received=received,
         )
-    return ChunkPasses(codec, feedback=feedback, fused=fused, device=device, chunks=chunks)
+    return UnitPasses(codec, feedback=feedback, fused=fused, device=device, units=units)

@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_dist.reducer.chunk import Lane
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.unit import CodecGroup
 
 
 class Adjustment(Protocol):
-    """Changes the local gradients of ``slots`` in the flat ``bucket``, which carries ``scale``.
+    """Changes the local gradients of ``slices`` in the flat ``bucket``, which carries ``scale``.
 
     While it is not ``active`` nothing is changed and nothing is compressed.
     """
@@ -21,20 +21,20 @@ class Adjustment(Protocol):
     @property
     def active(self) -> bool: ...
 
-    def __call__(self, slots: Sequence[Slot], bucket: Tensor, scale: Tensor) -> None: ...
+    def __call__(self, slices: Sequence[ParameterSlice], bucket: Tensor, scale: Tensor) -> None: ...
 
 
-def clip_lane(lane: Lane, bucket: Tensor, scale: Tensor, *, world_size: int) -> None:
+def clip_group(group: CodecGroup, bucket: Tensor, scale: Tensor, *, world_size: int) -> None:
     """DGC's local clipping: every tensor to a norm of ``clip / sqrt(W)``.
 
     So that the sum of the ranks' gradients has the norm ``clip`` if they are independent. Per
     tensor, since a bucket knows nothing of the others; a norm that is not finite stays so.
     """
-    clip = lane.codec.local_clip
+    clip = group.codec.local_clip
     if not clip:
         return
-    for slot in lane.slots:
-        gradient = slot.of(bucket)
+    for part in group.slices:
+        gradient = part.of(bucket)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)  # no square overflows
         most = scale * (clip * world_size**-0.5)
         gradient.mul_((most / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0))

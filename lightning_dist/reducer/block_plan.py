@@ -1,4 +1,4 @@
-"""How the parameters of a block codec are cut into chunks and pieces."""
+"""How the parameters of a block codec are cut into units and tiles."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Payload
-from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
+from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
 from lightning_dist.kernels.passes import Kernels, compute_dtype
-from lightning_dist.reducer.block_chunk import BlockChunk
-from lightning_dist.reducer.chunk_sizes import chunk_elements
+from lightning_dist.reducer.block_unit import BlockUnit
 from lightning_dist.reducer.fitting import rows_of
 from lightning_dist.reducer.geometry import Grid, Span
-from lightning_dist.reducer.keys import ChunkKeys, Place
+from lightning_dist.reducer.keys import Place, UnitKeys
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.pieces import Piece, joined, piece_of
-from lightning_dist.reducer.policy import Slot, neighbours
 from lightning_dist.reducer.scratch import PayloadMemory
+from lightning_dist.reducer.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.tiles import Tile, joined, tile_of
+from lightning_dist.reducer.unit_sizes import unit_elements
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Chunks of one codec for gradients of one dtype.
+    """Units of one codec for gradients of one dtype.
 
     ``payloads``: memory that tensors take turns with, where state is committed when it is encoded;
     None where everything stays until the step is finished.
@@ -49,42 +49,42 @@ class BlockPlan:
         whole = self.rows == 1 and self.codec.exchange != "allreduce"
         return self.network.world_size if whole else 1
 
-    def chunks(self, slots: Sequence[Slot], bucket: Tensor) -> list[BlockChunk]:
-        return [self._chunk(pieces, bucket.dtype) for pieces in self._pieces(slots, bucket)]
+    def units(self, slices: Sequence[ParameterSlice], bucket: Tensor) -> list[BlockUnit]:
+        return [self._unit(tiles, bucket.dtype) for tiles in self._tiles(slices, bucket)]
 
-    def _pieces(self, slots: Sequence[Slot], bucket: Tensor) -> Iterator[list[Piece]]:
+    def _tiles(self, slices: Sequence[ParameterSlice], bucket: Tensor) -> Iterator[list[Tile]]:
         rows, codec = self.rows, self.codec
         sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
-        limit = max(1, chunk_elements(rows, sparse=sparse) // codec.block)
+        limit = max(1, unit_elements(rows, sparse=sparse) // codec.block)
         if codec.exchange == "allreduce":
             limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
-        pieces: list[Piece] = []
+        tiles: list[Tile] = []
         columns = 0
-        # Blocks and state belong to one parameter; without them neighbours are one piece.
+        # Blocks and state belong to one parameter; without them neighbours are one tile.
         separate = codec.block > 1 or bool(self.kernels.memory.kinds)
         # Uncompressed elements may lie anywhere: the last of all runs share their padding.
         together = rows > 1 and codec.lossless and codec.block == 1
         tails: list[Sequence[Tensor]] = []
-        for run in [[slot] for slot in slots] if separate else neighbours(slots):
-            numel = sum(slot.numel for slot in run)
+        for run in [[part] for part in slices] if separate else neighbours(slices):
+            numel = sum(part.numel for part in run)
             flats = self._flats(run[0], numel, bucket)
             if together and (tail := numel % rows):
                 tails.append([flat[numel - tail :] for flat in flats])
                 numel -= tail
             for span in Grid(numel, rows, codec.block).spans(limit):
-                if pieces and (columns + span.columns) * rows > limit:
-                    yield pieces
-                    pieces, columns = [], 0
+                if tiles and (columns + span.columns) * rows > limit:
+                    yield tiles
+                    tiles, columns = [], 0
                 at = slice(columns, columns + span.columns)
-                pieces.append(self._piece(run[0], flats, span, at))
+                tiles.append(self._tile(run[0], flats, span, at))
                 columns += span.columns
         if tails:
-            pieces.append(joined("uncompressed", tails, rows=rows, start=columns))
-        if pieces:
-            yield pieces
+            tiles.append(joined("uncompressed", tails, rows=rows, start=columns))
+        if tiles:
+            yield tiles
 
-    def _flats(self, first: Slot, numel: int, bucket: Tensor) -> list[Tensor]:
-        """``numel`` gradients from the slot ``first`` on, and its state."""
+    def _flats(self, first: ParameterSlice, numel: int, bucket: Tensor) -> list[Tensor]:
+        """``numel`` gradients from the part ``first`` on, and its state."""
         dtype, device = compute_dtype(bucket.dtype), bucket.device
         return [
             bucket[first.offset : first.offset + numel],
@@ -94,21 +94,23 @@ class BlockPlan:
             ),
         ]
 
-    def _piece(self, first: Slot, flats: Sequence[Tensor], span: Span, columns: slice) -> Piece:
+    def _tile(
+        self, first: ParameterSlice, flats: Sequence[Tensor], span: Span, columns: slice
+    ) -> Tile:
         bucket = flats[0]
         numbers = span.numbers(bucket.device) if self.codec.stochastic else bucket.new_empty(0)
         name = f"{first.name} from {first.start}" if first.start else first.name
-        return piece_of(name, flats, span, columns=columns, numbers=numbers)
+        return tile_of(name, flats, span, columns=columns, numbers=numbers)
 
-    def _chunk(self, pieces: Sequence[Piece], dtype: torch.dtype) -> BlockChunk:
+    def _unit(self, tiles: Sequence[Tile], dtype: torch.dtype) -> BlockUnit:
         rank = self.network.rank
         keys = None
         if self.codec.stochastic:
-            places = [Place(piece.name, piece.columns, piece.numbers) for piece in pieces]
-            keys = ChunkKeys(self.codec, places, rank=rank)
-        exchange = self._exchange(pieces, dtype, keys)
-        return BlockChunk(
-            pieces,
+            places = [Place(tile.name, tile.columns, tile.numbers) for tile in tiles]
+            keys = UnitKeys(self.codec, places, rank=rank)
+        exchange = self._exchange(tiles, dtype, keys)
+        return BlockUnit(
+            tiles,
             exchange,
             self.kernels,
             keys=keys,
@@ -117,21 +119,21 @@ class BlockPlan:
         )
 
     def _exchange(
-        self, pieces: Sequence[Piece], dtype: torch.dtype, keys: ChunkKeys | None
+        self, tiles: Sequence[Tile], dtype: torch.dtype, keys: UnitKeys | None
     ) -> Exchange:
         codec, net = self.codec, self.network
-        planes, blocks = codec.planes(dtype), pieces[-1].columns.stop
+        planes, blocks = codec.planes(dtype), tiles[-1].columns.stop
         allocate = None if self.payloads is None else self.payloads.take
         if codec.exchange == "allreduce":
-            whole = codec.lossless and len(pieces) == 1
+            whole = codec.lossless and len(tiles) == 1
             return AllReduce(
                 planes,
                 blocks,
                 channel=net.data,
                 topology=net.topology,
                 device=net.device,
-                keep_own=bool(pieces[0].state),
-                in_place=pieces[0].grad if whole else None,
+                keep_own=bool(tiles[0].state),
+                in_place=tiles[0].grad if whole else None,
                 allocate=allocate,
             )
 
@@ -140,6 +142,6 @@ class BlockPlan:
 
         way: dict[str, Any] = {"channel": net.data, "topology": net.topology, "device": net.device}
         if self.rows == 1:
-            return Gather(planes, blocks, **way, allocate=allocate)
+            return AllGather(planes, blocks, **way, allocate=allocate)
         keep = self.payloads is None
         return TwoShot(planes, blocks, reduce=reduce, **way, keep_own=keep, allocate=allocate)

@@ -22,13 +22,13 @@ class CodecSample:
 
     Args:
         gradient: as it was given to the codec and its memory.
-        pending: what was encoded: the gradient and what was still owed.
-        sent: what the own payload says of ``pending``, once the step is settled.
-        residual: what is owed from now on, once the step is settled; None: nothing is kept.
+        compensated: what was encoded: the gradient and what was still owed.
+        sent: what the own payload says of ``compensated``, once the step is finished.
+        residual: what is owed from now on, once the step is finished; None: nothing is kept.
     """
 
     gradient: Tensor
-    pending: Tensor
+    compensated: Tensor
     sent: Callable[[], Tensor]
     residual: Callable[[], Tensor] | None
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CodecGroup
 
 
 def owed(
-    codec: Codec, slots: Sequence[Slot], state: ReducerState, network: Network
+    codec: Codec, slices: Sequence[ParameterSlice], state: ReducerState, network: Network
 ) -> dict[str, float]:
     """Weight of this rank's part of each residual that ``codec`` does not keep, by parameter.
 
@@ -29,38 +29,38 @@ def owed(
     """
     weight = network.world_size / network.rows.count
     return {
-        slot.name: weight * (1 - codec.momentum_correction * (slot.name in state.momenta))
-        for slot in slots
-        if slot.name in state.residuals
+        part.name: weight * (1 - codec.momentum_correction * (part.name in state.momenta))
+        for part in slices
+        if part.name in state.residuals
     }
 
 
 def add_owed(
-    lane: Lane, bucket: Tensor, state: ReducerState, network: Network, scale: Tensor
+    group: CodecGroup, bucket: Tensor, state: ReducerState, network: Network, scale: Tensor
 ) -> None:
-    """``lane``'s gradients in ``bucket``, which carry ``scale``, plus what is owed."""
-    for slot in lane.slots if lane.owed else ():
-        weight = lane.owed.get(slot.name)
+    """``group``'s gradients in ``bucket``, which carry ``scale``, plus what is owed."""
+    for part in group.slices if group.owed else ():
+        weight = group.owed.get(part.name)
         if weight is None:
             continue
-        for start, part in state.residuals.of_row(slot.name, network.rows):
-            gradient = slot.of(bucket)[start : start + len(part)]
-            part = part.to(bucket.device)
-            gradient.copy_(torch.add(gradient, part * scale, alpha=weight))
+        for start, kept in state.residuals.of_row(part.name, network.rows):
+            gradient = part.of(bucket)[start : start + len(kept)]
+            kept = kept.to(bucket.device)
+            gradient.copy_(torch.add(gradient, kept * scale, alpha=weight))
 
 
-def free_owed(lane: Lane, state: ReducerState, name: str) -> None:
-    """Forget the residual of ``name`` if ``lane`` has sent it and an optimizer applies it."""
-    if lane.owed.pop(name, None) is not None:
+def free_owed(group: CodecGroup, state: ReducerState, name: str) -> None:
+    """Forget the residual of ``name`` if ``group`` has sent it and an optimizer applies it."""
+    if group.owed.pop(name, None) is not None:
         state.residuals.drop(name)
 
 
-def pay_owed(lane: Lane, bucket: Tensor, state: ReducerState) -> None:
-    """Forget what ``lane`` has sent, of parameters whose mean in ``bucket`` is finite.
+def pay_owed(group: CodecGroup, bucket: Tensor, state: ReducerState) -> None:
+    """Forget what ``group`` has sent, of parameters whose mean in ``bucket`` is finite.
 
     All ranks have the same mean, so they agree. Waits for a GPU, in the one step in which something
     is owed.
     """
-    for slot in lane.slots if lane.owed else ():
-        if slot.name in lane.owed and bool(slot.of(bucket).isfinite().all()):
-            free_owed(lane, state, slot.name)
+    for part in group.slices if group.owed else ():
+        if part.name in group.owed and bool(part.of(bucket).isfinite().all()):
+            free_owed(group, state, part.name)

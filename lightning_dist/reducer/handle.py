@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dist.reducer.chunk import Chunk, Lane
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.unit import CodecGroup, CommUnit
 
 
 @dataclass(eq=False)  # tensors are compared by identity
@@ -25,27 +25,27 @@ class Handle:
 
     key: int
     flat: Tensor
-    slices: Sequence[Slot]
+    slices: Sequence[ParameterSlice]
     absent: frozenset[str]
     done: Future[Tensor]
-    lanes: Sequence[Lane] = ()
+    groups: Sequence[CodecGroup] = ()
     _kept: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def chunks(self) -> list[Chunk]:
+    def units(self) -> list[CommUnit]:
         """All exchanges of the tensor, in their order."""
-        return [chunk for lane in self.lanes for chunk in lane.chunks]
+        return [unit for group in self.groups for unit in group.units]
 
     def keep_absent(self) -> None:
         """Remember what absent slices hold: an adapter may want it back."""
         self._kept = {
-            slot.name: slot.of(self.flat).clone()
-            for lane in self.lanes
-            for slot in lane.slots
-            if slot.name in self.absent
+            part.name: part.of(self.flat).clone()
+            for group in self.groups
+            for part in group.slices
+            if part.name in self.absent
         }
 
-    def restore(self, lane: Lane, absent: set[str]) -> None:
-        """Put back what the slices of ``lane`` that are ``absent`` on every rank have held."""
-        for slot in lane.slots:
-            if slot.name in absent:
-                slot.of(self.flat).copy_(self._kept[slot.name])
+    def restore(self, group: CodecGroup, absent: set[str]) -> None:
+        """Put back what the slices of ``group`` that are ``absent`` on every rank have held."""
+        for part in group.slices:
+            if part.name in absent:
+                part.of(self.flat).copy_(self._kept[part.name])

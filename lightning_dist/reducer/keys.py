@@ -1,4 +1,4 @@
-"""Counters for stochastic codecs: where the randomness of a chunk comes from.
+"""Counters for stochastic codecs: where the randomness of a unit comes from.
 
 A key depends on the codec (and its seed), the step, the parameter, the block in it and the rank;
 on nothing that a bucket layout, a restart or a kernel's cut could change.
@@ -19,14 +19,14 @@ from lightning_dist.codecs.noise import block_keys
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter's part of a chunk."""
+    """A parameter's part of a unit."""
 
     name: str
     columns: slice
     numbers: Tensor  # (rows, blocks, 1) int32
 
 
-class ChunkKeys:
+class UnitKeys:
     """``encode (rows, B, 1)`` for what this rank sends, ``reduce (1, B, 1)`` for the mean."""
 
     def __init__(self, codec: BlockCodec, places: Sequence[Place], *, rank: int) -> None:

@@ -15,11 +15,11 @@ from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CommUnit
 
 _Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
 
@@ -33,7 +33,7 @@ class _Sum:
         self.own, self.mean = like.new_zeros(total), like.new_zeros(total)
         self.owns, self.means = _views(self.own, sizes), _views(self.mean, sizes)
 
-    def issue(self) -> None:
+    def start(self) -> None:
         torch.mul(self.own, 1.0 / self._network.world_size, out=self.mean)
         self._work = self._network.data.all_reduce(self.mean)
 
@@ -54,26 +54,28 @@ class _Matrix:
     """
 
     gradient: Tensor  # shaped, of the bucket
-    pending: Tensor  # (n, m), gradient + residual: the bucket's own memory where that is possible
+    compensated: (
+        Tensor  # (n, m), gradient + residual: the bucket's own memory where that is possible
+    )
     residual: Tensor | None  # shaped
     left: Tensor  # (n, r) orthonormal, equal on all ranks
     right: Tensor  # (m, r)
 
     @property
     def shaped(self) -> Tensor:
-        """``pending``, as gradient and residual are."""
-        copied = self.gradient.shape != self.pending.shape
-        return self.pending.view(self.gradient.shape) if copied else self.pending
+        """``compensated``, as gradient and residual are."""
+        copied = self.gradient.shape != self.compensated.shape
+        return self.compensated.view(self.gradient.shape) if copied else self.compensated
 
 
-class LowRankChunk(Chunk):
+class LowRankUnit(CommUnit):
     """All matrices of one bucket."""
 
     def __init__(
         self,
         codec: PowerSGD,
         *,
-        slots: Sequence[Slot],
+        slices: Sequence[ParameterSlice],
         bucket: Tensor,
         network: Network,
         state: ReducerState,
@@ -81,8 +83,8 @@ class LowRankChunk(Chunk):
     ) -> None:
         self._codec = codec
         like = bucket.new_empty(0, dtype=compute_dtype(bucket.dtype))
-        self._matrices = [_matrix(codec, slot, bucket, state, error_feedback) for slot in slots]
-        shapes = [matrix_shape(slot.shape) for slot in slots]
+        self._matrices = [_matrix(codec, part, bucket, state, error_feedback) for part in slices]
+        shapes = [matrix_shape(part.shape) for part in slices]
         self._p = _Sum([(n, codec.rank) for n, _ in shapes], network, like)
         self._q = _Sum([(m, codec.rank) for _, m in shapes], network, like)
         self._sums: list[_Sum] = []  # those in use at this step, in order
@@ -93,25 +95,25 @@ class LowRankChunk(Chunk):
         both = [self._p, self._q]
         self._sums = both if self._codec.two_phase else [both[step % 2]]
         for matrix, p, q in zip(self._matrices, self._p.owns, self._q.owns, strict=True):
-            if matrix.pending is not matrix.gradient:
+            if matrix.compensated is not matrix.gradient:
                 matrix.shaped.copy_(matrix.gradient)
             if matrix.residual is not None:
                 matrix.shaped.addcmul_(matrix.residual, scale)
             if self._sums[0] is self._p:
-                torch.mm(matrix.pending, matrix.right, out=p)
+                torch.mm(matrix.compensated, matrix.right, out=p)
             else:
-                torch.mm(matrix.pending.T, matrix.left, out=q)
+                torch.mm(matrix.compensated.T, matrix.left, out=q)
 
     @override
     def finite(self) -> Tensor:
         return self._sums[0].own.isfinite().all()
 
     @override
-    def issue(self) -> None:
-        self._sums[0].issue()
+    def start(self) -> None:
+        self._sums[0].start()
 
     @override
-    def advance(self) -> None:
+    def start_second(self) -> None:
         if not self._codec.two_phase:
             return
         self._p.wait()
@@ -119,8 +121,8 @@ class LowRankChunk(Chunk):
             for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
                 # Orthonormal columns hide an inf that the sum still shows.
                 p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
-                torch.mm(matrix.pending.T, p, out=q)
-        self._q.issue()
+                torch.mm(matrix.compensated.T, p, out=q)
+        self._q.start()
 
     @override
     def wait(self) -> None:
@@ -129,18 +131,18 @@ class LowRankChunk(Chunk):
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         for i, matrix in enumerate(self._matrices):
-            rows, width = matrix.pending.shape
-            at = sampler.items(rows, of=width, device=matrix.pending.device)
+            rows, width = matrix.compensated.shape
+            at = sampler.items(rows, of=width, device=matrix.compensated.device)
             if not len(at):
                 continue
-            pending, residual = matrix.pending[at], None
-            gradient = matrix.gradient[at].to(pending.dtype)
+            compensated, residual = matrix.compensated[at], None
+            gradient = matrix.gradient[at].to(compensated.dtype)
             if matrix.residual is not None:
-                if matrix.pending is matrix.gradient:
-                    gradient = pending - matrix.residual[at] * scale
+                if matrix.compensated is matrix.gradient:
+                    gradient = compensated - matrix.residual[at] * scale
                 residual = partial(_rows, matrix.residual, at)
             sent = partial(self._said, i, at)
-            yield CodecSample(gradient.flatten(), pending.flatten(), sent, residual)
+            yield CodecSample(gradient.flatten(), compensated.flatten(), sent, residual)
 
     def _said(self, i: int, at: Tensor) -> Tensor:
         """Rows ``at`` of what was sent for matrix ``i``: in the two-phase form not known before."""
@@ -148,12 +150,12 @@ class LowRankChunk(Chunk):
         return (left[at] @ right.T).flatten()
 
     @override
-    def settle(self, scale: Tensor) -> None:
+    def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
-        self._settle(scale)
+        self._decode_and_commit(scale)
 
     @full_precision()
-    def _settle(self, scale: Tensor) -> None:
+    def _decode_and_commit(self, scale: Tensor) -> None:
         products = [self._products(i) for i in range(len(self._matrices))]
         # Waits for a GPU once. What is not finite shows in a factor, which is small: to look there
         # saves a pass over every residual.
@@ -165,13 +167,13 @@ class LowRankChunk(Chunk):
             own_is_finite, mean_is_finite = known[2 * i : 2 * i + 2]
             if matrix.residual is not None and own_is_finite:
                 left, right = own
-                same = matrix.residual.shape == matrix.pending.shape
-                lost = matrix.residual if same else matrix.pending
-                torch.addmm(matrix.pending, left, right.T, beta=share, alpha=-share, out=lost)
+                same = matrix.residual.shape == matrix.compensated.shape
+                lost = matrix.residual if same else matrix.compensated
+                torch.addmm(matrix.compensated, left, right.T, beta=share, alpha=-share, out=lost)
                 if not same:
                     matrix.residual.copy_(matrix.shaped)
-            torch.mm(mean[0], mean[1].T, out=matrix.pending)
-            if matrix.pending is not matrix.gradient:
+            torch.mm(mean[0], mean[1].T, out=matrix.compensated)
+            if matrix.compensated is not matrix.gradient:
                 matrix.gradient.copy_(matrix.shaped)
             if mean_is_finite:
                 self._start_next_from(matrix, i)
@@ -206,27 +208,27 @@ class LowRankChunk(Chunk):
     @property
     @override
     def nbytes(self) -> int:
-        copies = (m.pending.nbytes for m in self._matrices if m.pending is not m.gradient)
+        copies = (m.compensated.nbytes for m in self._matrices if m.compensated is not m.gradient)
         return 2 * (self._p.own.nbytes + self._q.own.nbytes) + sum(copies)
 
 
 def _matrix(
-    codec: PowerSGD, slot: Slot, bucket: Tensor, state: ReducerState, error_feedback: bool
+    codec: PowerSGD, part: ParameterSlice, bucket: Tensor, state: ReducerState, error_feedback: bool
 ) -> _Matrix:
-    size = matrix_shape(slot.shape)
+    size = matrix_shape(part.shape)
     dtype = compute_dtype(bucket.dtype)
-    gradient = slot.shaped(slot.of(bucket))
+    gradient = part.shaped(part.of(bucket))
     try:
         gradient = gradient.view(size)
-        pending = gradient if dtype == bucket.dtype else gradient.to(dtype)
+        compensated = gradient if dtype == bucket.dtype else gradient.to(dtype)
     except RuntimeError:  # the bucket cannot be viewed as a matrix
-        pending = gradient.reshape(size).to(dtype)
-    left, right = state.low_rank(codec, slot, dtype=dtype, device=bucket.device)
+        compensated = gradient.reshape(size).to(dtype)
+    left, right = state.low_rank(codec, part, dtype=dtype, device=bucket.device)
     residual = None
     if error_feedback:
-        flat = state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
-        residual = slot.shaped(flat).view(gradient.shape)
-    return _Matrix(gradient, pending, residual, left, right)
+        flat = state.per_rank("residual", part, dtype=dtype, device=bucket.device)
+        residual = part.shaped(flat).view(gradient.shape)
+    return _Matrix(gradient, compensated, residual, left, right)
 
 
 def _rows(matrix: Tensor, at: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Network:
-    """Where gradients are averaged: between all ranks of ``data``, or ``within`` smaller groups
+    """Where gradients are averaged: between all ranks of ``data``, or ``intra`` smaller groups
     first.
     """
 
@@ -28,7 +28,7 @@ class Network:
     control: Channel  # a few flags a step, which must not queue behind payloads
     topology: Topology
     device: torch.device
-    within: Within | None = None
+    intra: IntraLevel | None = None
     row_of: tuple[int, ...] | None = None  # who shares the state of one row; None: nobody
 
     @property
@@ -52,22 +52,22 @@ class Network:
     @property
     def channels(self) -> list[Channel]:
         """Used by this rank in a step: of payloads from the inside out, and of flags."""
-        if self.within is None:
+        if self.intra is None:
             return [self.data, self.control]
-        across = self.within.across
-        return [self.within.data, *([self.control] if across is None else across.channels)]
+        inter = self.intra.inter
+        return [self.intra.data, *([self.control] if inter is None else inter.channels)]
 
 
 @dataclass(frozen=True)
-class Within:
-    """A group that reduces among itself before its ``owners`` go on ``across`` the groups."""
+class IntraLevel:
+    """A group that reduces among itself before its ``owners`` go on ``inter`` the groups."""
 
     data: Channel  # payloads
     topology: Topology  # of the group
     owners: int  # the first of the group: all with a shard each, or one leader with everything
     weight: float  # of each member's value, so that the mean over groups is the mean over ranks
     beyond: int  # ranks that share one owner's part on the levels outside this one
-    across: Network | None  # None on ranks that do not go on
+    inter: Network | None  # None on ranks that do not go on
 
 
 def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup) -> Network:
@@ -77,18 +77,18 @@ def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup
     way = route(tree, topology.rank, leader=leader)
     groups = [new_group(level.members) for level in way.levels]
     outer = new_group(way.outer) if way.outer else None
-    across = None
+    inter = None
     if outer is not None:
         channel = Channel(outer, name=_name(len(groups)), limit=network.limit)
-        across = replace(network, data=channel, topology=topology.among(way.outer))
+        inter = replace(network, data=channel, topology=topology.among(way.outer))
     for number, level in reversed(list(enumerate(way.levels))):
         channel = Channel(groups[number], name=_name(number), limit=network.limit)
         inside = topology.among(level.members)
-        within = Within(channel, inside, level.owners, level.weight, level.beyond, across)
-        across = replace(network, data=channel, topology=inside, within=within)
+        intra = IntraLevel(channel, inside, level.owners, level.weight, level.beyond, inter)
+        inter = replace(network, data=channel, topology=inside, intra=intra)
     return replace(
         network,
-        within=within,
+        intra=intra,
         topology=replace(topology, intra_group=groups[0], inter_group=outer),
     )
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.exchange.channel import Watch
-from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.handle import Handle
+from lightning_dist.reducer.unit import CodecGroup
 
 Phase = Literal["encode", "decode"]
 
@@ -24,19 +24,19 @@ class EncodedBucket:
     """The parts of a bucket of which a codec loses something. They are encoded."""
 
     bucket: int
-    lanes: Sequence[Lane]
+    groups: Sequence[CodecGroup]
     scale: Tensor
 
     @property
     def numel(self) -> int:
         """Elements of it that are compressed."""
-        return sum(slot.numel for lane in self.lanes for slot in lane.slots)
+        return sum(part.numel for group in self.groups for part in group.slices)
 
     def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
         """Of the elements that ``sampler`` draws. Only while the observer is told of the bucket."""
-        for lane in self.lanes:
-            for chunk in lane.chunks:
-                yield from chunk.samples(sampler, self.scale)
+        for group in self.groups:
+            for unit in group.units:
+                yield from unit.samples(sampler, self.scale)
 
 
 class Observer(Watch):
@@ -58,11 +58,11 @@ class Observer(Watch):
     def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
         """A bucket of which something is lost is encoded.
 
-        Samples are taken here; what is returned is called when the step is settled.
+        Samples are taken here; what is returned is called when the step is finished.
         """
         return None
 
-    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
+    def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
         """The mean of all gradients of a step is there, and bytes are known."""
 
     @override
@@ -87,10 +87,10 @@ def show_encoded(
     observers: Sequence[Observer], handle: Handle, scale: Tensor
 ) -> list[Callable[[], None]]:
     """Tell ``observers`` of what a codec loses something of; what is to be called in the end."""
-    lanes = [lane for lane in handle.lanes if not lane.codec.lossless]
-    if not lanes:
+    groups = [group for group in handle.groups if not group.codec.lossless]
+    if not groups:
         return []
-    bucket = EncodedBucket(handle.key, lanes, scale)
+    bucket = EncodedBucket(handle.key, groups, scale)
     calls = [observer.encoded(bucket) for observer in observers]
     return [call for call in calls if call is not None]
 

@@ -1,6 +1,6 @@
 """What happens to one bucket, worked out once and reused until DDP changes its layout.
 
-bucket -> lanes (one codec each) -> chunks (one exchange each) -> pieces (one kernel call each).
+bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one kernel call each).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fus
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.block_plan import BlockPlan
-from lightning_dist.reducer.chunk import Chunk, Lane
-from lightning_dist.reducer.chunk_sizes import chunk_elements
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.fragments import fragments
-from lightning_dist.reducer.hierarchical import Inside
-from lightning_dist.reducer.low_rank import LowRankChunk
-from lightning_dist.reducer.network import Network, Within
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.hierarchical import IntraKernels
+from lightning_dist.reducer.low_rank import LowRankUnit
+from lightning_dist.reducer.network import IntraLevel, Network
 from lightning_dist.reducer.scratch import PayloadMemory, Scratch
 from lightning_dist.reducer.share_plan import SharePlan
-from lightning_dist.reducer.sparse import SparseChunk
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CodecGroup, CommUnit
+from lightning_dist.reducer.unit_sizes import unit_elements
 
 
 class Planner:
-    """Builds lanes; owns one set of kernels per codec and dtype.
+    """Builds groups; owns one set of kernels per codec and dtype.
 
     Args:
-        intra: the codec inside a host, where the exchange is hierarchical.
+        intra_codec: the codec inside a host, where the exchange is hierarchical.
         whole: names of the parameters that some codec needs as a matrix.
         immediate: block codecs commit their state when they encode, and tensors take turns with the
             memory of payloads.
@@ -55,43 +55,43 @@ class Planner:
         state: ReducerState,
         *,
         error_feedback: bool | Literal["auto"],
-        intra: BlockCodec,
+        intra_codec: BlockCodec,
         whole: Collection[str] = (),
         immediate: bool = False,
     ) -> None:
         self.network, self._state = network, state
         self._error_feedback: bool | Literal["auto"] = error_feedback
-        self._intra, self._whole = intra, whole
+        self._intra_codec, self._whole = intra_codec, whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
-        self._inside: dict[tuple[BlockCodec, torch.dtype], Inside] = {}
+        self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self._sparse: SparsePasses | None = None  # compiled
         self._scratch = Scratch(network.device)
         self._immediate = immediate
         self._payloads = PayloadMemory(network.device) if immediate else None
-        self._across = None
-        if network.within is not None and network.within.across is not None:
-            self._across = Planner(
-                network.within.across,
+        self._inter = None
+        if network.intra is not None and network.intra.inter is not None:
+            self._inter = Planner(
+                network.intra.inter,
                 state,
                 error_feedback=error_feedback,
-                intra=intra,
+                intra_codec=intra_codec,
                 whole=whole,
                 immediate=immediate,
             )
 
     def restart(self, turn: int) -> None:
-        """Before the lanes of a tensor are planned; tensors of one ``turn`` share memory."""
+        """Before the groups of a tensor are planned; tensors of one ``turn`` share memory."""
         if self._payloads is not None:
             self._payloads.restart(turn)
-        if self._across is not None:
-            self._across.restart(turn)
+        if self._inter is not None:
+            self._inter.restart(turn)
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
         if self._payloads is not None:
             self._payloads = PayloadMemory(self.network.device)
-        if self._across is not None:
-            self._across.free()
+        if self._inter is not None:
+            self._inter.free()
 
     def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
         """Kernels of a flat exchange for gradients of ``dtype``."""
@@ -113,160 +113,166 @@ class Planner:
 
     def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels for gradients of ``dtypes``, where that helps."""
-        within = self.network.within
-        if within is None and isinstance(codec, Threshold):
+        intra = self.network.intra
+        if intra is None and isinstance(codec, Threshold):
             self._sparse = compiled_sparse_passes(self.network.device)
         for dtype in dtypes:
-            if within is None and isinstance(codec, BlockCodec):
+            if intra is None and isinstance(codec, BlockCodec):
                 plan = self._blocks(codec, dtype)
                 self._fuse(plan.kernels, dtype, rows=plan.rows, received=plan.received)
             # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
-            elif within is not None and compute_dtype(dtype) == dtype:
-                inside = self._inside_of(dtype, within, self._intra)
-                self._fuse(inside.up, dtype, received=within.topology.world_size)
-                self._fuse(inside.down, dtype)
-            if self._across is not None:
-                self._across.fuse(codec, [_share_dtype(codec, dtype)])
+            elif intra is not None and compute_dtype(dtype) == dtype:
+                intra_kernels = self._intra_kernels_of(dtype, intra, self._intra_codec)
+                self._fuse(intra_kernels.up, dtype, received=intra.topology.world_size)
+                self._fuse(intra_kernels.down, dtype)
+            if self._inter is not None:
+                self._inter.fuse(codec, [_share_dtype(codec, dtype)])
 
     @property
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         own = any(kernels.is_fused for kernels in self._kernels.values())
         own = own or self._sparse is not None
-        return own or (self._across is not None and self._across.is_fused)
+        return own or (self._inter is not None and self._inter.is_fused)
 
     def keeps_state(self, codec: Codec) -> bool:
         """Whether anything is kept from one step to the next."""
         return bool(memory_of(codec, self._error_feedback).kinds) or isinstance(codec, PowerSGD)
 
-    def affordable(self, codec: Codec, slot: Slot, dtype: torch.dtype) -> Codec:
-        """``codec``, or none where it would send more bytes of ``slot`` than that."""
+    def affordable(self, codec: Codec, part: ParameterSlice, dtype: torch.dtype) -> Codec:
+        """``codec``, or none where it would send more bytes of ``part`` than that."""
         if not isinstance(codec, BlockCodec) or codec.lossless:
             return codec
-        within, ranks = self.network.within, self.network.rows.count
-        shares = self._cut(slot, 1 if within is None else within.owners * within.beyond)
-        wide = dtype if within is None else _share_dtype(codec, dtype)
+        intra, ranks = self.network.intra, self.network.rows.count
+        shares = self._cut(part, 1 if intra is None else intra.owners * intra.beyond)
+        wide = dtype if intra is None else _share_dtype(codec, dtype)
         more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
         return raw_beside(codec) if more else codec
 
-    def lane(
-        self, codec: Codec, slots: Sequence[Slot], bucket: Tensor, *, waits: bool = False
-    ) -> Lane:
-        """``slots`` of the flat ``bucket (N,)``, which stays where it is while the plan is used.
+    def group(
+        self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor, *, waits: bool = False
+    ) -> CodecGroup:
+        """``slices`` of the flat ``bucket (N,)``, which stays where it is while the plan is used.
 
-        ``waits``: compression has not begun, and state that was loaded is kept until it does.
+        ``waits``: compression has not staggered, and state that was loaded is kept until it does.
         """
         kinds = memory_of(codec, self._error_feedback).kinds
         keeps = waits or "residual" in kinds
-        unpaid = {} if keeps else owed(codec, slots, self._state, self.network)
-        for slot in () if waits else slots:
-            self._state.keep_for(codec, kinds, slot.name)
-        for slot in slots:
-            if slot.name in unpaid:
-                self._state.know("residual", slot, dtype=compute_dtype(bucket.dtype))
-        for slot, kind in product(slots, kinds):
-            self._state.know(kind, slot, dtype=compute_dtype(bucket.dtype))
-        raw = sum(slot.numel for slot in slots) * bucket.itemsize
-        lane = Lane(
+        unpaid = {} if keeps else owed(codec, slices, self._state, self.network)
+        for part in () if waits else slices:
+            self._state.keep_for(codec, kinds, part.name)
+        for part in slices:
+            if part.name in unpaid:
+                self._state.know("residual", part, dtype=compute_dtype(bucket.dtype))
+        for part, kind in product(slices, kinds):
+            self._state.know(kind, part, dtype=compute_dtype(bucket.dtype))
+        raw = sum(part.numel for part in slices) * bucket.itemsize
+        group = CodecGroup(
             codec,
-            slots,
-            self.chunks(codec, slots, bucket),
+            slices,
+            self.units(codec, slices, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
             keeps_state=self.keeps_state(codec),
             owed=unpaid,
         )
-        for slot, kind in product(slots, kinds):
-            self._state.adopted(kind, slot.name)
-        return lane
+        for part, kind in product(slices, kinds):
+            self._state.adopted(kind, part.name)
+        return group
 
-    def chunks(self, codec: Codec, slots: Sequence[Slot], bucket: Tensor) -> Sequence[Chunk]:
-        """The exchanges of ``slots``, one after the other."""
-        if self.network.within is not None:
-            dtype, within = bucket.dtype, self.network.within
-            by_intra: dict[BlockCodec, list[Slot]] = {}
-            for slot in slots:
-                by_intra.setdefault(self._intra_of(slot, within, dtype), []).append(slot)
+    def units(
+        self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor
+    ) -> Sequence[CommUnit]:
+        """The exchanges of ``slices``, one after the other."""
+        if self.network.intra is not None:
+            dtype, intra = bucket.dtype, self.network.intra
+            by_intra_codec: dict[BlockCodec, list[ParameterSlice]] = {}
+            for part in slices:
+                by_intra_codec.setdefault(self._intra_of(part, intra, dtype), []).append(part)
             return [
-                chunk
-                for intra, some in by_intra.items()
-                for chunk in self._shares(codec, within, dtype, intra).chunks(
+                unit
+                for intra_codec, some in by_intra_codec.items()
+                for unit in self._shares(codec, intra, dtype, intra_codec).units(
                     some, bucket, share_dtype=_share_dtype(codec, dtype)
                 )
             ]
         if isinstance(codec, BlockCodec):
             ranks, dtype = self.network.world_size, bucket.dtype
-            by_block: dict[BlockCodec, list[Slot]] = {}
-            for slot in slots:
-                fit = fitted(codec, slot.numel, ranks=ranks, dtype=dtype)
-                by_block.setdefault(fit, []).append(slot)
+            by_block: dict[BlockCodec, list[ParameterSlice]] = {}
+            for part in slices:
+                fit = fitted(codec, part.numel, ranks=ranks, dtype=dtype)
+                by_block.setdefault(fit, []).append(part)
             plans = [(self._blocks(fit, dtype), some) for fit, some in by_block.items()]
-            return [chunk for plan, some in plans for chunk in plan.chunks(some, bucket)]
+            return [unit for plan, some in plans for unit in plan.units(some, bucket)]
         whole: dict[str, Any] = {
-            "slots": slots,
+            "slices": slices,
             "bucket": bucket,
             "network": self.network,
             "state": self._state,
             "error_feedback": bool(memory_of(codec, self._error_feedback).kinds),
         }
         if isinstance(codec, PowerSGD):
-            return [LowRankChunk(codec, **whole)]
+            return [LowRankUnit(codec, **whole)]
         assert isinstance(codec, Threshold), codec
-        return [SparseChunk(codec, compiled=self._sparse, **whole)]
+        return [SparseUnit(codec, compiled=self._sparse, **whole)]
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers that chunks share."""
+        """Of the buffers that units share."""
         shared = self._scratch.nbytes + (0 if self._payloads is None else self._payloads.nbytes)
-        return shared + (0 if self._across is None else self._across.nbytes)
+        return shared + (0 if self._inter is None else self._inter.nbytes)
 
-    def _cut(self, slot: Slot, parts: int) -> list[int]:
-        """Elements of the shares of ``slot`` among so many ranks of a host."""
-        if parts == 1 or slot.name in self._whole:
-            return [slot.numel]
-        most = chunk_elements(self.network.rows.count)
+    def _cut(self, part: ParameterSlice, parts: int) -> list[int]:
+        """Elements of the shares of ``part`` among so many ranks of a host."""
+        if parts == 1 or part.name in self._whole:
+            return [part.numel]
+        most = unit_elements(self.network.rows.count)
         found = fragments(
-            slot.name, slot.numel, members=parts, owners=parts, most=most, whole=False
+            part.name, part.numel, members=parts, owners=parts, most=most, whole=False
         )
         return [end - start for cut in found for start, end in cut.shares if end > start]
 
-    def _intra_of(self, slot: Slot, within: Within, dtype: torch.dtype) -> BlockCodec:
+    def _intra_of(self, part: ParameterSlice, intra: IntraLevel, dtype: torch.dtype) -> BlockCodec:
         """The codec inside a host, or none where its blocks would be mostly padding."""
-        intra, shares = self._intra, self._cut(slot, within.owners)
-        sent = sum(row_bytes(intra.planes(dtype), -(-n // intra.block)) for n in shares)
-        return NoCompression() if sent > slot.numel * dtype.itemsize else intra
+        intra_codec, shares = self._intra_codec, self._cut(part, intra.owners)
+        sent = sum(row_bytes(intra_codec.planes(dtype), -(-n // intra_codec.block)) for n in shares)
+        return NoCompression() if sent > part.numel * dtype.itemsize else intra_codec
 
     def _shares(
-        self, codec: Codec, within: Within, dtype: torch.dtype, intra: BlockCodec
+        self, codec: Codec, intra: IntraLevel, dtype: torch.dtype, intra_codec: BlockCodec
     ) -> SharePlan:
         kinds = memory_of(codec, self._error_feedback).kinds
-        elementwise = isinstance(codec, BlockCodec) and codec.block == intra.block == 1
+        elementwise = isinstance(codec, BlockCodec) and codec.block == intra_codec.block == 1
         return SharePlan(
-            inside=self._inside_of(dtype, within, intra),
-            within=within,
-            across=lambda slots, share: self._chunks_across(codec, slots, share),
+            intra_kernels=self._intra_kernels_of(dtype, intra, intra_codec),
+            intra=intra,
+            inter=lambda slices, share: self._inter_units(codec, slices, share),
             scratch=self._scratch,
             whole=self._whole,
             separate=bool(kinds) or not elementwise,
-            most=chunk_elements(self.network.rows.count),
+            most=unit_elements(self.network.rows.count),
             together=isinstance(codec, PowerSGD),
         )
 
-    def _chunks_across(self, codec: Codec, slots: Sequence[Slot], share: Tensor) -> Sequence[Chunk]:
-        return () if self._across is None else self._across.chunks(codec, slots, share)
+    def _inter_units(
+        self, codec: Codec, slices: Sequence[ParameterSlice], share: Tensor
+    ) -> Sequence[CommUnit]:
+        return () if self._inter is None else self._inter.units(codec, slices, share)
 
-    def _inside_of(self, dtype: torch.dtype, within: Within, intra: BlockCodec) -> Inside:
-        if (intra, dtype) not in self._inside:
+    def _intra_kernels_of(
+        self, dtype: torch.dtype, intra: IntraLevel, intra_codec: BlockCodec
+    ) -> IntraKernels:
+        if (intra_codec, dtype) not in self._intra_kernels_by_codec:
             up, down = (
                 Kernels(
-                    intra,
+                    intra_codec,
                     memory=NoMemory(),
                     factors=Factors(mean=weight),
-                    world_size=within.topology.world_size,
+                    world_size=intra.topology.world_size,
                 )
-                for weight in (within.weight, 1.0)
+                for weight in (intra.weight, 1.0)
             )
-            self._inside[intra, dtype] = Inside(up, down)
-        return self._inside[intra, dtype]
+            self._intra_kernels_by_codec[intra_codec, dtype] = IntraKernels(up, down)
+        return self._intra_kernels_by_codec[intra_codec, dtype]
 
     def _fuse(
         self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1

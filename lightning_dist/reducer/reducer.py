@@ -21,22 +21,22 @@ from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import NoCompression
-from lightning_dist.reducer.adjust import Adjustment, clip_lane
-from lightning_dist.reducer.chunk import Lane, begun, settle_all
+from lightning_dist.reducer.adjust import Adjustment, clip_group
 from lightning_dist.reducer.commit import PendingCommit
+from lightning_dist.reducer.consensus import FiniteConsensus, decode_group, sum_of_bits
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.flush import add_owed, pay_owed
 from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import Slot, by_codec, matrices
 from lightning_dist.reducer.run_config import run_config
+from lightning_dist.reducer.slices import ParameterSlice, by_codec, matrices
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
 from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
-from lightning_dist.reducer.verdict import Verdict, settle_lane, sum_of_bits
+from lightning_dist.reducer.unit import CodecGroup, decode_all, staggered
 from lightning_dist.settings import Settings
 
 _COMPARED_EVERY = 100
@@ -95,9 +95,9 @@ class Reducer:
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self.planner = self._make_planner()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
-        self._asks = self._keeps_state  # whether this step's residuals depend on a verdict
+        self._asks = self._keeps_state  # whether this step's residuals depend on a consensus
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
-        self._plans: dict[int, tuple[object, Sequence[Lane]]] = {}
+        self._plans: dict[int, tuple[object, Sequence[CodecGroup]]] = {}
         self._executor = executor_for(network.device)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
@@ -113,7 +113,7 @@ class Reducer:
             self.network,
             self.state,
             error_feedback=self.settings.error_feedback,
-            intra=self.settings.intra,
+            intra_codec=self.settings.intra,
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
         )
@@ -121,7 +121,7 @@ class Reducer:
     def start(
         self,
         flat: Tensor,
-        slices: Sequence[Slot],
+        slices: Sequence[ParameterSlice],
         *,
         key: int,
         absent: Collection[str] = (),
@@ -170,40 +170,40 @@ class Reducer:
 
     def _start(self, handle: Handle) -> None:
         self._enter(handle)
-        handle.lanes = self._lanes(handle)
+        handle.groups = self._groups(handle)
         handle.keep_absent()
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
-            for chunk in begun(handle.chunks()):
-                chunk.encode(self._scale, step=self.step)
+            for unit in staggered(handle.units()):
+                unit.encode(self._scale, step=self.step)
                 if self._asks:
-                    self._finite.append(chunk.finite())
-                chunk.issue()
+                    self._finite.append(unit.finite())
+                unit.start()
         self._looked += show_encoded(self._observers, handle, self._scale)
         before = self._in_flight[:-1]
         if self.immediate and before:  # while this one is on its way
             self._decode_now(before[-1])
             before[-1].done.set_result(before[-1].flat)
         with working(self._observers, handle.key, "decode"):
-            for chunk in handle.chunks():
-                chunk.advance()
+            for unit in handle.units():
+                unit.start_second()
 
     def _finish(self) -> None:
         handles = self._in_flight
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode_now(handle)
-        verdict = self._ask()
-        if verdict is not None:
-            verdict.require_equal()
+        consensus = self._ask()
+        if consensus is not None:
+            consensus.require_equal()
         if not self.immediate:
             for handle in handles:
-                self._decode(handle, verdict)
+                self._decode(handle, consensus)
         for call in self._looked:
             call()
         self._looked = []
         for observer in self._observers:
-            observer.settled([(handle.key, handle.lanes) for handle in handles])
+            observer.finished([(handle.key, handle.groups) for handle in handles])
         self._observers = tuple(each for each in self._observers if not each.done)
         self._in_flight = []
         self._end_step()
@@ -214,31 +214,31 @@ class Reducer:
 
     def _decode_now(self, handle: Handle) -> None:
         with working(self._observers, handle.key, "decode"):
-            for lane in handle.lanes:
-                settle_all(lane.chunks, self._scale)
-                pay_owed(lane, handle.flat, self.state)
-                self._count(lane, handle.flat, compare=True)
+            for group in handle.groups:
+                decode_all(group.units, self._scale)
+                pay_owed(group, handle.flat, self.state)
+                self._count(group, handle.flat, compare=True)
 
-    def _decode(self, handle: Handle, verdict: Verdict | None) -> None:
-        pending = None if verdict is None or verdict.ok() else self._pending
-        unused = set() if verdict is None else verdict.unused()
+    def _decode(self, handle: Handle, consensus: FiniteConsensus | None) -> None:
+        pending = None if consensus is None or consensus.ok() else self._pending
+        unused = set() if consensus is None else consensus.unused()
         with working(self._observers, handle.key, "decode"):
-            for lane in handle.lanes:
-                settle_lane(
-                    lane,
+            for group in handle.groups:
+                decode_group(
+                    group,
                     handle.flat,
                     self.state,
                     scale=self._scale,
                     unused=unused,
                     pending=pending,
                 )
-                self._count(lane, handle.flat, compare=pending is None)
-                handle.restore(lane, unused)
+                self._count(group, handle.flat, compare=pending is None)
+                handle.restore(group, unused)
 
-    def _count(self, lane: Lane, flat: Tensor, *, compare: bool) -> None:
-        self.stats.record(lane.codec.name, lane.raw_bytes, lane.sent)
+    def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
+        self.stats.record(group.codec.name, group.raw_bytes, group.sent)
         if self.step % _COMPARED_EVERY == 0 and compare:
-            self._compare(lane, flat)
+            self._compare(group, flat)
 
     def _end_step(self) -> None:
         self.step += 1
@@ -247,29 +247,29 @@ class Reducer:
     def _abandon(self) -> None:
         # Payloads must land before their buffers are used again.
         for handle in self._in_flight:
-            for chunk in () if handle.done.done() else handle.chunks():
-                chunk.wait()
+            for unit in () if handle.done.done() else handle.units():
+                unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
 
-    def _ask(self) -> Verdict | None:
+    def _ask(self) -> FiniteConsensus | None:
         finite, self._finite = self._finite, []
         if not (self._allow_absent or self._asks or (self.immediate and self._sums)):
             return None  # nothing to decide
         used: dict[str, bool] = {}
         if self._allow_absent:
             used = {
-                slot.name: slot.name not in handle.absent
+                part.name: part.name not in handle.absent
                 for handle in self._in_flight
-                for lane in handle.lanes
-                for slot in lane.slots
+                for group in handle.groups
+                for part in group.slices
             }
         sums, self._sums = self._sums, []
-        return Verdict(finite, used, sums, self.network)
+        return FiniteConsensus(finite, used, sums, self.network)
 
-    def _compare(self, lane: Lane, gradients: Tensor) -> None:
-        """With the other ranks, in the next verdict, where unequal machines may differ."""
-        if not lane.codec.bit_exact:
-            self._sums.append(sum_of_bits(lane, gradients))
+    def _compare(self, group: CodecGroup, gradients: Tensor) -> None:
+        """With the other ranks, in the next consensus, where unequal machines may differ."""
+        if not group.codec.bit_exact:
+            self._sums.append(sum_of_bits(group, gradients))
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
@@ -281,10 +281,10 @@ class Reducer:
             )
         self._in_flight.append(handle)
 
-    def _lanes(self, handle: Handle) -> Sequence[Lane]:
+    def _groups(self, handle: Handle) -> Sequence[CodecGroup]:
         waiting = self.adjustment is not None and not self.adjustment.active
         policy = NoCompression() if waiting else self._policy
-        phase = (waiting, policy.stage(self.step))
+        phase = (waiting, policy.phase(self.step))
         turn = len(self._in_flight) % 2
         planned = (handle.flat.data_ptr(), tuple(handle.slices), phase, turn)
         found = self._plans.get(handle.key)
@@ -295,7 +295,7 @@ class Reducer:
             # changes: free what belonged to the old ones.
             self._plans.clear()
             self.planner.free()
-        slots_of = by_codec(
+        slices_by_codec = by_codec(
             policy,
             handle.slices,
             self._shapes,
@@ -304,19 +304,19 @@ class Reducer:
             affordable=partial(self.planner.affordable, dtype=handle.flat.dtype),
         )
         self.planner.restart(turn)
-        lanes = [
-            self.planner.lane(codec, slots, handle.flat, waits=waiting)
-            for codec, slots in slots_of.items()
+        groups = [
+            self.planner.group(codec, slices, handle.flat, waits=waiting)
+            for codec, slices in slices_by_codec.items()
         ]
-        self._plans[handle.key] = (planned, lanes)
-        return lanes
+        self._plans[handle.key] = (planned, groups)
+        return groups
 
     def _adjust(self, handle: Handle) -> None:
-        for lane in handle.lanes:
-            clip_lane(lane, handle.flat, self._scale, world_size=self.network.world_size)
+        for group in handle.groups:
+            clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
-                self.adjustment(lane.slots, handle.flat, self._scale)
-            add_owed(lane, handle.flat, self.state, self.network, self._scale)
+                self.adjustment(group.slices, handle.flat, self._scale)
+            add_owed(group, handle.flat, self.state, self.network, self._scale)
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
@@ -371,10 +371,10 @@ class Reducer:
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
-        chunks = [c for _, lanes in self._plans.values() for lane in lanes for c in lane.chunks]
+        units = [c for _, groups in self._plans.values() for group in groups for c in group.units]
         return {
             "residual_bytes": self.state.nbytes,
-            "buffer_bytes": sum(chunk.nbytes for chunk in chunks) + self.planner.nbytes,
+            "buffer_bytes": sum(unit.nbytes for unit in units) + self.planner.nbytes,
         }
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -438,7 +438,7 @@ class Reducer:
         old, self.network = self.network, network
         self.failure = None
         self.generation += 1
-        if old.within is not None or network.within is not None:
+        if old.intra is not None or network.intra is not None:
             self.state.average(network.data.group, old.rows, device=network.device)
         self.planner = self._make_planner()
         self._scale = self._scale.to(network.device)

@@ -38,6 +38,6 @@ def _between(network: Network) -> dict[str, Any]:
 
 
 def _exchange(network: Network) -> str:
-    if network.within is None:
+    if network.intra is None:
         return "flat"
-    return "leader" if network.within.owners == 1 else "hierarchical"
+    return "leader" if network.intra.owners == 1 else "hierarchical"

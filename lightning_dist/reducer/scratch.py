@@ -29,9 +29,10 @@ class Buffers:
 
 
 class Scratch:
-    """Two sets of buffers, for consecutive chunks in turn.
+    """Two sets of buffers, for consecutive units in turn.
 
-    ``begun`` and ``settle_all`` in ``chunk.py`` let at most two chunks work inside a host at once.
+    ``staggered`` and ``decode_all`` in ``unit.py`` let at most two units work inside a host at
+    once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +40,7 @@ class Scratch:
         self._turn = 0
 
     def take(self, *sizes: int) -> list[Tensor]:
-        """For the next chunk: uint8 buffers of at least ``sizes`` bytes each."""
+        """For the next unit: uint8 buffers of at least ``sizes`` bytes each."""
         self._turn = 1 - self._turn
         return [self._buffers.get((self._turn, i), size) for i, size in enumerate(sizes)]
 

@@ -1,4 +1,4 @@
-"""How the parameters of a lane are cut into chunks of fragments, and those into shares."""
+"""How the parameters of a group are cut into units of fragments, and those into shares."""
 
 from __future__ import annotations
 
@@ -8,126 +8,132 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dist.exchange.shares import Shares
-from lightning_dist.reducer.chunk import Chunk
+from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
 from lightning_dist.reducer.fragments import Fragment, fragments
 from lightning_dist.reducer.geometry import Grid
-from lightning_dist.reducer.hierarchical import HierarchicalChunk, Inside
-from lightning_dist.reducer.network import Within
-from lightning_dist.reducer.pieces import Piece, piece_of
-from lightning_dist.reducer.policy import Slot, neighbours
+from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
+from lightning_dist.reducer.network import IntraLevel
 from lightning_dist.reducer.scratch import Scratch
+from lightning_dist.reducer.slices import ParameterSlice, neighbours
+from lightning_dist.reducer.tiles import Tile, tile_of
+from lightning_dist.reducer.unit import CommUnit
 
-_Cut = tuple[Slot, Fragment]
+_Cut = tuple[ParameterSlice, Fragment]
 
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Hierarchical chunks of one lane.
+    """Hierarchical units of one group.
 
-    ``across``: flat chunks of slots of a share, see ``Planner.chunks``. ``whole``: names of the
+    ``inter``: flat units of slices of a share, see ``Planner.units``. ``whole``: names of the
     parameters that one rank takes on as they are. ``separate``: parameters must not be joined,
     because blocks or state belong to one.
     """
 
-    inside: Inside
-    within: Within
-    across: Callable[[Sequence[Slot], Tensor], Sequence[Chunk]]
+    intra_kernels: IntraKernels
+    intra: IntraLevel
+    inter: Callable[[Sequence[ParameterSlice], Tensor], Sequence[CommUnit]]
     scratch: Scratch
     whole: Collection[str]
     separate: bool
     most: int  # elements of a share on the way between hosts
-    together: bool  # all that a bucket has in one chunk
+    together: bool  # all that a bucket has in one unit
 
-    def chunks(
-        self, slots: Sequence[Slot], bucket: Tensor, *, share_dtype: torch.dtype
-    ) -> list[HierarchicalChunk]:
-        return [self._chunk(cuts, bucket, share_dtype) for cuts in self._cuts(slots)]
+    def units(
+        self, slices: Sequence[ParameterSlice], bucket: Tensor, *, share_dtype: torch.dtype
+    ) -> list[HierarchicalUnit]:
+        return [self._unit(cuts, bucket, share_dtype) for cuts in self._cuts(slices)]
 
-    def _cuts(self, slots: Sequence[Slot]) -> Iterator[list[_Cut]]:
-        within, cuts, filled = self.within, list[_Cut](), 0
-        most = within.beyond * self.most
-        for slot in slots if self.separate else map(_joined, neighbours(slots)):
+    def _cuts(self, slices: Sequence[ParameterSlice]) -> Iterator[list[_Cut]]:
+        intra, cuts, filled = self.intra, list[_Cut](), 0
+        most = intra.beyond * self.most
+        for part in slices if self.separate else map(_joined, neighbours(slices)):
             for fragment in fragments(
-                slot.name,
-                slot.numel,
-                members=within.topology.world_size,
-                owners=within.owners,
+                part.name,
+                part.numel,
+                members=intra.topology.world_size,
+                owners=intra.owners,
                 most=most,
-                whole=slot.name in self.whole and self.separate,
-                beyond=within.beyond,
+                whole=part.name in self.whole and self.separate,
+                beyond=intra.beyond,
             ):
-                if cuts and filled + fragment.numel > within.owners * most and not self.together:
+                if cuts and filled + fragment.numel > intra.owners * most and not self.together:
                     yield cuts
                     cuts, filled = [], 0
-                cuts.append((slot, fragment))
+                cuts.append((part, fragment))
                 filled += fragment.numel
         if cuts:
             yield cuts
 
-    def _chunk(
+    def _unit(
         self, cuts: Sequence[_Cut], bucket: Tensor, share_dtype: torch.dtype
-    ) -> HierarchicalChunk:
-        topology, codec = self.within.topology, self.inside.up.codec
-        parts: list[list[Piece]] = []
+    ) -> HierarchicalUnit:
+        topology, codec = self.intra.topology, self.intra_kernels.up.codec
+        parts: list[list[Tile]] = []
         blocks = []
         for rank in range(topology.world_size):
             flats = [
-                (slot.name, bucket[slot.offset + start : slot.offset + end])
-                for slot, (start, end) in _of(cuts, rank)
+                (part.name, bucket[part.offset + start : part.offset + end])
+                for part, (start, end) in _of(cuts, rank)
             ]
-            pieces, count = _pieces(flats, codec.block)
-            parts.append(pieces)
+            tiles, count = _tiles(flats, codec.block)
+            parts.append(tiles)
             blocks.append(count)
-        slots = _slots_of_share(_of(cuts, topology.rank))
-        share = bucket.new_zeros(sum(slot.numel for slot in slots), dtype=share_dtype)
-        own, _ = _pieces([(slot.name, slot.of(share)) for slot in slots], codec.block)
+        slices = _slices_of_share(_of(cuts, topology.rank))
+        share = bucket.new_zeros(sum(part.numel for part in slices), dtype=share_dtype)
+        own, _ = _tiles([(part.name, part.of(share)) for part in slices], codec.block)
         planes = codec.planes(bucket.dtype)
-        send, receive = self.scratch.take(*Shares.sizes(planes, blocks, rank=topology.rank))
-        exchange = Shares(
+        send, receive = self.scratch.take(
+            *ReduceScatterAllGather.sizes(planes, blocks, rank=topology.rank)
+        )
+        exchange = ReduceScatterAllGather(
             planes,
             blocks,
-            channel=self.within.data,
+            channel=self.intra.data,
             topology=topology,
             send=send,
             receive=receive,
         )
-        across = self.across(slots, share) if slots else ()
-        return HierarchicalChunk(
-            self.inside, exchange, parts=parts, own=own, share=share, across=across
+        inter = self.inter(slices, share) if slices else ()
+        return HierarchicalUnit(
+            self.intra_kernels, exchange, parts=parts, own=own, share=share, inter=inter
         )
 
 
-def _of(cuts: Sequence[_Cut], rank: int) -> list[tuple[Slot, tuple[int, int]]]:
+def _of(cuts: Sequence[_Cut], rank: int) -> list[tuple[ParameterSlice, tuple[int, int]]]:
     """What ``rank`` is responsible for, without empty shares."""
-    shares = [(slot, fragment.shares[rank]) for slot, fragment in cuts]
-    return [(slot, (start, end)) for slot, (start, end) in shares if end > start]
+    shares = [(part, fragment.shares[rank]) for part, fragment in cuts]
+    return [(part, (start, end)) for part, (start, end) in shares if end > start]
 
 
-def _slots_of_share(parts: Sequence[tuple[Slot, tuple[int, int]]]) -> list[Slot]:
-    slots, offset = [], 0
-    for slot, (start, end) in parts:
-        whole = end - start == slot.numel
-        shape = slot.shape if whole else (end - start,)
-        before, after = slot.start + start, slot.rest + slot.numel - end
-        strides = slot.strides if whole else None
-        slots.append(Slot(slot.name, offset, shape, start=before, rest=after, strides=strides))
+def _slices_of_share(
+    parts: Sequence[tuple[ParameterSlice, tuple[int, int]]],
+) -> list[ParameterSlice]:
+    slices, offset = [], 0
+    for part, (start, end) in parts:
+        whole = end - start == part.numel
+        shape = part.shape if whole else (end - start,)
+        before, after = part.start + start, part.rest + part.numel - end
+        strides = part.strides if whole else None
+        slices.append(
+            ParameterSlice(part.name, offset, shape, start=before, rest=after, strides=strides)
+        )
         offset += end - start
-    return slots
+    return slices
 
 
-def _pieces(flats: Sequence[tuple[str, Tensor]], block: int) -> tuple[list[Piece], int]:
+def _tiles(flats: Sequence[tuple[str, Tensor]], block: int) -> tuple[list[Tile], int]:
     """Flat tensors one after the other in a payload, and how many blocks they take."""
-    pieces, blocks = [], 0
+    tiles, blocks = [], 0
     for name, flat in flats:
         grid = Grid(flat.numel(), 1, block)
         for span in grid.spans(grid.blocks_per_row):
             at = slice(blocks + span.first, blocks + span.last)
-            pieces.append(piece_of(name, [flat], span, columns=at, numbers=flat.new_empty(0)))
+            tiles.append(tile_of(name, [flat], span, columns=at, numbers=flat.new_empty(0)))
         blocks += grid.blocks_per_row
-    return pieces, blocks
+    return tiles, blocks
 
 
-def _joined(run: Sequence[Slot]) -> Slot:
+def _joined(run: Sequence[ParameterSlice]) -> ParameterSlice:
     """Neighbours as one."""
-    return Slot(run[0].name, run[0].offset, (sum(slot.numel for slot in run),))
+    return ParameterSlice(run[0].name, run[0].offset, (sum(part.numel for part in run),))

@@ -12,56 +12,56 @@ from typing_extensions import override
 
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.threshold import Threshold
+from lightning_dist.exchange.all_gather_v import AllGatherV
 from lightning_dist.exchange.traffic import Sent
-from lightning_dist.exchange.variable import GatherVariable
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
-from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CommUnit
 
 
-class SparseChunk(Chunk):
+class SparseUnit(CommUnit):
     """All parameters of one bucket that the codec compresses. Indices count from its start."""
 
     def __init__(
         self,
         codec: Threshold,
         *,
-        slots: Sequence[Slot],
+        slices: Sequence[ParameterSlice],
         bucket: Tensor,
         network: Network,
         state: ReducerState,
         error_feedback: bool,
         compiled: SparsePasses | None = None,
     ) -> None:
-        self._codec, self._slots, self._bucket = codec, slots, bucket
-        self._exchange = GatherVariable(channel=network.data, topology=network.topology)
+        self._codec, self._slices, self._bucket = codec, slices, bucket
+        self._exchange = AllGatherV(channel=network.data, topology=network.topology)
         self._share = 1.0 / network.world_size
         dtype = compute_dtype(bucket.dtype)
         self._residuals = [
-            state.per_rank("residual", slot, dtype=dtype, device=bucket.device)
-            for slot in (slots if error_feedback else ())
+            state.per_rank("residual", part, dtype=dtype, device=bucket.device)
+            for part in (slices if error_feedback else ())
         ]
         # Compiled passes are of float32.
         self._passes = compiled if compiled and dtype == torch.float32 else SparsePasses()
         same = dtype == bucket.dtype
-        self._pending = bucket if same else torch.zeros_like(bucket, dtype=dtype)
+        self._compensated = bucket if same else torch.zeros_like(bucket, dtype=dtype)
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
-        for i, slot in enumerate(self._slots):
-            pending = slot.of(self._pending)
-            if self._pending is not self._bucket:
-                pending.copy_(slot.of(self._bucket))
+        for i, part in enumerate(self._slices):
+            compensated = part.of(self._compensated)
+            if self._compensated is not self._bucket:
+                compensated.copy_(part.of(self._bucket))
             if self._residuals:
-                self._passes.add_residual(pending, self._residuals[i], scale)
-        numel, pending = self._bucket.numel(), self._pending
+                self._passes.add_residual(compensated, self._residuals[i], scale)
+        numel, compensated = self._bucket.numel(), self._compensated
         chosen = [
-            self._passes.select(self._codec, s.of(pending), scale, offset=s.offset, numel=numel)
-            for s in self._slots
+            self._passes.select(self._codec, s.of(compensated), scale, offset=s.offset, numel=numel)
+            for s in self._slices
         ]
         places, values = zip(*chosen, strict=True)
         self._own: Payload = torch.cat(places), torch.cat(values)
@@ -71,12 +71,12 @@ class SparseChunk(Chunk):
         return self._own[1].isfinite().all()
 
     @override
-    def issue(self) -> None:
-        self._exchange.issue(self._own)
+    def start(self) -> None:
+        self._exchange.start(self._own)
 
     @override
-    def advance(self) -> None:
-        self._exchange.advance()
+    def start_second(self) -> None:
+        self._exchange.start_second()
 
     @override
     def wait(self) -> None:
@@ -84,18 +84,18 @@ class SparseChunk(Chunk):
 
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        for i, slot in enumerate(self._slots):
-            at = sampler.items(slot.numel, of=1, device=self._bucket.device)
+        for i, part in enumerate(self._slices):
+            at = sampler.items(part.numel, of=1, device=self._bucket.device)
             if not len(at):
                 continue
-            pending, residual = slot.of(self._pending)[at], None
-            gradient = slot.of(self._bucket)[at].to(pending.dtype)
+            compensated, residual = part.of(self._compensated)[at], None
+            gradient = part.of(self._bucket)[at].to(compensated.dtype)
             if self._residuals:
-                if self._pending is self._bucket:
-                    gradient = pending - self._residuals[i][at] * scale
+                if self._compensated is self._bucket:
+                    gradient = compensated - self._residuals[i][at] * scale
                 residual = partial(torch.take, self._residuals[i], at)
-            sent = self._said(at + slot.offset).to(pending)
-            yield CodecSample(gradient, pending, partial(_same, sent), residual)
+            sent = self._said(at + part.offset).to(compensated)
+            yield CodecSample(gradient, compensated, partial(_same, sent), residual)
 
     def _said(self, places: Tensor) -> Tensor:
         """What the own payload says of these elements of the bucket, which ascend."""
@@ -107,18 +107,18 @@ class SparseChunk(Chunk):
         return said.index_put_((torch.where(found, at, len(places)),), values)[:-1]
 
     @override
-    def settle(self, scale: Tensor) -> None:
+    def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
         if self._residuals:
-            self._passes.scatter(self._pending, self._own, weight=-1.0)
-        for slot, residual in zip_longest(self._slots, self._residuals):
-            self._passes.keep(slot.of(self._pending), residual, scale)
+            self._passes.scatter(self._compensated, self._own, weight=-1.0)
+        for part, residual in zip_longest(self._slices, self._residuals):
+            self._passes.keep(part.of(self._compensated), residual, scale)
         # In rank order: within one payload places are distinct.
         for payload in self._exchange.payloads:
-            self._passes.scatter(self._pending, payload, weight=self._share)
-        if self._pending is not self._bucket:
-            for slot in self._slots:
-                slot.of(self._bucket).copy_(slot.of(self._pending))
+            self._passes.scatter(self._compensated, payload, weight=self._share)
+        if self._compensated is not self._bucket:
+            for part in self._slices:
+                part.of(self._bucket).copy_(part.of(self._compensated))
         self._exchange.release()
         self._own = ()
 
@@ -131,7 +131,7 @@ class SparseChunk(Chunk):
     @override
     def nbytes(self) -> int:
         # Payloads are made anew for every step.
-        return self._pending.nbytes if self._pending is not self._bucket else 0
+        return self._compensated.nbytes if self._compensated is not self._bucket else 0
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.store import Rows, Store, Stripes
 
 
@@ -25,16 +25,16 @@ class ReducerState:
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # on ranks that may never need them
 
     def per_rank(
-        self, kind: str, slot: Slot, *, dtype: torch.dtype, device: torch.device
+        self, kind: str, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """The flat tensor of ``kind`` for ``slot``, zeros the first time."""
-        self.know(kind, slot, dtype=dtype)
+        """The flat tensor of ``kind`` for ``part``, zeros the first time."""
+        self.know(kind, part, dtype=dtype)
         store = self._store(kind)
-        return store.get(slot.name, start=slot.start, numel=slot.numel, dtype=dtype, device=device)
+        return store.get(part.name, start=part.start, numel=part.numel, dtype=dtype, device=device)
 
-    def know(self, kind: str, slot: Slot, *, dtype: torch.dtype) -> None:
-        """There is state of ``kind`` for the parameter of ``slot``, here or on another rank."""
-        self._store(kind).know(slot.name, numel=slot.whole, dtype=dtype)
+    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> None:
+        """There is state of ``kind`` for the parameter of ``part``, here or on another rank."""
+        self._store(kind).know(part.name, numel=part.whole, dtype=dtype)
 
     def adopted(self, kind: str, name: str) -> None:
         """All of ``kind`` that this rank needs for ``name`` was asked for."""
@@ -60,16 +60,16 @@ class ReducerState:
         return {"residual": self.residuals, "momentum": self.momenta}[kind]
 
     def low_rank(
-        self, codec: PowerSGD, slot: Slot, *, dtype: torch.dtype, device: torch.device
+        self, codec: PowerSGD, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Left ``(n, r)`` and right ``(m, r)`` factor; new ones where the rank has changed."""
-        found = self.factors.get(slot.name, self._loaded.pop(slot.name, None))
-        wanted = [(rows, codec.rank) for rows in matrix_shape(slot.shape)]
+        found = self.factors.get(part.name, self._loaded.pop(part.name, None))
+        wanted = [(rows, codec.rank) for rows in matrix_shape(part.shape)]
         if found is None or [tuple(factor.shape) for factor in found] != wanted:
-            found = codec.first_factors(slot.name, slot.shape, dtype)
+            found = codec.first_factors(part.name, part.shape, dtype)
         # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
         left, right = (factor.to(device=device, dtype=dtype).contiguous() for factor in found)
-        self.factors[slot.name] = left, right
+        self.factors[part.name] = left, right
         return left, right
 
     @property

@@ -171,9 +171,9 @@ def test_warmup_and_after_steps() -> None:
     assert after_steps(0, "int8") == Int8()
     with pytest.raises(ValueError, match="steps must be 0 or more"):
         after_steps(-1, "int8")
-    for stages in ({}, {1: "int8"}, {5: "int8", 0: "none"}):
+    for phases in ({}, {1: "int8"}, {5: "int8", 0: "none"}):
         with pytest.raises(ValueError, match="begin at 0 and ascend"):
-            warmup(stages)
+            warmup(phases)
 
 
 def test_the_ramp_of_dgc_is_that_of_the_paper() -> None:
@@ -202,7 +202,7 @@ def test_the_ramp_of_dgc_is_that_of_the_paper() -> None:
 def test_stage_changes_exactly_when_the_answer_does(codec: Codec) -> None:
     """And every answer is among the leaves."""
     answers = [codec.for_tensor("a.weight", (128, 128), step=step) for step in range(30)]
-    stages = [codec.stage(step) for step in range(30)]
+    phases = [codec.phase(step) for step in range(30)]
     for step in range(1, 30):
-        assert (stages[step] != stages[step - 1]) == (answers[step] != answers[step - 1])
+        assert (phases[step] != phases[step - 1]) == (answers[step] != answers[step - 1])
     assert set(answers) <= set(codec.leaves())

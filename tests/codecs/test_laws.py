@@ -165,15 +165,15 @@ def test_adding_a_payload_is_adding_what_it_decodes_to(codec: BlockCodec) -> Non
 @every_codec
 @both_dtypes
 def test_blocks_are_coded_alone(codec: BlockCodec, dtype: torch.dtype) -> None:
-    """In whatever pieces a tensor is encoded, rows and strides included, the bytes are the same."""
+    """In whatever tiles a tensor is encoded, rows and strides included, the bytes are the same."""
     x = torch.cat([some_gradient(codec, dtype, seed=seed) for seed in range(2)])
     keys = keys_for(codec, x)
     whole = all_bytes(codec.encode(x, keys))
     wide = torch.stack([x, x], dim=0)[:, 1:4]
     wide_keys = None if keys is None else torch.stack([keys, keys])[:, 1:4]
-    for plane, piece in zip(whole, all_bytes(codec.encode(wide, wide_keys)), strict=True):
-        assert torch.equal(piece[0], plane[1:4])
-        assert torch.equal(piece[1], plane[1:4])
+    for plane, tile in zip(whole, all_bytes(codec.encode(wide, wide_keys)), strict=True):
+        assert torch.equal(tile[0], plane[1:4])
+        assert torch.equal(tile[1], plane[1:4])
 
 
 @every_codec

@@ -11,7 +11,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8, Payload, Plane
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.rounds import AllReduce, Exchange, Gather, TwoShot
+from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
 
 CPU = torch.device("cpu")
 PLANES = Int8(block_size=16).planes(torch.float32)
@@ -40,8 +40,8 @@ def _rows(payload: Payload) -> range:
 
 
 def run(exchange: Exchange) -> None:
-    exchange.issue()
-    exchange.advance()
+    exchange.start()
+    exchange.start_second()
     exchange.wait()
 
 
@@ -49,7 +49,7 @@ def run(exchange: Exchange) -> None:
 def test_gather_brings_all_payloads_in_rank_order(size: int) -> None:
     def body(rank: Rank) -> list[list[list[int]]]:
         make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = Gather(PLANES, BLOCKS, **make)
+        exchange = AllGather(PLANES, BLOCKS, **make)
         received = []
         for step in range(2):  # buffers are reused
             fill(exchange.own, rank.rank + 1 + step)
@@ -132,9 +132,9 @@ def test_many_in_flight_do_not_mix(size: int) -> None:
         for number, exchange in enumerate(exchanges):
             for plane in exchange.own:
                 plane.fill_(number)
-            exchange.issue()
+            exchange.start()
         for exchange in exchanges:
-            exchange.advance()
+            exchange.start_second()
         for exchange in exchanges:
             exchange.wait()
         return [numbers(exchange.payloads[0]) for exchange in exchanges]

@@ -13,7 +13,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8, Plane
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.rounds import AllReduce, Gather, TwoShot
+from lightning_dist.exchange.rounds import AllGather, AllReduce, TwoShot
 from lightning_dist.exchange.traffic import (
     Sent,
     all_to_all,
@@ -108,7 +108,7 @@ def test_all_shares_reach_all_other_ranks(hosts: str, random: Random) -> None:
 
 
 def test_sent_is_the_sum_of_both_rounds() -> None:
-    """Gather: (W-1) rows. Two-shot: (W-1) rows to their owners and (W-1) rows of means."""
+    """AllGather: (W-1) rows. Two-shot: (W-1) rows to their owners and (W-1) rows of means."""
 
     def body(rank: Rank) -> tuple[Sent, Sent, Sent]:
         planes = Int8(block_size=16).planes(torch.float32)
@@ -117,7 +117,7 @@ def test_sent_is_the_sum_of_both_rounds() -> None:
             "topology": rank.topology(),
             "device": torch.device("cpu"),
         }
-        gather = Gather(planes, 3, **make)
+        gather = AllGather(planes, 3, **make)
         two_shot = TwoShot(planes, 3, reduce=lambda shards, mean: None, **make)
         reduce = AllReduce([Plane(torch.float16, 1)], 100, keep_own=True, **make)
         return gather.sent, two_shot.sent, reduce.sent

@@ -16,7 +16,7 @@ from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.triton import Slice
 from lightning_dist.reducer.geometry import Grid, Span
-from lightning_dist.reducer.pieces import Piece, columns_of, piece_of
+from lightning_dist.reducer.tiles import Tile, columns_of, tile_of
 
 
 def laid_out(*sizes: int, gap: int = 0) -> list[Slice]:
@@ -56,19 +56,19 @@ class Eager:
         payload = self._views(buffer)
         finite = payload[0].new_zeros(payload[0].shape, dtype=torch.bool)
         new = None if residual is None else residual.clone()
-        for i, (piece, columns) in enumerate(self._pieces(flat, new)):
+        for i, (tile, columns) in enumerate(self._tiles(flat, new)):
             out = columns_of(payload, columns)
             keys = self._keys(i, columns, salts)
-            passes.encode(piece.grad, piece.state, scale, keys, out)
+            passes.encode(tile.grad, tile.state, scale, keys, out)
             finite[:, columns] = good = out[0].isfinite()
             if residual is not None:
-                pending = passes.memory.pending(piece.grad.float(), piece.state, scale)
-                sent = passes.said(out, torch.float32, keys)
+                compensated = passes.memory.compensated(tile.grad.float(), tile.state, scale)
+                sent = passes.decoded(out, torch.float32, keys)
                 (after,) = passes.memory.after(
-                    piece.grad.float(), pending, sent, piece.state, scale
+                    tile.grad.float(), compensated, sent, tile.state, scale
                 )
-                piece.state[0].copy_(torch.where(good, after, piece.state[0]))
-                piece.store()
+                tile.state[0].copy_(torch.where(good, after, tile.state[0]))
+                tile.store()
         return buffer, new, finite
 
     def reduce(self, shards: Tensor, row: int, salts: Tensor | None) -> Tensor:
@@ -83,17 +83,17 @@ class Eager:
             )
         return mean
 
-    def carry(
+    def server_feedback(
         self, residual: Tensor, scale: Tensor, shards: Tensor, mean: Tensor, row: int
     ) -> Tensor:
         """The new residual: in the places of ``row``, where the mean's block is finite."""
         passes = Passes(self.codec, ErrorFeedback(), Factors(), len(shards))
         new = residual.clone()
-        for piece, columns in self._pieces(torch.zeros(span_of(self.slices)), new):
-            (state,) = piece.state
+        for tile, columns in self._tiles(torch.zeros(span_of(self.slices)), new):
+            (state,) = tile.state
             of_mean = columns_of(self._views(mean), columns)
             before = state[row : row + 1].clone()
-            passes.carry(
+            passes.server_feedback(
                 state[row : row + 1],
                 scale,
                 columns_of(self._views(shards), columns),
@@ -101,7 +101,7 @@ class Eager:
             )
             good = of_mean[0].isfinite()
             state[row : row + 1] = torch.where(good, state[row : row + 1], before)
-            piece.store()
+            tile.store()
         return new
 
     def decode(self, payloads: Tensor, flat: Tensor, weight: float) -> Tensor:
@@ -109,10 +109,10 @@ class Eager:
         count = len(payloads) // self.rows
         passes = Passes(self.codec, NoMemory(), Factors(mean=weight), self.rows)
         new = flat.clone()
-        for piece, columns in self._pieces(new, None):
+        for tile, columns in self._tiles(new, None):
             received = [columns_of(self._views(part), columns) for part in payloads.chunk(count)]
-            passes.settle(piece.grad, (), torch.ones(()), None, received[0], received)
-            piece.store()
+            passes.decode_and_commit(tile.grad, (), torch.ones(()), None, received[0], received)
+            tile.store()
         return new
 
     def _grid(self, part: Slice) -> Grid:
@@ -124,18 +124,18 @@ class Eager:
             ends.append(ends[-1] + self._grid(part).blocks_per_row)
         return [slice(a, b) for a, b in pairwise(ends)]
 
-    def _pieces(self, flat: Tensor, residual: Tensor | None) -> list[tuple[Piece, slice]]:
-        pieces = []
+    def _tiles(self, flat: Tensor, residual: Tensor | None) -> list[tuple[Tile, slice]]:
+        tiles = []
         for part, columns in zip(self.slices, self._columns(), strict=True):
             flats = [flat[part.offset : part.offset + part.numel]]
             if residual is not None:
                 flats.append(residual[part.memory : part.memory + part.numel])
             grid = self._grid(part)
             span = Span(grid, 0, grid.blocks_per_row, direct=False)
-            piece = piece_of(part.name, flats, span, columns=columns, numbers=flat.new_empty(0))
-            piece.load()
-            pieces.append((piece, columns))
-        return pieces
+            tile = tile_of(part.name, flats, span, columns=columns, numbers=flat.new_empty(0))
+            tile.load()
+            tiles.append((tile, columns))
+        return tiles
 
     def _keys(self, i: int, columns: slice, salts: Tensor | None) -> Tensor | None:
         if salts is None:

@@ -119,7 +119,7 @@ def check_encode(of: Bucket) -> None:
 def check_reduce(of: Bucket, *, row: int, world_size: int) -> None:
     shards = of.shards(world_size)
     mean = of.eager.reduce(shards, row, of.salts)
-    new = of.eager.carry(of.residual, of.scale, shards, mean, row)
+    new = of.eager.server_feedback(of.residual, of.scale, shards, mean, row)
     residual, scale, salts = map(on_device, (of.residual, of.scale, of.salts))
     out = of.payload(1)
     of.kernels.reduce(
@@ -241,7 +241,7 @@ def test_state_that_is_committed_later_is_the_same(codec: BlockCodec, ok: bool) 
     assert same(later, of.residual)
     flag = torch.tensor(ok, device=DEVICE)
     of.kernels.commit(flat, later, scale, flag, table=of.table, salts=salts)
-    of.kernels.carry(again, later, scale, flag, table=of.table, row=1, salts=salts)
+    of.kernels.server_feedback(again, later, scale, flag, table=of.table, row=1, salts=salts)
     assert torch.equal(own, again)
     assert same(later, now if ok else of.residual)
 
@@ -267,9 +267,9 @@ def test_sums_of_squares(codec: BlockCodec) -> None:
     for part in of.eager.slices:
         grad = of.flat[part.offset : part.offset + part.numel].double()
         before, after = (x[part.memory : part.memory + part.numel] for x in (of.residual, new))
-        pending, error = grad + before.double() * of.scale, after.double() * of.scale
+        compensated, error = grad + before.double() * of.scale, after.double() * of.scale
         first = codec.block if part.offset == 0 else 0
-        wanted.append([x[first:].square().sum() for x in (pending, error)])
+        wanted.append([x[first:].square().sum() for x in (compensated, error)])
     torch.testing.assert_close(sums.sum(0).cpu(), torch.tensor(wanted).sum(0), rtol=1e-5, atol=0)
 
 

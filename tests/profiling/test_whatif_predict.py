@@ -18,7 +18,7 @@ from lightning_dist.profiling.whatif.predict import (
 )
 from lightning_dist.profiling.whatif.predictions import LABEL, remark
 from lightning_dist.profiling.whatif.simulator import Link, Scenario
-from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
+from lightning_dist.reducer.unit_sizes import CHUNK_ELEMENTS
 
 FP16 = {"codec": "fp16"}
 

@@ -20,7 +20,7 @@ from lightning_dist.profiling.whatif.simulator import (
     rebucket,
     simulate_step,
 )
-from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS
+from lightning_dist.reducer.unit_sizes import CHUNK_ELEMENTS
 from lightning_dist.topology import Topology
 
 SLOW = Link(rate=1e6)

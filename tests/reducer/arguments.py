@@ -10,10 +10,10 @@ from torch import Tensor
 from lightning_dist.codecs import BlockCodec, Payload
 from lightning_dist.exchange.wire import row_bytes, views
 
-DEFERRED = ("encode", "settle", "reduce", "carry")
-IMMEDIATE = ("encode_and_commit", "decode", "reduce", "carry")
+DEFERRED = ("encode", "decode_and_commit", "reduce", "server_feedback")
+IMMEDIATE = ("encode_and_commit", "decode", "reduce", "server_feedback")
 PASSES = (*DEFERRED, *IMMEDIATE[:2])
-"""``decode`` is ``settle`` without a state."""
+"""``decode`` is ``decode_and_commit`` without a state."""
 
 
 def in_a_bucket(shape: tuple[int, int, int], *, spare: int, offset: int, seed: int) -> Tensor:
@@ -57,10 +57,10 @@ def arguments(
     return {
         "encode": (grad, (residual,), factor, None, on_the_wire(codec, rows, blocks)),
         "encode_and_commit": (grad, (residual,), factor, None, on_the_wire(codec, rows, blocks)),
-        "settle": (grad, (residual,), factor, None, own, received),
+        "decode_and_commit": (grad, (residual,), factor, None, own, received),
         "decode": (grad, (), factor, None, own, received),
         "reduce": (shards, None, on_the_wire(codec, 1, blocks)),
-        "carry": (residual[:1], factor, shards, mean),
+        "server_feedback": (residual[:1], factor, shards, mean),
     }
 
 

@@ -44,7 +44,7 @@ EVERY_CODEC = (
 """Every row of the table, and options that are a way of their own; blocks that fit SHAPES."""
 
 FEW = ("none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd:block_size=64")
-"""One of every kind of chunk and of randomness."""
+"""One of every kind of unit and of randomness."""
 
 PER_LEVEL = ("int8 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")
 """A codec inside hosts and one between them; ``compressed`` understands it."""

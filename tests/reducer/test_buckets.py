@@ -1,4 +1,4 @@
-"""Contracts 4 and 5: buckets and chunks are transport. They change neither bits nor state."""
+"""Contracts 4 and 5: buckets and units are transport. They change neither bits nor state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_state_and_bits_survive_rebuilt_buckets(size: int) -> None:
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two blocks of 256 travel together, where usually a megabyte does."""
-    monkeypatch.setattr(chunk_sizes, "CHUNK_ELEMENTS", 512)
+    monkeypatch.setattr(chunk_sizes, "UNIT_ELEMENTS", 512)
     monkeypatch.setattr(chunk_sizes, "_LEAST_ROW_ELEMENTS", 1)
 
 
@@ -95,11 +95,11 @@ def test_a_chunk_is_not_larger_than_asked() -> None:
             reducer,
         ):
             backward(model, feed(rank.rank, 0, SHAPES))
-            lanes = [lane for _, lanes in reducer._plans.values() for lane in lanes]
+            groups = [group for _, groups in reducer._plans.values() for group in groups]
             return [
-                sum(piece.grad.shape[1] for piece in chunk.pieces) * 64
-                for lane in lanes
-                for chunk in lane.chunks
+                sum(tile.grad.shape[1] for tile in unit.tiles) * 64
+                for group in groups
+                for unit in group.units
             ]
 
     sizes = run_threads(body, 2)[0]

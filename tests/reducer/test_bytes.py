@@ -28,7 +28,7 @@ from lightning_dist.integrations.checks import compresses_fewer_bytes
 from lightning_dist.reducer.fitting import fitted
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
@@ -77,9 +77,9 @@ def planner(
 
 def lane_of(codec: Codec, numel: int, using: Planner) -> tuple[Codec, Sent]:
     """The codec that a parameter of ``numel`` elements really gets, and the bytes of a step."""
-    slot, bucket = Slot("weight", 0, (numel,)), torch.zeros(numel)
-    codec = using.affordable(codec, slot, bucket.dtype)
-    return codec, using.lane(codec, [slot], bucket).sent
+    part, bucket = ParameterSlice("weight", 0, (numel,)), torch.zeros(numel)
+    codec = using.affordable(codec, part, bucket.dtype)
+    return codec, using.group(codec, [part], bucket).sent
 
 
 @pytest.mark.parametrize("name", BLOCK_CODECS)

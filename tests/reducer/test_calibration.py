@@ -18,7 +18,7 @@ SECOND = 1_000_000_000
 
 def test_every_candidate_has_a_cost_and_bytes() -> None:
     threads = torch.get_num_threads()
-    costs = calibrate(chunks=1, rounds=1)
+    costs = calibrate(units=1, rounds=1)
     assert tuple(costs) == CANDIDATES
     assert torch.get_num_threads() == threads
     for name, cost in costs.items():
@@ -36,7 +36,7 @@ def test_every_candidate_has_a_cost_and_bytes() -> None:
 
 
 def test_options_count() -> None:
-    costs = calibrate(["topk:ratio=0.1", "topk"], chunks=1, rounds=1)
+    costs = calibrate(["topk:ratio=0.1", "topk"], units=1, rounds=1)
     assert costs["topk:ratio=0.1"].wire == pytest.approx(10 * costs["topk"].wire, rel=0.05)
 
 
@@ -59,7 +59,7 @@ def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
             nonlocal now
             now += SECOND if self.step % 2 else 3 * SECOND
 
-        def settle(self) -> None:
+        def decode_and_commit(self) -> None:
             nonlocal now
             now += 5 * SECOND
 
@@ -84,7 +84,7 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
         def encode(self) -> None:
             gpu.work(0.25)
 
-        def settle(self) -> None:
+        def decode_and_commit(self) -> None:
             for _ in range(7):
                 gpu.sleep(2)  # to launch a kernel takes longer than the kernel
                 gpu.work(1)
@@ -93,6 +93,6 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
             return {}
 
     clock = StreamClock(torch.device("cuda", 0), gpu.clock)
-    encode, settle = calibration._seconds(Asked(), rounds=3, clock=clock)
+    encode, decode_and_commit = calibration._seconds(Asked(), rounds=3, clock=clock)
     assert encode == pytest.approx(0.25e-3, rel=0.01)
-    assert settle == pytest.approx(7e-3, rel=0.01)
+    assert decode_and_commit == pytest.approx(7e-3, rel=0.01)

@@ -34,16 +34,16 @@ class Looking(Observer):
     def encoded(self, bucket: EncodedBucket) -> Callable[[], None]:
         self.buckets.append(bucket.bucket)
         samples = list(bucket.samples(Sampler(7, share=1)))
-        rows = [[g.gradient, g.pending] for g in samples]
+        rows = [[g.gradient, g.compensated] for g in samples]
 
-        def settled() -> None:
+        def finished() -> None:
             kept = [torch.zeros(0) if g.residual is None else g.residual() for g in samples]
             for row, sample in zip(rows, samples, strict=True):
                 row.append(sample.sent())
             parts = [torch.cat([row[i] for row in rows]) for i in range(3)] if samples else []
             self.steps.append([*parts, torch.cat(kept)] if samples else [])
 
-        return settled
+        return finished
 
 
 def held(reducer: Reducer, kind: str) -> Tensors:
@@ -58,10 +58,10 @@ def norm(tensors: Mapping[str, Tensor] | Tensor) -> float:
 
 @dataclass
 class Reference:
-    """Norms of what goes in, of what is pending, and of what is owed after it, by step."""
+    """Norms of what goes in, of what is compensated, and of what is owed after it, by step."""
 
     gradient: list[float] = field(default_factory=list)
-    pending: list[float] = field(default_factory=list)
+    compensated: list[float] = field(default_factory=list)
     owed: list[float] = field(default_factory=list)
 
 
@@ -79,14 +79,14 @@ def observed(rank: Rank, codec: str, size: int) -> tuple[Looking, Reference]:
             if clip := resolved.local_clip:
                 most = clip / size**0.5
                 given = {n: g * min(1.0, most / norm(g)) for n, g in given.items()}
-            pending = {
+            compensated = {
                 name: g
                 + before[0].get(name, torch.zeros(()))
                 + resolved.momentum_correction * before[1].get(name, torch.zeros(()))
                 for name, g in given.items()
             }
             known.gradient.append(norm(given))
-            known.pending.append(norm(pending))
+            known.compensated.append(norm(compensated))
             owed = held(reducer, "residuals")
             known.owed.append(norm(owed) if owed else 0.0)
     return looking, known
@@ -94,20 +94,20 @@ def observed(rank: Rank, codec: str, size: int) -> tuple[Looking, Reference]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_glimpse_of_everything(size: int) -> None:
-    """What goes in, what is pending and what is owed are those of the definition; for two ranks
+    """What goes in, what is compensated and what is owed are those of the definition; for two ranks
     what is lost is what is owed."""
     ranks = run_threads(lambda rank: [observed(rank, codec, size) for codec in lossy], size)
     for codec, (looking, known) in (pair for of in ranks for pair in zip(lossy, of, strict=True)):
         assert looking.buckets == [0] * STEPS, codec
-        for i, (gradient, pending, sent, residual) in enumerate(looking.steps):
-            assert gradient.numel() == pending.numel() == sent.numel() == 40 * 48 + 33 * 50
+        for i, (gradient, compensated, sent, residual) in enumerate(looking.steps):
+            assert gradient.numel() == compensated.numel() == sent.numel() == 40 * 48 + 33 * 50
             assert norm(gradient) == pytest.approx(known.gradient[i], rel=1e-6), codec
-            assert norm(pending) == pytest.approx(known.pending[i], rel=1e-6), codec
+            assert norm(compensated) == pytest.approx(known.compensated[i], rel=1e-6), codec
             assert norm(residual) == pytest.approx(known.owed[i], rel=1e-6), codec
             assert (residual.numel() > 0) == resolve_codec(codec).keeps_residual, codec
             if residual.numel() and size == 2:
-                lost = (pending - sent).double()
-                assert norm(residual.double() - lost) < 1e-6 * norm(pending), codec
+                lost = (compensated - sent).double()
+                assert norm(residual.double() - lost) < 1e-6 * norm(compensated), codec
 
 
 def first_step(rank: Rank, codec: str, layout: Layout | None = None) -> tuple[Looking, Reducer]:
@@ -146,11 +146,11 @@ def test_what_is_sent_is_what_the_codec_makes_of_it(codec: str, size: int) -> No
             given = [torch.cat([each.flatten() for each in given])]
         sent = torch.cat([by_hand(resolved, each, size) for each in given])
         whole = torch.cat([each.flatten() for each in given]).double()
-        (_, pending, seen, _) = (each.double() for each in looking.steps[0])
+        (_, compensated, seen, _) = (each.double() for each in looking.steps[0])
         lost = norm(whole - sent)
         assert lost > 0
-        assert norm(pending - seen) == pytest.approx(lost, rel=1e-5)
-        assert float(pending @ seen) == pytest.approx(float(whole @ sent), rel=1e-6)
+        assert norm(compensated - seen) == pytest.approx(lost, rel=1e-5)
+        assert float(compensated @ seen) == pytest.approx(float(whole @ sent), rel=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
@@ -177,10 +177,10 @@ def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
         if not looking.steps[0]:  # leaves the way to another rank
             assert norm(owed) == 0 if owed else True
             continue
-        gradient, pending, sent, residual = looking.steps[0]
+        gradient, compensated, sent, residual = looking.steps[0]
         # Nothing was owed before; what is committed already is added to what was sent.
-        torch.testing.assert_close(gradient, pending, rtol=1e-6, atol=1e-7)
-        assert 0 < norm(pending - sent) < norm(pending)
+        torch.testing.assert_close(gradient, compensated, rtol=1e-6, atol=1e-7)
+        assert 0 < norm(compensated - sent) < norm(compensated)
         if owed:
             assert norm(residual) == pytest.approx(norm(owed), rel=1e-6)
         elements += gradient.numel()

@@ -57,7 +57,7 @@ def test_bytes_of_a_step_equal_the_formulas(codec: str, size: int) -> None:
     for stats in run_threads(body, size):
         assert stats["steps"] == 2
         last = stats["last_step"]
-        assert abs(last["raw_bytes"] - raw) <= 1  # rounded for each lane or for both
+        assert abs(last["raw_bytes"] - raw) <= 1  # rounded for each group or for both
         assert last["wire_bytes"] == wire
         assert stats["wire_bytes"] == 2 * wire
         assert stats["ratio"] == stats["raw_bytes"] / stats["wire_bytes"]

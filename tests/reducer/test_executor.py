@@ -11,7 +11,7 @@ from feeding import FakeBucket
 from processes import run
 from worlds import Rank, run_threads
 
-from lightning_dist.exchange.rounds import AllReduce, Gather
+from lightning_dist.exchange.rounds import AllGather, AllReduce
 from lightning_dist.integrations.ddp_buckets import DDPBuckets
 from lightning_dist.reducer.executor import Worker, executor_for
 from lightning_dist.reducer.reducer import Reducer
@@ -59,11 +59,11 @@ class Last:  # of what Python takes apart, after its other threads are to stop
         sleep(0.2)
 
 future, last = torch.futures.Future(), Last()
-begun, gone = threading.Event(), threading.Event()
-future.then(lambda _: (begun.set(), gone.wait(0.5)))
+staggered, gone = threading.Event(), threading.Event()
+future.then(lambda _: (staggered.set(), gone.wait(0.5)))
 worker = Worker("lightning_dist test")
 worker.submit(lambda: future.set_result(None))
-begun.wait()
+staggered.wait()
 """
 
 
@@ -137,10 +137,10 @@ def test_a_failing_exchange_reaches_every_waiting_bucket(
 ) -> None:
     """A bucket that is left pending blocks the backward pass for ever: DDP waits without limit."""
 
-    def fail(self: Gather) -> None:
+    def fail(self: AllGather) -> None:
         raise _BrokenLink("the link broke")
 
-    monkeypatch.setattr(Gather, verb, fail)
+    monkeypatch.setattr(AllGather, verb, fail)
     for said in run_threads(two_buckets, 2):
         assert len(said) == 2
         assert "lightning_dist: the link broke" in " ".join(said)

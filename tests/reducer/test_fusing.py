@@ -32,12 +32,12 @@ eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SI
 
 @pytest.fixture(scope="module")
 def fused() -> Mapping[str, Callable[..., None]]:
-    """The compiled passes of both ways to commit; ``decode`` is ``settle`` without a state."""
+    """The compiled passes of both ways to commit; ``decode`` has no state."""
     variant = fusing.Variant(
         eager.passes, torch.float32, rows=SIZE, received=1, device=CPU, immediate=False
     )
     immediate = dict(fusing.fused_passes(replace(variant, immediate=True)))
-    immediate["decode"] = immediate.pop("settle")
+    immediate["decode"] = immediate.pop("decode_and_commit")
     return {**fusing.fused_passes(variant), **immediate}
 
 
@@ -64,12 +64,12 @@ def test_fused_passes_give_the_bytes_of_the_eager_ones(
     by_fused, by_eager = fresh(), fresh()
     with torch.no_grad():
         fused[name](*by_fused)
-        getattr(eager, "settle" if name == "decode" else name)(*by_eager)
+        getattr(eager, "decode_and_commit" if name == "decode" else name)(*by_eager)
     assert same_bits(by_fused, by_eager)
     assert not same_bits(by_fused, fresh()), "the pass did nothing"
 
 
-@pytest.mark.parametrize("name", ["encode_and_commit", "settle", "carry"])
+@pytest.mark.parametrize("name", ["encode_and_commit", "decode_and_commit", "server_feedback"])
 def test_fused_passes_keep_the_residual_of_what_is_not_finite(
     fused: Mapping[str, Callable[..., None]], name: str
 ) -> None:
@@ -78,15 +78,15 @@ def test_fused_passes_keep_the_residual_of_what_is_not_finite(
     def residual_after(run: Callable[..., None]) -> Tensor:
         of_passes = arguments(Int8(), rows=SIZE, blocks=96)
         of_passes["encode"][0][0, 3, 5] = torch.inf
-        of_passes["carry"][2][0][1, 4] = torch.nan
-        own = of_passes["settle"][4][0]
+        of_passes["server_feedback"][2][0][1, 4] = torch.nan
+        own = of_passes["decode_and_commit"][4][0]
         own[0, 3] = torch.inf
         with torch.no_grad():
             run(*of_passes[name])
-        residual = of_passes[name][0] if name == "carry" else of_passes[name][1][0]
+        residual = of_passes[name][0] if name == "server_feedback" else of_passes[name][1][0]
         before = arguments(Int8(), rows=SIZE, blocks=96)["encode"][1][0][: len(residual)]
         kept = (residual == before).all(-1).nonzero().tolist()
-        assert kept == [[0, 4 if name == "carry" else 3]]
+        assert kept == [[0, 4 if name == "server_feedback" else 3]]
         return residual
 
     assert torch.equal(residual_after(fused[name]), residual_after(getattr(eager, name)))
@@ -132,7 +132,7 @@ def test_a_real_step_runs_fused_and_compiles_nothing(commit: str) -> None:
     for _, generated, called in by_fused:
         assert generated == [generated[0]] * 5
         assert called == {
-            "settle" if name == "decode" else name
+            "decode_and_commit" if name == "decode" else name
             for name in (DEFERRED if commit == "deferred" else IMMEDIATE)
         }
     by_eager = run_threads(lambda rank: run(rank, compile_kernels=False, commit=commit), SIZE)
@@ -193,4 +193,4 @@ def test_a_kernel_that_gives_other_bytes_is_not_used(
 
     monkeypatch.setattr(fusing, "_compile", miscompile)
     assert set(fusing.fused_passes(other_variant(48))) == {"encode"}
-    assert "the fused settle pass differs from the eager one: not used" in caplog.text
+    assert "the fused decode_and_commit pass differs from the eager one: not used" in caplog.text

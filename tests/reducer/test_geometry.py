@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.codecs import DGC, TopK
-from lightning_dist.reducer.chunk_sizes import CHUNK_ELEMENTS, chunk_elements
 from lightning_dist.reducer.geometry import Grid, Span
+from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS, unit_elements
 
 grids = st.builds(
     Grid,
@@ -85,11 +85,11 @@ def test_more_ranks_than_blocks() -> None:
 
 
 def test_small_payloads_travel_together() -> None:
-    """A message costs as much as many KB; other payloads stay in chunks that overlap."""
+    """A message costs as much as many KB; other payloads stay in units that overlap."""
     for codec in (TopK(ratio=0.1), TopK(), DGC()):
         sparse = codec.wire_bytes(codec.block) / codec.block
-        elements = chunk_elements(1, sparse=sparse)
+        elements = unit_elements(1, sparse=sparse)
         assert elements * sparse >= (1 << 16) - codec.block
-        assert elements == CHUNK_ELEMENTS or elements * sparse <= 1 << 16
-    assert chunk_elements(1) == chunk_elements(1, sparse=1.0) == CHUNK_ELEMENTS
-    assert chunk_elements(64) == 64 << 15
+        assert elements == UNIT_ELEMENTS or elements * sparse <= 1 << 16
+    assert unit_elements(1) == unit_elements(1, sparse=1.0) == UNIT_ELEMENTS
+    assert unit_elements(64) == 64 << 15

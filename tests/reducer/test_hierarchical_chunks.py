@@ -1,4 +1,4 @@
-"""Large tensors, which cross in several chunks, and tensors without a gradient."""
+"""Large tensors, which cross in several units, and tensors without a gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_chunks_that_follow_each_other_keep_apart(layout: Layout) -> None:
             with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
                 backward(model, feed(rank.rank, 0, LARGE))
                 found.append(backward(model, feed(rank.rank, 1, LARGE)))
-                largest = max(len(lane.chunks) for _, of in reducer._plans.values() for lane in of)
+                largest = max(len(group.units) for _, of in reducer._plans.values() for group in of)
             assert largest >= 3
         return found
 

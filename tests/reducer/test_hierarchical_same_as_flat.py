@@ -46,7 +46,7 @@ def two_steps(rank: Rank, layout: Layout | None) -> Ran:
     with compressed(rank, Fed(SHAPES), "none", tree=tree, leader=leader, ddp=ddp) as (model, red):
         first = backward(model, exact(rank.rank, rank.size))
         second = backward(model, feed(rank.rank, 0, SHAPES))
-        assert (red.network.within is not None) == (layout is not None)
+        assert (red.network.intra is not None) == (layout is not None)
     return Ran(digest([first[name] for name in SHAPES]), second)
 
 

@@ -52,25 +52,27 @@ def test_reduce_and_carry_do_not_overflow_where_the_mean_does_not() -> None:
         out.copy_(plane)
     residual = torch.zeros(1, 5, 64)
     make().reduce(shards, None, mean)
-    make().carry(residual, torch.tensor(1.0), shards, mean)
+    make().server_feedback(residual, torch.tensor(1.0), shards, mean)
     torch.testing.assert_close(decoded(mean), torch.full((1, 5, 64), 3e38), rtol=0.01, atol=0)
     assert residual.isfinite().all()
 
 
 def test_settle_writes_what_was_received_and_keeps_what_was_not_sent() -> None:
-    grad, (residual,), scale, _, own, received = arguments(CODEC, rows=3, blocks=5)["settle"]
+    grad, (residual,), scale, _, own, received = arguments(CODEC, rows=3, blocks=5)[
+        "decode_and_commit"
+    ]
     sent_for = grad + residual * SCALE
-    make().settle(grad, (residual,), scale, None, own, received)
+    make().decode_and_commit(grad, (residual,), scale, None, own, received)
     assert torch.equal(grad, decoded(received[0]))
     assert torch.equal(residual, (sent_for - decoded(own)) / SCALE)
 
 
 def test_settle_adds_whole_payloads_in_the_order_of_ranks() -> None:
     """With two ranks: half the sum of both."""
-    grad, state, scale, _, own, (first,) = arguments(CODEC, rows=1, blocks=5)["settle"]
+    grad, state, scale, _, own, (first,) = arguments(CODEC, rows=1, blocks=5)["decode_and_commit"]
     second = arguments(CODEC, rows=1, blocks=5)["reduce"][0]
     kernels = make(size=2, factors=Factors(mean=0.5))
-    kernels.settle(grad, state, scale, None, own, (first, second))
+    kernels.decode_and_commit(grad, state, scale, None, own, (first, second))
     assert torch.equal(grad, (decoded(first) + decoded(second)) * 0.5)
 
 
@@ -82,20 +84,20 @@ def test_what_a_linear_codec_sent_stands_for_w_times_as_much() -> None:
     linear = make(codec, size=4, factors=Factors(encode=0.25, own=4.0))
     linear.encode(grad, (residual,), scale, None, own)
     assert same_bits(own, codec.encode(sent_for * 0.25))
-    linear.settle(grad, (residual,), scale, None, own, (own,))
+    linear.decode_and_commit(grad, (residual,), scale, None, own, (own,))
     assert torch.equal(residual, (sent_for - decoded(own, codec) * 4) / SCALE)
 
 
 def test_carry_adds_w_times_the_second_rounding() -> None:
-    residual, scale, shards, mean = arguments(CODEC, rows=3, blocks=5)["carry"]
+    residual, scale, shards, mean = arguments(CODEC, rows=3, blocks=5)["server_feedback"]
     before, total = residual.clone(), decoded(shards).sum(0, keepdim=True)
-    make().carry(residual, scale, shards, mean)
+    make().server_feedback(residual, scale, shards, mean)
     expected = before + (total - 3 * decoded(mean)) / SCALE
     torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(residual, before)
 
 
-@pytest.mark.parametrize("name", ["settle", "encode_and_commit"])
+@pytest.mark.parametrize("name", ["decode_and_commit", "encode_and_commit"])
 def test_a_block_that_is_not_finite_keeps_its_residual(name: str) -> None:
     """The payload shows it all the same: a GradScaler has to see it."""
     grad, (residual,), scale, *_ = passes = arguments(CODEC, rows=3, blocks=5)[name]
@@ -110,10 +112,10 @@ def test_a_block_that_is_not_finite_keeps_its_residual(name: str) -> None:
 
 
 def test_a_mean_that_is_not_finite_keeps_the_residual_of_its_owner() -> None:
-    residual, scale, shards, mean = arguments(CODEC, rows=3, blocks=5)["carry"]
+    residual, scale, shards, mean = arguments(CODEC, rows=3, blocks=5)["server_feedback"]
     before = residual.clone()
     shards[0][1, 2] = mean[0][0, 2] = torch.nan
-    make().carry(residual, scale, shards, mean)
+    make().server_feedback(residual, scale, shards, mean)
     assert (residual == before).all(-1).tolist() == [[False, False, True, False, False]]
 
 
@@ -122,14 +124,14 @@ def test_to_commit_when_encoding_gives_the_bits_of_committing_later() -> None:
     make().encode_and_commit(*now["encode_and_commit"])
     make().encode(*later["encode"])
     *inputs, own = later["encode"]
-    make().settle(*inputs, own, (own,))
+    make().decode_and_commit(*inputs, own, (own,))
     assert same_bits(now["encode_and_commit"][1:], (*inputs[1:], own))
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_pieces_that_fit_a_cache_change_no_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = (arguments(CODEC, rows=3, blocks=13)[name] for _ in range(2))
-    of_kernels = "settle" if name == "decode" else name
+    of_kernels = "decode_and_commit" if name == "decode" else name
     getattr(make(), of_kernels)(*whole)
     monkeypatch.setattr(module, "_CACHE_ELEMENTS", 2 * 3 * CODEC.block)
     getattr(make(), of_kernels)(*cut)

@@ -13,13 +13,13 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import QSGD, BlockCodec, RandomK, TernGrad
 from lightning_dist.reducer.geometry import Grid
-from lightning_dist.reducer.keys import ChunkKeys, Place
+from lightning_dist.reducer.keys import Place, UnitKeys
 
 CODEC = QSGD(block_size=64)
 
 
 def places(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list[Place]:
-    """Whole parameters of ``rows * blocks`` blocks, one after the other in a chunk."""
+    """Whole parameters of ``rows * blocks`` blocks, one after the other in a unit."""
     grid = Grid(rows * blocks * block, rows, block)
     (span,) = grid.spans(10**6)
     numbers = span.numbers(torch.device("cpu"))
@@ -29,8 +29,8 @@ def places(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list
 
 def drawn(
     *names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0, **shape: int
-) -> ChunkKeys:
-    keys = ChunkKeys(codec, places(*names, **shape), rank=rank)
+) -> UnitKeys:
+    keys = UnitKeys(codec, places(*names, **shape), rank=rank)
     keys.draw(step)
     return keys
 
@@ -99,15 +99,15 @@ def test_neighbours_in_the_chunk_change_nothing() -> None:
 
 
 def test_a_parameter_in_pieces_has_the_keys_of_the_whole() -> None:
-    """Blocks count from the start of their parameter, not of their chunk."""
+    """Blocks count from the start of their parameter, not of their unit."""
     whole = drawn("weight", blocks=5).encode
     spans = Grid(3 * 5 * 64, 3, 64).spans(6)  # two columns of three rows at most
     first = 0
     for span in spans:
         numbers = span.numbers(torch.device("cpu"))
-        piece = ChunkKeys(CODEC, [Place("weight", slice(0, span.columns), numbers)], rank=0)
-        piece.draw(0)
-        assert torch.equal(piece.encode, whole[:, first : first + span.columns])
+        tile = UnitKeys(CODEC, [Place("weight", slice(0, span.columns), numbers)], rank=0)
+        tile.draw(0)
+        assert torch.equal(tile.encode, whole[:, first : first + span.columns])
         first += span.columns
     assert first == 5
 

@@ -35,7 +35,7 @@ def test_no_memory_sends_the_gradient_and_keeps_nothing(generator: torch.Generat
     x, sent = numbers(generator), numbers(generator)
     memory = NoMemory()
     assert memory.kinds == ()
-    assert torch.equal(memory.pending(x, (), SCALE), x)
+    assert torch.equal(memory.compensated(x, (), SCALE), x)
     assert memory.after(x, x, sent, (), SCALE) == ()
 
 
@@ -44,9 +44,9 @@ def test_error_feedback(generator: torch.Generator) -> None:
     gradient, owed, sent = (numbers(generator) for _ in range(3))
     memory = ErrorFeedback()
     assert memory.kinds == ("residual",)
-    pending = memory.pending(gradient * SCALE, (owed,), SCALE)
-    close(pending, (gradient + owed) * 8)
-    (after,) = memory.after(gradient * SCALE, pending, sent * SCALE, (owed,), SCALE)
+    compensated = memory.compensated(gradient * SCALE, (owed,), SCALE)
+    close(compensated, (gradient + owed) * 8)
+    (after,) = memory.after(gradient * SCALE, compensated, sent * SCALE, (owed,), SCALE)
     close(after, gradient + owed - sent)
 
 
@@ -57,10 +57,10 @@ def test_momentum_correction(generator: torch.Generator) -> None:
     memory = MomentumCorrection(MOMENTUM)
     assert memory.kinds == ("residual", "momentum")
     state = (owed, velocity)
-    pending = memory.pending(gradient * SCALE, state, SCALE)
+    compensated = memory.compensated(gradient * SCALE, state, SCALE)
     new_velocity = MOMENTUM * velocity + gradient
-    close(pending, (owed + new_velocity) * 8)
-    after, masked = memory.after(gradient * SCALE, pending, sent * SCALE, state, SCALE)
+    close(compensated, (owed + new_velocity) * 8)
+    after, masked = memory.after(gradient * SCALE, compensated, sent * SCALE, state, SCALE)
     close(after, owed + new_velocity - sent)
     close(masked[..., ::2], new_velocity[..., ::2])
     assert not masked[..., 1::2].any()
@@ -79,10 +79,10 @@ def test_a_scale_that_changes_leaves_no_trace(memory: Memory, generator: torch.G
         for gradient, factor in zip(gradients, scales, strict=True):
             scale = torch.tensor(factor, dtype=torch.float64)
             x = gradient * scale
-            pending = memory.pending(x, state, scale)
-            sent = torch.where(pending.abs() > scale, pending, 0.0)
-            state = memory.after(x, pending, sent, state, scale)
-            seen += [pending / scale, *state]
+            compensated = memory.compensated(x, state, scale)
+            sent = torch.where(compensated.abs() > scale, compensated, 0.0)
+            state = memory.after(x, compensated, sent, state, scale)
+            seen += [compensated / scale, *state]
         return seen
 
     constant, changing = run([1.0] * 6), run([1.0, 1024.0, 8.0, 8.0, 0.5, 2.0])
@@ -95,8 +95,8 @@ def test_it_is_pure(memory: Memory, generator: torch.Generator) -> None:
     x, sent = numbers(generator), numbers(generator)
     state = tuple(numbers(generator) for _ in memory.kinds)
     before = [tensor.clone() for tensor in (x, sent, *state)]
-    pending = memory.pending(x, state, SCALE)
-    memory.after(x, pending, sent, state, SCALE)
+    compensated = memory.compensated(x, state, SCALE)
+    memory.after(x, compensated, sent, state, SCALE)
     assert all(map(torch.equal, (x, sent, *state), before))
 
 

@@ -81,7 +81,7 @@ def passes_of(codec: BlockCodec, memory: Memory, *, world: int) -> Passes:
 def step(
     passes: Passes,
     encode: Any,
-    settle: Any,
+    decode_and_commit: Any,
     *,
     blocks: int,
     kind: str,
@@ -91,7 +91,7 @@ def step(
 ) -> list[Tensor]:
     """All that the two passes write, in the strides of a bucket.
 
-    ``immediate``: ``encode`` commits, and ``settle`` has nothing to.
+    ``immediate``: ``encode`` commits, and ``decode_and_commit`` has nothing to.
     """
     codec, shape = passes.codec, (1, blocks, passes.codec.block)
     world = 1 if codec.exchange == "allreduce" else passes.world_size
@@ -108,8 +108,8 @@ def step(
             for i, _ in enumerate(passes.memory.kinds)
         )
         encode(grad, state, factor, given_keys, payload)
-    settled = () if immediate else state
-    settle(grad, settled, factor, given_keys, payloads[-1], tuple(payloads))
+    finished = () if immediate else state
+    decode_and_commit(grad, finished, factor, given_keys, payloads[-1], tuple(payloads))
     return [grad, *state, *(plane for payload in payloads for plane in payload)]
 
 
@@ -140,12 +140,12 @@ def test_the_bytes_are_those_of_the_eager_passes(
     passes = passes_of(codec, memory, world=world)
     received = 1 if codec.exchange == "allreduce" else world
     compiled = native.block_passes(passes, torch.float32, received)
-    assert set(compiled) == {"encode", "encode_and_commit", "settle"}
+    assert set(compiled) == {"encode", "encode_and_commit", "decode_and_commit"}
     given: dict[str, Any] = {"blocks": blocks, "kind": kind, "scale": scale, "kept": kept}
     first = "encode_and_commit" if immediate else "encode"
     given["immediate"] = immediate
-    found = step(passes, compiled[first], compiled["settle"], **given)
-    wanted = step(passes, getattr(passes, first), passes.settle, **given)
+    found = step(passes, compiled[first], compiled["decode_and_commit"], **given)
+    wanted = step(passes, getattr(passes, first), passes.decode_and_commit, **given)
     assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
 
 
@@ -165,12 +165,12 @@ def test_threshold_too(
     def step(passes: SparsePasses) -> list[Tensor]:
         bucket, residual = values((5 + numel,), kind, seed=1), values((numel,), "normal", seed=2)
         other = torch.arange(0, numel, 3, dtype=torch.int32), torch.randn(-(-numel // 3))
-        pending, factor = bucket[5:], torch.tensor(scale)
-        passes.add_residual(pending, residual, factor)
-        own = passes.select(codec, pending, factor, offset=5, numel=len(bucket))
-        left = [pending.clone(), *own]
+        compensated, factor = bucket[5:], torch.tensor(scale)
+        passes.add_residual(compensated, residual, factor)
+        own = passes.select(codec, compensated, factor, offset=5, numel=len(bucket))
+        left = [compensated.clone(), *own]
         passes.scatter(bucket, own, weight=-1.0)
-        passes.keep(pending, residual, factor)
+        passes.keep(compensated, residual, factor)
         for payload in (own, other):
             passes.scatter(bucket, payload, weight=1 / 3)
         return [*left, bucket, residual]
@@ -309,12 +309,12 @@ def test_passes_that_give_other_bytes_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled = native.block_passes(passes_of(TopK(), NoMemory(), world=2), torch.float32, 2)
-    wrong = {**compiled, "settle": lambda *tensors: None}
+    wrong = {**compiled, "decode_and_commit": lambda *tensors: None}
     monkeypatch.setattr(fusing, "block_passes", lambda *asked: wrong)
     passes = passes_of(TopK(), NoMemory(), world=2)
     variant = fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
     assert set(fusing._fused_passes.__wrapped__(variant)) == {"encode"}
-    assert "the fused settle pass differs from the eager one: not used" in caplog.text
+    assert "the fused decode_and_commit pass differs from the eager one: not used" in caplog.text
     monkeypatch.setattr(native.NativeSparsePasses, "keep", lambda *given: None)
     assert fusing.compiled_sparse_passes(CPU) is None
     assert "the compiled passes of threshold differ from the eager ones: not used" in caplog.text

@@ -12,9 +12,9 @@ from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
 from layouts import FORMS, Layout, flat
 from worlds import Rank, run_threads
 
-from lightning_dist.exchange.channel import Pending
-from lightning_dist.reducer.chunk import Lane
+from lightning_dist.exchange.channel import PendingWork
 from lightning_dist.reducer.observer import Observer, Phase
+from lightning_dist.reducer.unit import CodecGroup
 
 SETTINGS = {"min_compress_numel": 256}
 
@@ -25,9 +25,9 @@ class Story(Observer):
 
     open: Counter[str] = field(default_factory=Counter)
     collectives: list[tuple[str, str, int]] = field(default_factory=list)
-    under_way: list[Pending] = field(default_factory=list)
+    under_way: list[PendingWork] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
-    settles: list[list[int]] = field(default_factory=list)
+    finished_steps: list[list[int]] = field(default_factory=list)
     codecs: set[str] = field(default_factory=set)
     threads: set[int] = field(default_factory=set)
 
@@ -38,7 +38,7 @@ class Story(Observer):
         self.threads.add(threading.get_ident())
         return self._begin(f"{phase} {bucket}")
 
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[Pending], None]:
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[PendingWork], None]:
         self.collectives.append((group, op, sent))
         return self.under_way.append
 
@@ -46,9 +46,9 @@ class Story(Observer):
         self.threads.add(threading.get_ident())
         return self._begin("waits")
 
-    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
-        self.settles.append([index for index, _ in buckets])
-        self.codecs |= {lane.codec.name for _, lanes in buckets for lane in lanes}
+    def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
+        self.finished_steps.append([index for index, _ in buckets])
+        self.codecs |= {group.codec.name for _, groups in buckets for group in groups}
 
     def _begin(self, what: str) -> Callable[[], None]:
         self.open[what] += 1
@@ -96,7 +96,7 @@ def test_every_collective_and_every_byte(layout: Layout, codecs: Sequence[str]) 
             for work in story.under_way:
                 work.wait()  # a second one who waits does no harm
             assert story.buckets == [0, 0, 0]
-            assert story.settles == [[0]] * 3
+            assert story.finished_steps == [[0]] * 3
             assert codec.partition(":")[0] in story.codecs
             assert len(story.threads) == 1  # not that of the backward pass
             assert digests == plain, codec

@@ -125,7 +125,7 @@ CHANGES: dict[str, dict[int, str]] = {
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_residual_of_one_stage_goes_on_in_the_next(name: str, size: int) -> None:
-    """sum of outputs + mean residual == sum of mean inputs, over all stages; replicas identical."""
+    """sum of outputs + mean residual == sum of mean inputs, over all phases; replicas identical."""
     policy = warmup(CHANGES[name])
     ranks = run_threads(lambda rank: totals(rank, policy, STEPS, **ONLY_LARGE), size)
     assert all(each.digests == ranks[0].digests for each in ranks)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_dist.codecs import CODECS, BlockCodec, Codec, NoCompression, Uncompressed
 from lightning_dist.codecs.memory import ErrorFeedback, MomentumCorrection, NoMemory, memory_of
-from lightning_dist.reducer.policy import Slot, by_codec, slices_of
+from lightning_dist.reducer.slices import ParameterSlice, by_codec, slices_of
 from lightning_dist.settings import Settings
 
 # The others look at more than the number of elements, or change with the step.
@@ -101,7 +101,7 @@ def test_a_bucket_is_sorted_by_codec() -> None:
         filling=4099 + 128 * 64,
     )
     assert found == {
-        CODECS["int8"](): [Slot("a", 0, (64, 64)), Slot("c", 4099, (128, 64))],
-        Uncompressed(): [Slot("b", 4096, (3,))],
+        CODECS["int8"](): [ParameterSlice("a", 0, (64, 64)), ParameterSlice("c", 4099, (128, 64))],
+        Uncompressed(): [ParameterSlice("b", 4096, (3,))],
     }
     assert all(isinstance(codec, BlockCodec) for codec in found)

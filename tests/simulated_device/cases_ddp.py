@@ -198,12 +198,12 @@ def test_with_the_deferred_commit_the_host_waits_once_a_step(codec: str) -> None
 def test_what_the_host_waits_for_beyond_that(codec: str) -> None:
     """Lengths and places that only values tell, and numbers for the matrix products."""
     found = counted(codec)["synchronisations"]
-    chunks = 2  # one for each bucket that has something for the codec
+    units = 2  # one for each bucket that has something for the codec
     if codec.startswith("powersgd"):
-        assert found == {"copy to host": chunks}
+        assert found == {"copy to host": units}
     else:
         # Lengths are read to receive, and again to cut; elements of 8 parameters are chosen.
-        assert found == {"copy to host": chunks, "item": chunks, "aten::nonzero": 8}
+        assert found == {"copy to host": units, "item": units, "aten::nonzero": 8}
 
 
 DDP_SETTINGS: dict[str, dict[str, Any]] = {

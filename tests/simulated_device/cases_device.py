@@ -166,7 +166,7 @@ def test_a_collective_holds_up_a_stream_and_not_the_host() -> None:
 
     (first, was_over), (second, _) = run_on_devices(body, 2)
     assert first == second == [6.0] * 4
-    assert not was_over, "rank 0 went on before rank 1 had begun"
+    assert not was_over, "rank 0 went on before rank 1 had staggered"
 
 
 def test_what_nobody_waited_for_is_not_there_yet() -> None:

@@ -57,9 +57,9 @@ class TableKernels:
         sums: Tensor | None = None,
         commit: bool = True,
     ) -> None:
-        """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``, where ``p`` is pending.
+        """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
 
-        That is ``flat + scale * residual``. A block that is not finite keeps its residual.
+        ``p`` is the compensated gradient, ``flat + scale * residual``. A block that is not finite keeps its residual.
 
         Args:
             payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
@@ -134,7 +134,7 @@ class TableKernels:
         """
         self._reduce(shards, mean, residual, scale, None, table=table, row=row, salts=salts)
 
-    def carry(
+    def server_feedback(
         self,
         shards: Tensor,
         residual: Tensor,

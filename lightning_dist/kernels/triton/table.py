@@ -112,7 +112,7 @@ class SliceTable:
         """Every slice cut into ``rows`` rows of equal length: row ``r`` is what rank ``r`` reduces.
 
         Payloads are ``(rows, row_bytes)``, as :class:`~lightning_dist.exchange.rounds.TwoShot` and
-        (one row) :class:`~lightning_dist.exchange.rounds.Gather` send them.
+        (one row) :class:`~lightning_dist.exchange.rounds.AllGather` send them.
         """
         return _table(codec, [list(slices)], rows, device, tile_elements)
 
@@ -127,7 +127,8 @@ class SliceTable:
     ) -> SliceTable:
         """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none.
 
-        Rows follow each other without a gap, as in :class:`~lightning_dist.exchange.shares.Shares`.
+        Rows follow each other without a gap, as in
+        :class:`~lightning_dist.exchange.reduce_scatter.ReduceScatterAllGather`.
         """
         return _table(codec, [list(share) for share in shares], 1, device, tile_elements)
 

@@ -42,8 +42,8 @@ class CompressionErrorSampler:
         self._step = step
         self._seen, self._buckets = 0, self._seen or self._buckets
 
-    def look(self, encoded: EncodedBucket) -> Callable[[], None] | None:
-        """Sample ``encoded`` if it is its turn; the result is to be called when it is settled."""
+    def inspect(self, encoded: EncodedBucket) -> Callable[[], None] | None:
+        """Sample ``encoded`` if it is its turn; the result is to be called when it is finished."""
         number, self._seen = self._seen, self._seen + 1
         if self._step is None or number != self._turn % max(self._buckets, 1):
             return None
@@ -56,22 +56,22 @@ class CompressionErrorSampler:
         if not samples:
             return None
         gradient = _square([each.gradient for each in samples])
-        pending = _square([each.pending for each in samples])
+        compensated = _square([each.compensated for each in samples])
         scale = encoded.scale.double()
         self._cost += self._clock() - begin
 
-        def settled() -> None:
+        def finished() -> None:
             begin = self._clock()
             sent = [each.sent() for each in samples]
-            lost = [each.pending - said for each, said in zip(samples, sent, strict=True)]
+            lost = [each.compensated - said for each, said in zip(samples, sent, strict=True)]
             residuals = [each.residual() for each in samples if each.residual is not None]
             owed = [_square(residuals) * scale**2] if residuals else []
-            squares = torch.stack([gradient, pending, _square(sent), _square(lost), *owed])
+            squares = torch.stack([gradient, compensated, _square(sent), _square(lost), *owed])
             values = squares.to("cpu", non_blocking=True)
             self._found = partial(_record, step, encoded.bucket, values)
             self._cost += self._clock() - begin
 
-        return settled
+        return finished
 
     def take(self) -> tuple[Sample | None, int]:
         """The sample since the last call, and the nanoseconds that it took."""
@@ -81,22 +81,22 @@ class CompressionErrorSampler:
 
 
 def _record(step: int, bucket: int, squares: Tensor) -> ErrorRecord | None:
-    """From squared norms of gradient, what is pending, sent, lost, and owed, if anything is.
+    """From squared norms of gradient, what is compensated, sent, lost, and owed, if anything is.
 
     In float64, on their way from an accelerator until the step is past there. None: there are no
     elements, only zeros, or an overflow.
     """
-    gradient, pending, sent, lost, *owed = squares.tolist()
-    if not pending or not math.isfinite(sum((gradient, pending, sent, lost, *owed))):
+    gradient, compensated, sent, lost, *owed = squares.tolist()
+    if not compensated or not math.isfinite(sum((gradient, compensated, sent, lost, *owed))):
         return None
     cosine = ratio = None
     if sent:
-        product = (pending + sent - lost) / 2
+        product = (compensated + sent - lost) / 2
         # The products of tiny norms are zero before these are.
-        cosine = max(-1.0, min(1.0, product / math.sqrt(pending) / math.sqrt(sent)))
+        cosine = max(-1.0, min(1.0, product / math.sqrt(compensated) / math.sqrt(sent)))
     if owed and gradient:
         ratio = math.sqrt(owed[0]) / math.sqrt(gradient)
-    return ErrorRecord(step, bucket, math.sqrt(lost / pending), cosine, ratio)
+    return ErrorRecord(step, bucket, math.sqrt(lost / compensated), cosine, ratio)
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from lightning_dist.accelerator import DeviceStream
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
-from lightning_dist.reducer.chunk import Lane
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
+from lightning_dist.reducer.unit import CodecGroup
 
 _UNSEEN = 3.0
 """What recording adds to a step, over what can be counted of it: threads change places, caches are
@@ -61,7 +61,7 @@ class Recorder(Observer):
             if isinstance(self.device_clock, StreamClock)
             else ThreadCompletionWatcher(self.device_clock.now)
         )
-        self._ready: dict[int, Timestamp] = {}  # of buckets whose mean nobody has begun
+        self._ready: dict[int, Timestamp] = {}  # of buckets whose mean nobody has staggered
         self._buckets: list[Row] = []
         self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
@@ -129,18 +129,18 @@ class Recorder(Observer):
 
     @override
     def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
-        return self.errors.look(bucket)
+        return self.errors.inspect(bucket)
 
     @override
-    def settled(self, buckets: Sequence[tuple[int, Sequence[Lane]]]) -> None:
+    def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
         if not self.is_on:
             return
         done = self._now()
-        for index, lanes in buckets:
-            raw = sum(lane.raw_bytes for lane in lanes)
-            sents = [lane.sent for lane in lanes]
+        for index, groups in buckets:
+            raw = sum(group.raw_bytes for group in groups)
+            sents = [group.sent for group in groups]
             intra, inter = sum(s.intra for s in sents), sum(s.inter for s in sents)
-            codec = "+".join(dict.fromkeys(lane.codec.name for lane in lanes))
+            codec = "+".join(dict.fromkeys(group.codec.name for group in groups))
             self.note(index, done, (raw, intra, inter, codec))
 
     def note(self, bucket: int, done: Timestamp, mean: Volume) -> None:

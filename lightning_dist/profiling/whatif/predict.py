@@ -181,8 +181,12 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
         return {cost.name: cost}  # what it does inside a host is in its times
     expected = sum(decoding(cost, run.world_size))
     slower = observed.decode / observed.elements / expected if expected else 1.0
-    encode, decode, settle = observed.encode / observed.elements, cost.decode, cost.settle
-    cost = replace(cost, encode=encode, decode=decode * slower, settle=settle * slower)
+    encode, decode, store = (
+        observed.encode / observed.elements,
+        cost.decode,
+        cost.store,
+    )
+    cost = replace(cost, encode=encode, decode=decode * slower, store=store * slower)
     return {cost.name: replace(cost, source="this run")}
 
 

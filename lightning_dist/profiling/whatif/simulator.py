@@ -28,7 +28,7 @@ import numpy as np
 
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
-from lightning_dist.reducer.chunk_sizes import chunk_elements
+from lightning_dist.reducer.unit_sizes import unit_elements
 
 DDP = "ddp"
 """Stock DDP in the place of a codec."""
@@ -152,7 +152,7 @@ class SimulatedStep(NamedTuple):
     sent: float
 
 
-FREE = CodecCost(DDP, "allreduce", ELEMENT_BYTES, encode=0.0, decode=0.0, settle=0.0)
+FREE = CodecCost(DDP, "allreduce", ELEMENT_BYTES, encode=0.0, decode=0.0, store=0.0)
 """Cost of stock DDP."""
 
 
@@ -269,7 +269,7 @@ def simulate_step(
         now = max(now, bucket.ready + delay)
         total = bucket.elements
         sparse = cost.wire if cost.exchange == "gather" else 0.0
-        largest = shares * chunk_elements(world if second else 1, sparse=sparse)
+        largest = shares * unit_elements(world if second else 1, sparse=sparse)
         if cost.exchange == "allreduce" and scenario.form == FLAT:
             largest = ceil(total)  # as DDP, one collective a bucket
         sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.codecs import Int8
-from lightning_dist.reducer.block_chunk import BlockChunk
+from lightning_dist.reducer.block_unit import BlockChunk
 
 
 def noted(call: Callable[..., Any], launched: list[int]) -> Callable[..., Any]:

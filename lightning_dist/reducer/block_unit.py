@@ -1,7 +1,7 @@
-"""Chunks of block codecs: pieces of gradients, their exchange and their kernels.
+"""Units of block codecs: tiles of gradients, their exchange and their kernels.
 
-Chunks exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
-ones 96 %, and one chunk is encoded while another travels.
+Units exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
+ones 96 %, and one unit is encoded while another travels.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing_extensions import override
 from lightning_dist.exchange.rounds import Exchange, TwoShot
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import Kernels
-from lightning_dist.reducer.chunk import Chunk
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.keys import ChunkKeys
-from lightning_dist.reducer.pieces import Piece, columns_of
+from lightning_dist.reducer.keys import UnitKeys
 from lightning_dist.reducer.placing import placed
+from lightning_dist.reducer.tiles import Tile, columns_of
+from lightning_dist.reducer.unit import CommUnit
 
 
-class BlockChunk(Chunk):
-    """Pieces that travel together.
+class BlockUnit(CommUnit):
+    """Tiles that travel together.
 
     Args:
         immediate: state is committed when it is encoded, and not when the mean is decoded.
@@ -31,23 +31,23 @@ class BlockChunk(Chunk):
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        tiles: Sequence[Tile],
         exchange: Exchange,
         kernels: Kernels,
         *,
-        keys: ChunkKeys | None,
+        keys: UnitKeys | None,
         rank: int,
         immediate: bool,
     ) -> None:
-        self.pieces, self.exchange, self.kernels = pieces, exchange, kernels
+        self.tiles, self.exchange, self.kernels = tiles, exchange, kernels
         self._keys, self._rank, self._immediate = keys, rank, immediate
-        self._own = [columns_of(exchange.own, piece.columns) for piece in pieces]
+        self._own = [columns_of(exchange.own, tile.columns) for tile in tiles]
         self._payloads = [
-            tuple(columns_of(payload, piece.columns) for payload in exchange.payloads)
-            for piece in pieces
+            tuple(columns_of(payload, tile.columns) for payload in exchange.payloads)
+            for tile in tiles
         ]
         # An exchange on the bucket's own memory needs no decoding back into it.
-        self._in_place = exchange.own[0].data_ptr() == pieces[0].grad.data_ptr()
+        self._in_place = exchange.own[0].data_ptr() == tiles[0].grad.data_ptr()
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -55,23 +55,23 @@ class BlockChunk(Chunk):
             self._keys.draw(step)
         now = self._immediate and bool(self.kernels.memory.kinds)
         encode = self.kernels.encode_and_commit if now else self.kernels.encode
-        for piece, own in zip(self.pieces, self._own, strict=True):
-            piece.load()
-            encode(piece.grad, piece.state, scale, self._keys_of(piece), own)
+        for tile, own in zip(self.tiles, self._own, strict=True):
+            tile.load()
+            encode(tile.grad, tile.state, scale, self._keys_of(tile), own)
             if now:
-                piece.store()
+                tile.store()
 
     @override
     def finite(self) -> Tensor:
         return self.kernels.codec.finite(self.exchange.own)
 
     @override
-    def issue(self) -> None:
-        self.exchange.issue()
+    def start(self) -> None:
+        self.exchange.start()
 
     @override
-    def advance(self) -> None:
-        self.exchange.advance()
+    def start_second(self) -> None:
+        self.exchange.start_second()
 
     @override
     def wait(self) -> None:
@@ -79,23 +79,23 @@ class BlockChunk(Chunk):
 
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        for piece, own in zip(self.pieces, self._own, strict=True):
-            rows, columns, block = piece.grad.shape
+        for tile, own in zip(self.tiles, self._own, strict=True):
+            rows, columns, block = tile.grad.shape
             drawn = sampler.drawn(columns, of=rows * block)
             if not len(drawn):
                 continue
-            device = piece.grad.device
+            device = tile.grad.device
             at = placed(drawn, device)
-            keys, filled = self._keys_of(piece), piece.filled()
+            keys, filled = self._keys_of(tile), tile.filled()
             # By number, which the host knows: it would wait for a mask on an accelerator.
             chosen = (
                 None
                 if filled is None
                 else placed(filled[:, drawn].flatten().nonzero().squeeze(-1), device)
             )
-            gradient, pending, sent = self.kernels.passes.look(
-                piece.grad.index_select(1, at),
-                tuple(held.index_select(1, at) for held in piece.state),
+            gradient, compensated, sent = self.kernels.passes.inspect(
+                tile.grad.index_select(1, at),
+                tuple(held.index_select(1, at) for held in tile.state),
                 scale,
                 None if keys is None else keys.index_select(1, at),
                 tuple(plane.index_select(1, at) for plane in own)
@@ -105,29 +105,29 @@ class BlockChunk(Chunk):
             )
             residual = None
             if "residual" in self.kernels.memory.kinds:
-                residual = partial(_residual, piece.state[0], at, chosen)
+                residual = partial(_residual, tile.state[0], at, chosen)
             yield CodecSample(
                 _chosen(gradient, chosen),
-                _chosen(pending, chosen),
+                _chosen(compensated, chosen),
                 partial(_chosen, sent, chosen),
                 residual,
             )
 
     @override
-    def settle(self, scale: Tensor) -> None:
+    def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
         if self._in_place:
             return
-        for piece, own, payloads in zip(self.pieces, self._own, self._payloads, strict=True):
-            keys = self._keys_of(piece)
-            state = () if self._immediate else piece.state
-            self.kernels.settle(piece.grad, state, scale, keys, own, payloads)
+        for tile, own, payloads in zip(self.tiles, self._own, self._payloads, strict=True):
+            keys = self._keys_of(tile)
+            state = () if self._immediate else tile.state
+            self.kernels.decode_and_commit(tile.grad, state, scale, keys, own, payloads)
             if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
-                shards = columns_of(self.exchange.shards, piece.columns)
-                mean = columns_of(self.exchange.mean, piece.columns)
-                row = piece.state[0][self._rank : self._rank + 1]
-                self.kernels.carry(row, scale, shards, mean)
-            piece.store()
+                shards = columns_of(self.exchange.shards, tile.columns)
+                mean = columns_of(self.exchange.mean, tile.columns)
+                row = tile.state[0][self._rank : self._rank + 1]
+                self.kernels.server_feedback(row, scale, shards, mean)
+            tile.store()
 
     @property
     @override
@@ -139,8 +139,8 @@ class BlockChunk(Chunk):
     def nbytes(self) -> int:
         return self.exchange.nbytes
 
-    def _keys_of(self, piece: Piece) -> Tensor | None:
-        return None if self._keys is None else self._keys.encode[:, piece.columns]
+    def _keys_of(self, tile: Tile) -> Tensor | None:
+        return None if self._keys is None else self._keys.encode[:, tile.columns]
 
 
 def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.reducer.chunk import Lane, settle_all
 from lightning_dist.reducer.commit import PendingCommit
 from lightning_dist.reducer.flush import free_owed
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.placing import placed
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CodecGroup, decode_all
 
 
-class Verdict:
+class FiniteConsensus:
     """One small allreduce per step: is every rank finite, and which parameters nobody used.
 
     Issued when the last bucket is encoded, on a group of its own, so that it overtakes the
@@ -81,14 +81,14 @@ class Verdict:
         return {name for name, used in zip(self._names, flags, strict=True) if not used}
 
 
-def sum_of_bits(lane: Lane, bucket: Tensor) -> Tensor:
-    """0-d int64, of the gradients of ``lane``."""
+def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
+    """0-d int64, of the gradients of ``group``."""
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[bucket.itemsize]
-    return torch.stack([slot.of(bucket).view(as_int).sum() for slot in lane.slots]).sum()
+    return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
-def settle_lane(
-    lane: Lane,
+def decode_group(
+    group: CodecGroup,
     bucket: Tensor,
     state: ReducerState,
     *,
@@ -96,7 +96,7 @@ def settle_lane(
     unused: set[str],
     pending: PendingCommit | None,
 ) -> None:
-    """Decode ``lane`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
+    """Decode ``group`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
     stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
@@ -107,20 +107,20 @@ def settle_lane(
     Args:
         pending: None where every gradient of every rank was finite.
     """
-    stateful = lane.keeps_state or bool(lane.owed)
-    undone = [s for s in lane.slots if s.name in unused or (pending and stateful)]
-    before = [(t, t.clone()) for slot in undone for t in state.tensors(slot.name)]
-    settle_all(lane.chunks, scale)
+    stateful = group.keeps_state or bool(group.owed)
+    undone = [s for s in group.slices if s.name in unused or (pending and stateful)]
+    before = [(t, t.clone()) for part in undone for t in state.tensors(part.name)]
+    decode_all(group.units, scale)
     if pending is None:
-        for name in [name for name in lane.owed if name not in unused]:
-            free_owed(lane, state, name)
-    for slot in lane.slots if pending is not None and stateful else ():
+        for name in [name for name in group.owed if name not in unused]:
+            free_owed(group, state, name)
+    for part in group.slices if pending is not None and stateful else ():
         assert pending is not None
-        mean = slot.of(bucket)
+        mean = part.of(bucket)
         if not bool(mean.isfinite().all()):
             mean.fill_(torch.nan)
-        elif slot.name not in unused:
-            paid = partial(free_owed, lane, state, slot.name)
-            pending.add(slot.name, state.tensors(slot.name), then=paid)
+        elif part.name not in unused:
+            paid = partial(free_owed, group, state, part.name)
+            pending.add(part.name, state.tensors(part.name), then=paid)
     for tensor, value in before:
         tensor.copy_(value)

@@ -14,7 +14,7 @@ from lightning_dist.reducer.strides import as_real, strides_in_bucket
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlice:
     """The place of a parameter, or of a part of it, in a bucket."""
 
     name: str
@@ -38,32 +38,32 @@ class Slot:
         return bucket[self.offset : self.offset + self.numel]
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A view of ``flat (numel,)``, which lies as in the bucket, in the shape of the slot."""
+        """A view of ``flat (numel,)``, which lies as in the bucket, in the shape of the part."""
         if self.strides is None:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.strides)
 
 
-def slices_of(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Slot]:
+def slices_of(names: Sequence[str], parameters: Sequence[Tensor]) -> list[ParameterSlice]:
     """Parameters that lie one after the other in a flat tensor."""
     found = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
         shape = tuple(as_real(parameter).shape)
-        found.append(Slot(name, offset, shape, strides=strides_in_bucket(parameter)))
+        found.append(ParameterSlice(name, offset, shape, strides=strides_in_bucket(parameter)))
         offset += found[-1].numel
     return found
 
 
 def by_codec(
     policy: Codec,
-    slices: Sequence[Slot],
+    slices: Sequence[ParameterSlice],
     shapes: Mapping[str, Shape],
     *,
     step: int,
     filling: int,
-    affordable: Callable[[Codec, Slot], Codec] = lambda codec, slot: codec,
-) -> Mapping[Codec, Sequence[Slot]]:
+    affordable: Callable[[Codec, ParameterSlice], Codec] = lambda codec, part: codec,
+) -> Mapping[Codec, Sequence[ParameterSlice]]:
     """Every slice of a flat tensor under the codec that ``policy`` gives it; empty ones not.
 
     Args:
@@ -71,16 +71,16 @@ def by_codec(
         filling: elements of the tensor.
         affordable: may answer with another codec.
     """
-    found: dict[Codec, list[Slot]] = {}
-    for slot in slices:
-        if slot.numel:
-            codec = affordable(policy.for_tensor(slot.name, shapes[slot.name], step=step), slot)
-            found.setdefault(codec, []).append(slot)
-    # An element that no slot has would keep the local gradient, and replicas would drift apart.
-    elements = sum(slot.numel for slot in slices)
+    found: dict[Codec, list[ParameterSlice]] = {}
+    for part in slices:
+        if part.numel:
+            codec = affordable(policy.for_tensor(part.name, shapes[part.name], step=step), part)
+            found.setdefault(codec, []).append(part)
+    # An element that no part has would keep the local gradient, and replicas would drift apart.
+    elements = sum(part.numel for part in slices)
     assert elements == filling, (
         f"a tensor has {filling} elements and its slices "
-        f"{', '.join(slot.name for slot in slices)} have {elements}; this is a bug of "
+        f"{', '.join(part.name for part in slices)} have {elements}; this is a bug of "
         "lightning_dist, please report it"
     )
     return found
@@ -90,18 +90,18 @@ def matrices(policy: Codec, shapes: Mapping[str, Shape]) -> set[str]:
     """Names of the parameters that some codec of ``policy`` takes as a matrix, at any step."""
     return {
         name
-        for step in policy.turns()
+        for step in policy.boundaries()
         for name, shape in shapes.items()
         if isinstance(policy.for_tensor(name, shape, step=step), PowerSGD)
     }
 
 
-def neighbours(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Slots that lie one after the other in the bucket, together."""
-    runs: list[list[Slot]] = []
-    for slot in slots:
-        if runs and runs[-1][-1].offset + runs[-1][-1].numel == slot.offset:
-            runs[-1].append(slot)
+def neighbours(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
+    """Slices that lie one after the other in the bucket, together."""
+    runs: list[list[ParameterSlice]] = []
+    for part in slices:
+        if runs and runs[-1][-1].offset + runs[-1][-1].numel == part.offset:
+            runs[-1].append(part)
         else:
-            runs.append([slot])
+            runs.append([part])
     return runs

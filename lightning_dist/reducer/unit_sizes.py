@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-CHUNK_ELEMENTS = 1 << 18  # 1 MB of float32 gradient; measured best of 256 Ki and 1 Mi
-_LEAST_ROW_ELEMENTS = 1 << 15  # many ranks: larger chunks rather than tiny messages
+UNIT_ELEMENTS = 1 << 18  # 1 MB of float32 gradient; measured best of 256 Ki and 1 Mi
+_LEAST_ROW_ELEMENTS = 1 << 15  # many ranks: larger units rather than tiny messages
 _LEAST_SPARSE_BYTES = 1 << 16  # 2.6 ms at 200 Mbit/s; a message costs 0.1 to 0.4 ms of both hosts
 
 
-def chunk_elements(rows: int, *, sparse: float = 0.0) -> int:
-    """Elements of one chunk, of which each of ``rows`` ranks reduces a part.
+def unit_elements(rows: int, *, sparse: float = 0.0) -> int:
+    """Elements of one unit, of which each of ``rows`` ranks reduces a part.
 
     Args:
         sparse: bytes per element of a payload that is gathered; 0: another exchange.
     """
     together = int(_LEAST_SPARSE_BYTES / sparse) if sparse else 0
-    return max(CHUNK_ELEMENTS, rows * _LEAST_ROW_ELEMENTS, together)
+    return max(UNIT_ELEMENTS, rows * _LEAST_ROW_ELEMENTS, together)

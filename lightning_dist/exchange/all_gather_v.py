@@ -7,33 +7,33 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange import traffic
-from lightning_dist.exchange.channel import Channel, Pending
+from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.topology import Topology
 
 
-class GatherVariable:
+class AllGatherV:
     """Every rank receives every rank's 1-D planes, which have as many elements as it likes.
 
-    As :class:`~lightning_dist.exchange.rounds.Exchange`, but the payload is given to ``issue``,
-    which tells the lengths; ``advance`` sends the planes, padded to the longest. No planes are sent
-    where all are empty.
+    As :class:`~lightning_dist.exchange.rounds.Exchange`, but the payload is given to ``start``,
+    which tells the lengths; ``start_second`` sends the planes, padded to the longest. No planes are
+    sent where all are empty.
     """
 
     def __init__(self, *, channel: Channel, topology: Topology) -> None:
         self._channel, self._topology = channel, topology
         self.sent = Sent()
 
-    def issue(self, own: Payload) -> None:
+    def start(self, own: Payload) -> None:
         """Begin; all planes of ``own`` have the same length."""
         self._own = own
         # Not torch.tensor, which copies from the host and waits for an accelerator.
         length = torch.full((1,), len(own[0]), dtype=torch.int64, device=own[0].device)
         self._lengths = length.new_zeros(self._topology.world_size)
-        self._work: list[Pending] = [self._channel.all_gather(self._lengths, length)]
+        self._work: list[PendingWork] = [self._channel.all_gather(self._lengths, length)]
         self.sent = traffic.ring_all_gather(length.nbytes, self._topology)
 
-    def advance(self) -> None:
+    def start_second(self) -> None:
         self.wait()
         longest = int(self._lengths.max())  # waits for a GPU: how much to receive must be known
         self._received = [self._gather(plane, longest) for plane in self._own if longest]

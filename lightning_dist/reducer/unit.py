@@ -12,14 +12,14 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.policy import Slot
+from lightning_dist.reducer.slices import ParameterSlice
 
 
-class Chunk(ABC):
+class CommUnit(ABC):
     """Parts of one bucket in one exchange, used once a step in the order of the methods.
 
-    Until :meth:`settle` the bucket (the share, where the exchange is hierarchical) holds what is
-    needed to compute the new state, and no state has changed.
+    Until :meth:`decode_and_commit` the bucket (the share, where the exchange is hierarchical) holds
+    what is needed to compute the new state, and no state has changed.
     """
 
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
@@ -34,11 +34,11 @@ class Chunk(ABC):
         """0-d bool: whether what was encoded is finite. Between :meth:`encode` and the exchange."""
 
     @abstractmethod
-    def issue(self) -> None:
+    def start(self) -> None:
         """First collective, asynchronous."""
 
     @abstractmethod
-    def advance(self) -> None:
+    def start_second(self) -> None:
         """Second collective, where there is one; waits for the first."""
 
     @abstractmethod
@@ -47,10 +47,13 @@ class Chunk(ABC):
 
     @abstractmethod
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        """Some of what was encoded. Between :meth:`advance` and :meth:`settle`; changes nothing."""
+        """Some of what was encoded. Changes nothing.
+
+        Between :meth:`start_second` and :meth:`decode_and_commit`.
+        """
 
     @abstractmethod
-    def settle(self, scale: Tensor) -> None:
+    def decode_and_commit(self, scale: Tensor) -> None:
         """Mean of all ranks -> bucket; and the new state, of what is finite."""
 
     def finish(self) -> None:  # noqa: B027
@@ -67,39 +70,39 @@ class Chunk(ABC):
         """Bytes of the buffers held between steps."""
 
 
-def begun(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-    """Every chunk once the next one has begun: one crosses while the other is reduced inside."""
-    for chunk in chunks[:1]:
-        chunk.begin()
-    for chunk, following in zip_longest(chunks, chunks[1:]):
+def staggered(units: Sequence[CommUnit]) -> Iterator[CommUnit]:
+    """Every unit once the next one has staggered: one crosses while the other is reduced inside."""
+    for unit in units[:1]:
+        unit.begin()
+    for unit, following in zip_longest(units, units[1:]):
         if following is not None:
             following.begin()
-        yield chunk
+        yield unit
 
 
-def settle_all(chunks: Iterable[Chunk], scale: Tensor) -> None:
+def decode_all(units: Iterable[CommUnit], scale: Tensor) -> None:
     """Every mean into its bucket; one is spread inside the host while the next is decoded."""
     unfinished = None
-    for chunk in chunks:
-        chunk.settle(scale)
+    for unit in units:
+        unit.decode_and_commit(scale)
         if unfinished is not None:
             unfinished.finish()
-        unfinished = chunk
+        unfinished = unit
     if unfinished is not None:
         unfinished.finish()
 
 
 @dataclass
-class Lane:
+class CodecGroup:
     """The parameters of a bucket that share a codec."""
 
     codec: Codec
-    slots: Sequence[Slot]
-    chunks: Sequence[Chunk]
+    slices: Sequence[ParameterSlice]
+    units: Sequence[CommUnit]
     raw_bytes: int  # what DDP itself would send for these parameters
     keeps_state: bool  # whether anything is kept from one step to the next, on any rank
     owed: dict[str, float] = field(default_factory=dict)  # see :mod:`.flush`
 
     @property
     def sent(self) -> Sent:
-        return sum((chunk.sent for chunk in self.chunks), Sent())
+        return sum((unit.sent for unit in self.units), Sent())

@@ -13,13 +13,13 @@ from lightning_dist.reducer.geometry import Span
 
 
 @dataclass
-class Piece:
-    """Views of one parameter's part of a chunk; ``staged`` where rows are not filled."""
+class Tile:
+    """Views of one parameter's part of a unit; ``staged`` where rows are not filled."""
 
     name: str
     grad: Tensor  # (rows, blocks, block)
     state: tuple[Tensor, ...]  # as the memory says, each like grad
-    columns: slice  # blocks of the chunk's payload
+    columns: slice  # blocks of the unit's payload
     numbers: Tensor  # (rows, blocks, 1) int32: which block of its parameter each one is
     staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
 
@@ -43,13 +43,13 @@ class Piece:
             torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
 
 
-def piece_of(
+def tile_of(
     name: str, flats: Sequence[Tensor], span: Span, *, columns: slice, numbers: Tensor
-) -> Piece:
+) -> Tile:
     """``span`` of a gradient and its state, the ``flats``, as ``columns`` of a payload."""
     if span.direct:
         places = [_view(flat, span) for flat in flats]
-        return Piece(name, places[0], tuple(places[1:]), columns, numbers)
+        return Tile(name, places[0], tuple(places[1:]), columns, numbers)
     shape = (span.grid.rows, span.columns, span.grid.block)
     places = [flat.new_zeros(shape) for flat in flats]
     staged = [
@@ -57,11 +57,11 @@ def piece_of(
         for flat, place in zip(flats, places, strict=True)
         for row, start, length in span.filled()
     ]
-    return Piece(name, places[0], tuple(places[1:]), columns, numbers, staged)
+    return Tile(name, places[0], tuple(places[1:]), columns, numbers, staged)
 
 
-def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: int) -> Piece:
-    """One staged piece of single elements, from the column ``start`` of a payload on.
+def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: int) -> Tile:
+    """One staged tile of single elements, from the column ``start`` of a payload on.
 
     ``parts``: flat gradients and their states, which follow each other.
     """
@@ -75,7 +75,7 @@ def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: in
         staged += zip(flats, copies, strict=True)
         places.append(place)
     at = slice(start, start + columns)
-    return Piece(name, places[0], tuple(places[1:]), at, places[0].new_empty(0), staged)
+    return Tile(name, places[0], tuple(places[1:]), at, places[0].new_empty(0), staged)
 
 
 def columns_of(payload: Payload, columns: slice) -> Payload:

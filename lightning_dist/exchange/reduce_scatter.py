@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange import traffic
-from lightning_dist.exchange.channel import Channel, Pending
+from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.topology import Topology
 
 
-class Shares:
+class ReduceScatterAllGather:
     """``blocks[r]`` blocks of a payload belong to rank ``r`` of the group.
 
     Two exchanges, in this order::
@@ -29,7 +29,7 @@ class Shares:
         own -> issue() -> wait() -> received         every rank's share of mine
         mine -> spread() -> wait() -> results        every owner's result, equal on all ranks
 
-    ``send`` and ``receive`` are uint8 memory of at least :meth:`sizes`, in use from :meth:`issue`
+    ``send`` and ``receive`` are uint8 memory of at least :meth:`sizes`, in use from :meth:`start`
     until what was received is read, and from encoding into ``mine`` until the results are.
     Exchanges that do not overlap in this may share it.
     """
@@ -57,7 +57,7 @@ class Shares:
         """Where the result of this rank's share is encoded."""
         self._send, self._parts, self._received = send, parts, received
         self._channel, self._rank = channel, topology.rank
-        self._work: list[Pending] = []
+        self._work: list[PendingWork] = []
         self.sent = traffic.scatter(self._bytes, topology) + traffic.spread(self._bytes, topology)
 
     @staticmethod
@@ -71,7 +71,7 @@ class Shares:
         """What every owner encoded, in rank order."""
         return self.own
 
-    def issue(self) -> None:
+    def start(self) -> None:
         """Send everyone its share, asynchronous."""
         self._work = [
             self._channel.all_to_all(
@@ -95,7 +95,7 @@ class Shares:
         ]
 
     def wait(self) -> None:
-        """Until what was begun has landed."""
+        """Until what was staggered has landed."""
         for work in self._work:
             work.wait()
         self._work = []

@@ -1,4 +1,4 @@
-"""Shares of any size: all that ranks say reaches the owner, and the owner's result reaches all."""
+"""Shares of any size: what ranks send reaches the owner, and the owner's result reaches all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.shares import Shares
+from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
 from lightning_dist.exchange.traffic import Sent, scatter, spread
 from lightning_dist.exchange.wire import row_bytes
 
@@ -32,7 +32,7 @@ cases = pytest.mark.parametrize("blocks", CASES, ids=str)
 planes_ = pytest.mark.parametrize("planes", [FLOAT, SCALED, WIDE], ids=["one", "two", "wide"])
 
 
-def said(planes: Sequence[Plane], blocks: int, *, by: int, to: int, salt: int = 0) -> Payload:
+def payload_of(planes: Sequence[Plane], blocks: int, *, by: int, to: int, salt: int = 0) -> Payload:
     """What rank ``by`` says of the share of ``to``: random bits, the same wherever asked for."""
     generator = torch.Generator().manual_seed(1000 * salt + 100 * by + to)
     return tuple(
@@ -43,34 +43,38 @@ def said(planes: Sequence[Plane], blocks: int, *, by: int, to: int, salt: int = 
 
 def memory(planes: Sequence[Plane], blocks: Sequence[int], rank: int) -> list[Tensor]:
     """Larger than needed and not zero: what was there before does not matter."""
-    sizes = Shares.sizes(planes, blocks, rank=rank)
+    sizes = ReduceScatterAllGather.sizes(planes, blocks, rank=rank)
     return [torch.full((size + 40,), 0xAB, dtype=torch.uint8) for size in sizes]
 
 
 def make(
     rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], of: Sequence[Tensor]
-) -> Shares:
+) -> ReduceScatterAllGather:
     channel = Channel(rank.group("inside"))
-    return Shares(
+    return ReduceScatterAllGather(
         planes, blocks, channel=channel, topology=rank.topology(), send=of[0], receive=of[1]
     )
 
 
-def begin(shares: Shares, rank: Rank, planes: Sequence[Plane], *, salt: int = 0) -> None:
+def begin(
+    shares: ReduceScatterAllGather, rank: Rank, planes: Sequence[Plane], *, salt: int = 0
+) -> None:
     for owner, payload in enumerate(shares.own):
         blocks = payload[0].shape[1]
-        values = said(planes, blocks, by=rank.rank, to=owner, salt=salt)
+        values = payload_of(planes, blocks, by=rank.rank, to=owner, salt=salt)
         for plane, value in zip(payload, values, strict=True):
             plane.copy_(value)
-    shares.issue()
+    shares.start()
 
 
-def reduce(shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: int, salt: int) -> None:
+def reduce(
+    shares: ReduceScatterAllGather, rank: Rank, planes: Sequence[Plane], blocks: int, salt: int
+) -> None:
     """Check what arrived, and answer with the sum of it."""
     shares.wait()
     assert len(shares.received) == rank.size
     for sender, payload in enumerate(shares.received):
-        expected = said(planes, blocks, by=sender, to=rank.rank, salt=salt)
+        expected = payload_of(planes, blocks, by=sender, to=rank.rank, salt=salt)
         assert all(map(torch.equal, payload, expected))
     for plane, total in zip(
         shares.mine, answer(planes, blocks, rank.rank, rank.size, salt), strict=True
@@ -80,12 +84,16 @@ def reduce(shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: int, sal
 
 
 def answer(planes: Sequence[Plane], blocks: int, owner: int, size: int, salt: int) -> list[Tensor]:
-    of_ranks = [said(planes, blocks, by=by, to=owner, salt=salt) for by in range(size)]
+    of_ranks = [payload_of(planes, blocks, by=by, to=owner, salt=salt) for by in range(size)]
     return [torch.stack(parts).sum(0).to(parts[0].dtype) for parts in zip(*of_ranks, strict=True)]
 
 
 def finish(
-    shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], salt: int
+    shares: ReduceScatterAllGather,
+    rank: Rank,
+    planes: Sequence[Plane],
+    blocks: Sequence[int],
+    salt: int,
 ) -> None:
     shares.wait()
     for owner, payload in enumerate(shares.results):
@@ -128,7 +136,7 @@ def test_exchanges_in_turn_share_memory() -> None:
 
 
 def test_two_exchanges_may_be_under_way() -> None:
-    """With memory of their own, as consecutive chunks are."""
+    """With memory of their own, as consecutive units are."""
 
     def body(rank: Rank) -> None:
         of = {1: ([2, 2, 2], FLOAT), 2: ([5, 0, 1], SCALED)}
@@ -156,7 +164,7 @@ def test_bytes_are_those_of_the_formulas(blocks: list[int], per_host: int) -> No
     of_ranks = [row_bytes(SCALED, count) for count in blocks]
 
     def body(rank: Rank) -> tuple[Sent, tuple[int, int]]:
-        sizes = Shares.sizes(SCALED, blocks, rank=rank.rank)
+        sizes = ReduceScatterAllGather.sizes(SCALED, blocks, rank=rank.rank)
         shares = make(rank, SCALED, blocks, memory(SCALED, blocks, rank.rank))
         expected = scatter(of_ranks, rank.topology()) + spread(of_ranks, rank.topology())
         assert shares.sent == expected

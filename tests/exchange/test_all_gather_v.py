@@ -10,8 +10,8 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Payload
+from lightning_dist.exchange.all_gather_v import AllGatherV
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.variable import GatherVariable
 
 Lengths = tuple[int, ...]
 
@@ -35,15 +35,15 @@ def payload(rank: int, length: int, dtypes: Sequence[torch.dtype]) -> Payload:
     return tuple((torch.arange(length) + 16 * rank).to(dtype) for dtype in dtypes)
 
 
-def run(exchange: GatherVariable, own: Payload) -> list[Payload]:
-    exchange.issue(own)
-    exchange.advance()
+def run(exchange: AllGatherV, own: Payload) -> list[Payload]:
+    exchange.start(own)
+    exchange.start_second()
     exchange.wait()
     return exchange.payloads
 
 
-def make(rank: Rank) -> GatherVariable:
-    return GatherVariable(channel=Channel(rank.group("data")), topology=rank.topology())
+def make(rank: Rank) -> AllGatherV:
+    return AllGatherV(channel=Channel(rank.group("data")), topology=rank.topology())
 
 
 def require(found: list[Payload], lengths: Lengths, dtypes: Sequence[torch.dtype]) -> None:
@@ -131,13 +131,13 @@ def test_many_in_flight_do_not_mix() -> None:
     of_each: list[Lengths] = [(n % 4, (n * 2) % 5, (n * 3) % 7) for n in range(8)]
 
     def body(rank: Rank) -> list[list[Payload]]:
-        exchanges: list[GatherVariable] = []
+        exchanges: list[AllGatherV] = []
         channel, topology = Channel(rank.group("data")), rank.topology()
         for lengths in of_each:
-            exchanges.append(GatherVariable(channel=channel, topology=topology))
-            exchanges[-1].issue(payload(rank.rank, lengths[rank.rank], dtypes))
+            exchanges.append(AllGatherV(channel=channel, topology=topology))
+            exchanges[-1].start(payload(rank.rank, lengths[rank.rank], dtypes))
         for exchange in exchanges:
-            exchange.advance()
+            exchange.start_second()
         for exchange in exchanges:
             exchange.wait()
         return [exchange.payloads for exchange in exchanges]
