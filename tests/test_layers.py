@@ -20,7 +20,8 @@ FORBIDDEN = {
     "topology": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings")),
     "exchange": ("lightning_dist.settings",),
     "kernels": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("settings", "topology"))),
-    "reducer": ("lightning_dist.onebit_adam",),
+    "reducer": ("lightning_dist.measurement", "lightning_dist.onebit_adam"),
+    "measurement": ("lightning_dist.onebit_adam", "lightning_dist.profiling"),
     "settings.py": ("lightning_dist.exchange",),
     "onebit_adam.py": (),
     "checkpoint": tuple(f"lightning_dist.{x}" for x in ("codecs", "settings", "topology")),
@@ -45,7 +46,9 @@ UPPER = ("lightning_dist.reducer", "lightning_dist.integrations")
 
 
 def forbidden(layer: str) -> tuple[str, ...]:
-    above = UPPER[1:] if layer in ("profiling", "reducer", "onebit_adam.py") else UPPER
+    above = (
+        UPPER[1:] if layer in ("profiling", "measurement", "reducer", "onebit_adam.py") else UPPER
+    )
     return (*FRAMEWORKS, *above, *FORBIDDEN[layer])
 
 

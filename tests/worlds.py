@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_dist.versions
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wait_limit import WaitLimit
-from lightning_dist.reducer import exposure
+from lightning_dist.measurement import exposure
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import route, tree_of

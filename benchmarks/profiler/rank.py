@@ -19,7 +19,7 @@ from lightning_dist import compress_ddp
 from lightning_dist.integrations.profile_run import ProfileRun
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.reducer.block_unit import BlockChunk
+from lightning_dist.reducer.block_unit import BlockUnit
 
 
 class Training:
@@ -119,7 +119,7 @@ def codec(folder: Path, *, planted_ms: float, steps: int) -> list[float]:
     of_steps = []
 
     def timing(name: str, longer_s: float = 0.0) -> AbstractContextManager[Any]:
-        call = getattr(BlockChunk, name)
+        call = getattr(BlockUnit, name)
 
         def timed(*given: Any, **named: Any) -> Any:
             begin = time.perf_counter()
@@ -128,7 +128,7 @@ def codec(folder: Path, *, planted_ms: float, steps: int) -> list[float]:
             spent.append(time.perf_counter() - begin)
             return found
 
-        return mock.patch.object(BlockChunk, name, timed)
+        return mock.patch.object(BlockUnit, name, timed)
 
     with (
         timing("encode", planted_ms / 1000),

@@ -52,7 +52,7 @@ from lightning_dist.profiling.whatif.simulator import DDP, FLAT
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LINKS = (200.0, 500.0, 1000.0)
 SCALE = tuple(2**power for power in range(1, 11))
-_CHUNKS = 24  # of a megabyte: about what the gradients of the model take
+_UNITS = 24  # of a megabyte: about what the gradients of the model take
 
 JsonRow = dict[str, Any]
 Place = tuple[str, float]  # setting, link
@@ -70,7 +70,7 @@ def train(
     """
     torch.set_num_threads(1)
     dist.barrier()
-    costs = calibrate(codecs, fused=True, chunks=_CHUNKS)
+    costs = calibrate(codecs, fused=True, units=_UNITS)
     yield {name: asdict(cost) for name, cost in costs.items()}
     turns = []
     for name, folder in profiles.items():

@@ -1,6 +1,6 @@
 """The arithmetic between gradient, memory and payload of a block codec.
 
-Plain torch functions over a codec, run eagerly in cache-sized tiles; ``fusing.py`` turns each into
+Plain torch functions over a codec, run eagerly in cache-sized tiles; ``inductor.py`` turns each
 one pass over memory with the same bytes.
 
 Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes
@@ -92,8 +92,8 @@ class Passes:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient, compensated gradient, and what is sent of it: by ``own``, or encoded once more.
 
-        Where ``state`` is ``committed`` already, the compensated gradient is what was sent and the new
-        residual.
+        Where ``state`` is ``committed`` already, the compensated gradient is what was sent and the
+        new residual.
         """
         x = _widened(grad)
         if committed and state:

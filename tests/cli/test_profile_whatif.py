@@ -12,9 +12,9 @@ import torch
 from planted import Planted, replace
 from profile_calls import profile, refusal, save
 
+from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif.costs import Costs, write_costs
-from lightning_dist.reducer import calibration
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 FP16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")

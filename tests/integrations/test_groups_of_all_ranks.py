@@ -150,7 +150,7 @@ def test_the_hosts_of_all_ranks_decide(hosts: str, monkeypatch: pytest.MonkeyPat
         reducer.close()
         topology = reducer.network.topology
         assert (topology.intra_group is None) == (tree is None)
-        return reducer.network.within is not None, topology.local_ranks
+        return reducer.network.intra is not None, topology.local_ranks
 
     for rank, (levels, local) in enumerate(run_threads(body, len(hosts))):
         assert levels == (tree is not None)

@@ -25,10 +25,10 @@ class Planted(EncodedBucket):
     """A bucket whose way is known: no reducer is behind it."""
 
     bucket: int = 0
-    lanes: Sequence[object] = ()
+    groups: Sequence[object] = ()
     scale: Tensor = field(default_factory=lambda: torch.ones(()))
     gradient: Tensor = field(default_factory=lambda: torch.tensor([3.0, 4.0]))
-    pending: Tensor = field(default_factory=lambda: torch.tensor([6.0, 8.0]))
+    compensated: Tensor = field(default_factory=lambda: torch.tensor([6.0, 8.0]))
     sent: Tensor = field(default_factory=lambda: torch.tensor([6.0, 0.0]))
     owed: Callable[[], Tensor] | None = None
     seeds: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Planted(EncodedBucket):
     def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
         at = sampler.items(len(self.gradient), of=1, device=torch.device("cpu"))
         self.seeds.append(len(at))
-        yield CodecSample(self.gradient[at], self.pending[at], lambda: self.sent[at], self.owed)
+        yield CodecSample(self.gradient[at], self.compensated[at], lambda: self.sent[at], self.owed)
 
 
 class Unseen(Planted):
@@ -59,7 +59,7 @@ def looked(
     taking: CompressionErrorSampler, encoded_buckets: Sequence[EncodedBucket], step: int = 5
 ) -> ErrorRecord | None:
     taking.ask(step)
-    for call in [taking.look(encoded) for encoded in encoded_buckets]:
+    for call in [taking.inspect(encoded) for encoded in encoded_buckets]:
         if call is not None:
             call()
     found, _ = taking.take()
@@ -82,11 +82,11 @@ def test_residuals_do_not_carry_the_scale_of_a_grad_scaler() -> None:
 
 def test_what_cannot_be_said_is_none() -> None:
     nothing, zeros = torch.zeros(0), torch.zeros(2)
-    assert looked(losses(), [Planted(gradient=zeros, pending=zeros, sent=zeros)]) is None
-    assert looked(losses(), [Planted(gradient=nothing, pending=nothing, sent=nothing)]) is None
+    assert looked(losses(), [Planted(gradient=zeros, compensated=zeros, sent=zeros)]) is None
+    assert looked(losses(), [Planted(gradient=nothing, compensated=nothing, sent=nothing)]) is None
     assert looked(losses(), [Unseen()]) is None
     inf = torch.tensor([1.0, math.inf])
-    assert looked(losses(), [Planted(gradient=inf, pending=inf, sent=inf)]) is None
+    assert looked(losses(), [Planted(gradient=inf, compensated=inf, sent=inf)]) is None
     assert looked(losses(), [Planted(sent=torch.tensor([math.nan, 0]))]) is None
     assert looked(losses(), [Planted(sent=zeros)]) == ErrorRecord(5, 0, 1.0, None, None)
     only_residual = Planted(gradient=zeros, owed=lambda: torch.ones(2))
@@ -99,7 +99,7 @@ def test_what_cannot_be_said_is_none() -> None:
 def test_tiny_and_huge_gradients(size: float) -> None:
     pending = torch.tensor([3.0, 4.0], dtype=torch.float64) * size
     sent = torch.tensor([3.0, 0.0], dtype=torch.float64) * size
-    found = looked(losses(), [Planted(gradient=pending, pending=pending, sent=sent)])
+    found = looked(losses(), [Planted(gradient=pending, compensated=pending, sent=sent)])
     assert found is not None
     assert found.relative_l2 == pytest.approx(0.8)
     assert found.cosine == pytest.approx(0.6)
@@ -107,18 +107,18 @@ def test_tiny_and_huge_gradients(size: float) -> None:
 
 def test_nobody_looks_unasked_and_once_where_asked() -> None:
     taking, encoded = losses(), Planted()
-    assert taking.look(encoded) is None
+    assert taking.inspect(encoded) is None
     assert taking.take() == (None, 0)
     taking.ask(7)
-    settled = taking.look(encoded)
-    assert settled is not None
-    assert taking.look(encoded) is None
-    settled()
+    finished = taking.inspect(encoded)
+    assert finished is not None
+    assert taking.inspect(encoded) is None
+    finished()
     found, cost = taking.take()
     assert found is not None
     assert found().step == 7
     assert len(encoded.seeds) == 1
-    assert cost == 20  # once before the step is settled, and once after
+    assert cost == 20  # once before the step is finished, and once after
     taking.ask(8)  # nothing is compressed
     assert taking.take() == (None, 0)
 
@@ -136,7 +136,7 @@ def test_a_large_bucket_is_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(20 * MOST, generator=generator)
     sent = torch.where(gradient.abs() > 1, gradient, 0)
-    encoded = Planted(gradient=gradient, pending=gradient, sent=sent)
+    encoded = Planted(gradient=gradient, compensated=gradient, sent=sent)
     found = [looked(losses(), [encoded], step) for step in (5, 5, 6)]
     assert all(0.9 * MOST < seen < 1.1 * MOST for seen in encoded.seeds)
     assert found[0] == found[1]  # the seed is the step
@@ -170,9 +170,9 @@ class Steps:
         for _ in range(steps):
             self.session.timer.forward()
             self.session.timer.backward()
-            settled = self.session.recorder.encoded(Planted(owed=self.takes_time))
-            if settled is not None:
-                settled()
+            finished = self.session.recorder.encoded(Planted(owed=self.takes_time))
+            if finished is not None:
+                finished()
             self.now += 10 * MS
             self.session.timer.backward_ended(synchronised=True)
             self.session.timer.stepped()

@@ -169,7 +169,7 @@ def test_one_that_is_off_records_nothing_but_counts_on() -> None:
     taking.ready(0)
     taking.works(0, "encode")()
     assert taking.launches("all_gather", group="flat", sent=1) is None
-    taking.settled([(0, [])])
+    taking.finished([(0, [])])
     assert taking.cost(1.0) == 0
     assert taken(taking, 0) == ((), ())
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from planted import Planted, replace
 
+from lightning_dist.measurement import calibration
 from lightning_dist.measurement.calibration import calibrate, to_measure
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.whatif.costs import (
@@ -24,7 +25,6 @@ from lightning_dist.profiling.whatif.costs import (
     write_costs,
 )
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.reducer import calibration
 
 COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumption="b")
 KEPT = Costs({"int8": COST}, "no time was left")
@@ -136,7 +136,7 @@ def test_codecs_of_which_nothing_can_be_said_are_left_out() -> None:
 def test_measuring_draws_nothing_from_the_generator() -> None:
     before = torch.random.get_rng_state()
     threads = torch.get_num_threads()
-    found = calibrate(["powersgd"], chunks=4, rounds=1, where="here")
+    found = calibrate(["powersgd"], units=4, rounds=1, where="here")
     assert found["powersgd"].source == "not compiled, here"
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.get_num_threads() == threads

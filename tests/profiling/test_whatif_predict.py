@@ -18,7 +18,7 @@ from lightning_dist.profiling.whatif.predict import (
 )
 from lightning_dist.profiling.whatif.predictions import LABEL, remark
 from lightning_dist.profiling.whatif.simulator import Link, Scenario
-from lightning_dist.reducer.unit_sizes import CHUNK_ELEMENTS
+from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}
 
@@ -153,10 +153,10 @@ def test_another_codec_is_predicted() -> None:
 
 
 def test_bytes_and_times_of_the_runs_own_codec_are_those_of_the_run() -> None:
-    heavy = replace(CHUNK, encode=12, decode=7, sent=2 * CHUNK_ELEMENTS)
+    heavy = replace(CHUNK, encode=12, decode=7, sent=2 * UNIT_ELEMENTS)
     found = asked(heavy, {})
     assert found.error == pytest.approx(0.0, abs=1e-6)
-    assert found.scenarios[0].sent_mb == pytest.approx(8 * CHUNK_ELEMENTS / 1e6)
+    assert found.scenarios[0].sent_mb == pytest.approx(8 * UNIT_ELEMENTS / 1e6)
     assert found.scenarios[0].source == "this run"
 
 
@@ -178,7 +178,7 @@ def test_other_numbers_of_hosts() -> None:
 
 def test_nothing_is_ranked_closer_than_the_error() -> None:
     settles = (0, 1, 2, 10, 11, 30)
-    costs = {f"c{i}": replace(COSTS["none"], name=f"c{i}", settle=i * 2e-9) for i in settles}
+    costs = {f"c{i}": replace(COSTS["none"], name=f"c{i}", store=i * 2e-9) for i in settles}
     observed = observe(DDP.run())
     scenarios = [replace(observed.scenario, codec=name) for name in costs]
     found = predict(observed, scenarios, costs={**COSTS, **costs})

@@ -20,15 +20,15 @@ from lightning_dist.profiling.whatif.simulator import (
     rebucket,
     simulate_step,
 )
-from lightning_dist.reducer.unit_sizes import CHUNK_ELEMENTS
+from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 from lightning_dist.topology import Topology
 
 SLOW = Link(rate=1e6)
 PAIR = Scenario("ddp", "flat", (1, 1), SLOW)
-PLAIN = CodecCost("none", "allreduce", 4.0, encode=0.0, decode=0.0, settle=0.0)
-FP16 = CodecCost("fp16", "allreduce", 2.0, encode=1e-6, decode=0.0, settle=2e-6)
-INT8 = CodecCost("int8", "two_shot", 1.0, encode=1e-6, decode=2e-6, settle=3e-6)
-LEAN = replace(INT8, decode=1e-6, settle=0.0)
+PLAIN = CodecCost("none", "allreduce", 4.0, encode=0.0, decode=0.0, store=0.0)
+FP16 = CodecCost("fp16", "allreduce", 2.0, encode=1e-6, decode=0.0, store=2e-6)
+INT8 = CodecCost("int8", "two_shot", 1.0, encode=1e-6, decode=2e-6, store=3e-6)
+LEAN = replace(INT8, decode=1e-6, store=0.0)
 ONE_MB = 250_000
 """Elements: a second between two ranks."""
 
@@ -70,14 +70,14 @@ def test_small_collectives_follow_one_another_by_the_overhead_of_each() -> None:
 
 def test_a_codec_encodes_in_order_and_decodes_when_the_last_bucket_is_encoded() -> None:
     fp16, int8 = (replace(PAIR, codec=codec) for codec in ("fp16", "int8"))
-    # encode until 1.1, 200 kB until 1.3, settle until 1.5
+    # encode until 1.1, 200 kB until 1.3, store until 1.5
     assert done(fp16, (1, 100_000), cost=FP16) == 1.5
     # the second: 4.1, 4.3; meanwhile the first is decoded until 4.3, then the second until 4.5
     assert done(fp16, (1, 100_000), (4, 100_000), cost=FP16) == 4.5
-    # encode 0.1, scatter 0.075, decode four quarters and encode one 0.225, gather 0.075, settle 0.5
+    # encode 0.1, scatter 0.075, decode four quarters and encode one 0.225, gather 0.075, store 0.5
     assert done(replace(int8, counts=(1,) * 4), (0, 100_000), cost=INT8) == 0.975
     # chunk by chunk: encode 1, 2; travel 2, 3; two payloads of each are decoded: 4, 6
-    assert done(int8, (0, 2 * CHUNK_ELEMENTS), cost=LEAN) == 6 * CHUNK_ELEMENTS * 1e-6
+    assert done(int8, (0, 2 * UNIT_ELEMENTS), cost=LEAN) == 6 * UNIT_ELEMENTS * 1e-6
 
 
 def test_with_the_immediate_commit_a_bucket_is_decoded_while_the_next_one_travels() -> None:
@@ -122,12 +122,12 @@ def test_with_one_core_the_codec_takes_time_from_the_backward_pass() -> None:
     busy = replace(scenario, link=replace(SLOW, cpu=0.1))
     soon, later = (((1.0, 100_000.0), (ready, 100_000.0)) for ready in (1.15, 1.5))
     for of, buckets, own, shared in (
-        # two cores: encode 1.1, 1.25; travel 1.3, 1.5; settle 1.5, 1.7
-        # one: encode 1.2; ready at 1.25, encode 1.35; travel 1.4, 1.6; settle 1.6, 1.8
+        # two cores: encode 1.1, 1.25; travel 1.3, 1.5; store 1.5, 1.7
+        # one: encode 1.2; ready at 1.25, encode 1.35; travel 1.4, 1.6; store 1.6, 1.8
         (scenario, soon, 1.7, 1.8),
-        # one: encode 1.2; ready at 1.6, encode 1.7; travel 1.9; settle 2.1
+        # one: encode 1.2; ready at 1.6, encode 1.7; travel 1.9; store 2.1
         (scenario, later, 2.0, 2.1),
-        # one: encode 1.2, gloo 1.4; ready at 1.7, encode 1.8; travel 2.0, gloo 1.9; settle 2.3
+        # one: encode 1.2, gloo 1.4; ready at 1.7, encode 1.8; travel 2.0, gloo 1.9; store 2.3
         (busy, later, 2.0, 2.3),
     ):
         assert done(of, *buckets, cost=FP16) == own
@@ -178,7 +178,7 @@ COSTS = st.builds(
     st.floats(0.01, 4),
     encode=st.floats(0, 1e-8),
     decode=st.floats(0, 1e-8),
-    settle=st.floats(0, 1e-8),
+    store=st.floats(0, 1e-8),
 )
 SCENARIOS = st.builds(
     Scenario,
@@ -201,8 +201,8 @@ def test_a_faster_link_fewer_bytes_and_a_cheaper_codec_are_never_slower(
     link = replace(scenario.link, rate=scenario.link.rate * times)
     faster = step(replace(scenario, link=link), cost)
     smaller = step(scenario, replace(cost, wire=cost.wire / times))
-    encode, decode, settle = (each / times for each in (cost.encode, cost.decode, cost.settle))
-    cheaper = step(scenario, replace(cost, encode=encode, decode=decode, settle=settle))
+    encode, decode, store = (each / times for each in (cost.encode, cost.decode, cost.store))
+    cheaper = step(scenario, replace(cost, encode=encode, decode=decode, store=store))
     assert faster.sent == before.sent
     assert max(each.done for each in (faster, smaller, cheaper)) <= before.done * (1 + 1e-9)
 

@@ -12,18 +12,18 @@ from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import elsewhere, predict
 from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
-from lightning_dist.reducer.unit_sizes import CHUNK_ELEMENTS
+from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 INT8 = replace(DDP, codec="int8", encode=1, decode=2, sent=1_000_000, transfer=10)
-CHUNK = replace(INT8, raw=4 * CHUNK_ELEMENTS, sent=CHUNK_ELEMENTS)
+CHUNK = replace(INT8, raw=4 * UNIT_ELEMENTS, sent=UNIT_ELEMENTS)
 """Buckets of one chunk each, as planted ones are; larger ones overlap with themselves."""
 
 COSTS = {
     # of a bucket of a million elements 1 ms and, with two payloads, 2 ms
-    "int8": CodecCost("int8", "two_shot", 1.0, encode=1e-9, decode=5e-10, settle=1e-9),
-    "fp16": CodecCost("fp16", "allreduce", 2.0, encode=0.0, decode=0.0, settle=0.0, source="here"),
-    "none": CodecCost("none", "allreduce", 4.0, encode=0.0, decode=0.0, settle=0.0),
+    "int8": CodecCost("int8", "two_shot", 1.0, encode=1e-9, decode=5e-10, store=1e-9),
+    "fp16": CodecCost("fp16", "allreduce", 2.0, encode=0.0, decode=0.0, store=0.0, source="here"),
+    "none": CodecCost("none", "allreduce", 4.0, encode=0.0, decode=0.0, store=0.0),
 }
 
 

@@ -72,7 +72,7 @@ def planner(
 ) -> Planner:
     network, codec = network_of(hosts, per_host, rank, leader), resolve_codec(intra)
     assert isinstance(codec, BlockCodec)
-    return Planner(network, ReducerState(), error_feedback="auto", intra=codec)
+    return Planner(network, ReducerState(), error_feedback="auto", intra_codec=codec)
 
 
 def lane_of(codec: Codec, numel: int, using: Planner) -> tuple[Codec, Sent]:

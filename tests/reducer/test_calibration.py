@@ -7,11 +7,11 @@ import torch
 from planted_gpu import Gpu
 
 from lightning_dist.codecs import Int8
+from lightning_dist.measurement import calibration
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CANDIDATES
 from lightning_dist.measurement.device_clock import HostClock, StreamClock
 from lightning_dist.measurement.microbenchmark import Passes
-from lightning_dist.reducer import calibration
 
 SECOND = 1_000_000_000
 
@@ -59,7 +59,7 @@ def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
             nonlocal now
             now += SECOND if self.step % 2 else 3 * SECOND
 
-        def decode_and_commit(self) -> None:
+        def decode(self) -> None:
             nonlocal now
             now += 5 * SECOND
 
@@ -84,7 +84,7 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
         def encode(self) -> None:
             gpu.work(0.25)
 
-        def decode_and_commit(self) -> None:
+        def decode(self) -> None:
             for _ in range(7):
                 gpu.sleep(2)  # to launch a kernel takes longer than the kernel
                 gpu.work(1)
@@ -93,6 +93,6 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
             return {}
 
     clock = StreamClock(torch.device("cuda", 0), gpu.clock)
-    encode, decode_and_commit = calibration._seconds(Asked(), rounds=3, clock=clock)
+    encode, decode = calibration._seconds(Asked(), rounds=3, clock=clock)
     assert encode == pytest.approx(0.25e-3, rel=0.01)
-    assert decode_and_commit == pytest.approx(7e-3, rel=0.01)
+    assert decode == pytest.approx(7e-3, rel=0.01)

@@ -131,7 +131,7 @@ def test_every_bucket_gets_its_mean() -> None:
     assert run_threads(two_buckets, 2) == [["1.00", "1.00"]] * 2
 
 
-@pytest.mark.parametrize("verb", ["issue", "wait"])
+@pytest.mark.parametrize("verb", ["start", "wait"])
 def test_a_failing_exchange_reaches_every_waiting_bucket(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +163,7 @@ def test_after_a_failure_every_later_bucket_fails_at_once(monkeypatch: pytest.Mo
     def fail(self: AllReduce) -> None:
         raise _BrokenLink("the link broke")
 
-    monkeypatch.setattr(AllReduce, "issue", fail)
+    monkeypatch.setattr(AllReduce, "start", fail)
     ((first, second),) = run_threads(body, 2)[:1]
     assert "the link broke" in first
     assert "an earlier exchange failed" in second

@@ -10,7 +10,7 @@ from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist import compress_ddp
-from lightning_dist.reducer import exposure
+from lightning_dist.measurement import exposure
 
 STEPS = 30
 

@@ -20,8 +20,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
 from lightning_dist.codecs.memory import ErrorFeedback
+from lightning_dist.kernels import inductor
 from lightning_dist.kernels.passes import Factors, Kernels, Passes
-from lightning_dist.reducer import fusing
 
 CPU = torch.device("cpu")
 SIZE = 3  # with three ranks one variant has all four passes
@@ -33,12 +33,12 @@ eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SI
 @pytest.fixture(scope="module")
 def fused() -> Mapping[str, Callable[..., None]]:
     """The compiled passes of both ways to commit; ``decode`` has no state."""
-    variant = fusing.Variant(
+    variant = inductor.Variant(
         eager.passes, torch.float32, rows=SIZE, received=1, device=CPU, immediate=False
     )
-    immediate = dict(fusing.fused_passes(replace(variant, immediate=True)))
+    immediate = dict(inductor.fused_passes(replace(variant, immediate=True)))
     immediate["decode"] = immediate.pop("decode_and_commit")
-    return {**fusing.fused_passes(variant), **immediate}
+    return {**inductor.fused_passes(variant), **immediate}
 
 
 def test_every_pass_is_fused(fused: Mapping[str, object]) -> None:
@@ -126,9 +126,9 @@ def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], l
 @pytest.mark.parametrize("commit", ["deferred", "immediate"])
 def test_a_real_step_runs_fused_and_compiles_nothing(commit: str) -> None:
     """Also when DDP rebuilds its buckets after the first step; with the bits of eager kernels."""
-    misses = fusing._fused_passes.cache_info().misses
+    misses = inductor._fused_passes.cache_info().misses
     by_fused = run_threads(lambda rank: run(rank, compile_kernels=True, commit=commit), SIZE)
-    assert fusing._fused_passes.cache_info().misses == misses
+    assert inductor._fused_passes.cache_info().misses == misses
     for _, generated, called in by_fused:
         assert generated == [generated[0]] * 5
         assert called == {
@@ -141,20 +141,20 @@ def test_a_real_step_runs_fused_and_compiles_nothing(commit: str) -> None:
 
 
 def test_small_models_are_not_compiled_unless_asked() -> None:
-    large, small = fusing.FUSE_FROM_ELEMENTS, fusing.FUSE_FROM_ELEMENTS - 1
-    assert fusing.should_fuse("auto", numel=large, device=CPU)
-    assert not fusing.should_fuse("auto", numel=small, device=CPU)
-    assert fusing.should_fuse(True, numel=1, device=CPU)
-    assert not fusing.should_fuse(False, numel=large, device=CPU)
+    large, small = inductor.FUSE_FROM_ELEMENTS, inductor.FUSE_FROM_ELEMENTS - 1
+    assert inductor.should_fuse("auto", numel=large, device=CPU)
+    assert not inductor.should_fuse("auto", numel=small, device=CPU)
+    assert inductor.should_fuse(True, numel=1, device=CPU)
+    assert not inductor.should_fuse(False, numel=large, device=CPU)
 
 
 def test_without_a_compiler_auto_is_eager_and_true_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert not fusing.should_fuse("auto", numel=fusing.FUSE_FROM_ELEMENTS, device=CPU)
+    assert not inductor.should_fuse("auto", numel=inductor.FUSE_FROM_ELEMENTS, device=CPU)
     with pytest.raises(ValueError, match=r"compile_kernels=True needs a compiler for cpu \(g\+\+"):
-        fusing.should_fuse(True, numel=1, device=CPU)
+        inductor.should_fuse(True, numel=1, device=CPU)
 
 
 def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it() -> None:
@@ -167,9 +167,9 @@ def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it() -> N
     assert told.output.strip() in ("True", "False")
 
 
-def other_variant(block_size: int) -> fusing.Variant:
+def other_variant(block_size: int) -> inductor.Variant:
     passes = Passes(Int8(block_size), ErrorFeedback(), Factors(), 2)
-    return fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
+    return inductor.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
 
 
 def test_a_broken_tool_chain_leaves_the_kernels_eager(
@@ -178,8 +178,8 @@ def test_a_broken_tool_chain_leaves_the_kernels_eager(
     def fail(function: object, arguments: object) -> None:
         raise RuntimeError("no such header")
 
-    monkeypatch.setattr(fusing, "_compile", fail)
-    assert fusing.fused_passes(other_variant(32)) == {}
+    monkeypatch.setattr(inductor, "_compile", fail)
+    assert inductor.fused_passes(other_variant(32)) == {}
     assert "the kernels stay eager (same bytes, slower): no such header" in caplog.text
 
 
@@ -191,6 +191,6 @@ def test_a_kernel_that_gives_other_bytes_is_not_used(
     def miscompile(function: Callable[..., None], arguments: object) -> Callable[..., None]:
         return function if function.__name__ == "encode" else lambda *tensors: None
 
-    monkeypatch.setattr(fusing, "_compile", miscompile)
-    assert set(fusing.fused_passes(other_variant(48))) == {"encode"}
+    monkeypatch.setattr(inductor, "_compile", miscompile)
+    assert set(inductor.fused_passes(other_variant(48))) == {"encode"}
     assert "the fused decode_and_commit pass differs from the eager one: not used" in caplog.text

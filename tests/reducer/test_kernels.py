@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_dist.codecs import BF16, FP16, BlockCodec, Int8, Payload
 from lightning_dist.codecs.memory import ErrorFeedback, NoMemory
+from lightning_dist.kernels import passes as module
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
-from lightning_dist.reducer import kernels as module
 
 CODEC = Int8(block_size=64)
 SCALE = 8.0

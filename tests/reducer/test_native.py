@@ -21,9 +21,9 @@ from lightning_dist.codecs import DGC, BlockCodec, RandomK, Threshold, TopK
 from lightning_dist.codecs.memory import Memory, NoMemory, memory_of
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.kernels import inductor, native
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.sparse import SparsePasses
-from lightning_dist.reducer import fusing, native
 
 CPU = torch.device("cpu")
 CODECS: tuple[BlockCodec, ...] = (
@@ -266,9 +266,11 @@ def without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def tried(caplog: pytest.LogCaptureFixture) -> str:
     """What is said where nothing can be compiled, once of each kind of codec."""
     passes = passes_of(TopK(block_size=64 + 64), NoMemory(), world=2)
-    variant = fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
-    assert fusing._fused_passes.__wrapped__(variant) == {}
-    assert fusing.compiled_sparse_passes(CPU) is None
+    variant = inductor.Variant(
+        passes, torch.float32, rows=1, received=2, device=CPU, immediate=False
+    )
+    assert inductor._fused_passes.__wrapped__(variant) == {}
+    assert inductor.compiled_sparse_passes(CPU) is None
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("compiling failed, the kernels stay eager (same bytes, slower)")
     assert second.startswith("compiling failed, threshold stays eager (same bytes, slower)")
@@ -310,11 +312,13 @@ def test_passes_that_give_other_bytes_are_not_used(
 ) -> None:
     compiled = native.block_passes(passes_of(TopK(), NoMemory(), world=2), torch.float32, 2)
     wrong = {**compiled, "decode_and_commit": lambda *tensors: None}
-    monkeypatch.setattr(fusing, "block_passes", lambda *asked: wrong)
+    monkeypatch.setattr(inductor, "block_passes", lambda *asked: wrong)
     passes = passes_of(TopK(), NoMemory(), world=2)
-    variant = fusing.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
-    assert set(fusing._fused_passes.__wrapped__(variant)) == {"encode"}
+    variant = inductor.Variant(
+        passes, torch.float32, rows=1, received=2, device=CPU, immediate=False
+    )
+    assert set(inductor._fused_passes.__wrapped__(variant)) == {"encode"}
     assert "the fused decode_and_commit pass differs from the eager one: not used" in caplog.text
     monkeypatch.setattr(native.NativeSparsePasses, "keep", lambda *given: None)
-    assert fusing.compiled_sparse_passes(CPU) is None
+    assert inductor.compiled_sparse_passes(CPU) is None
     assert "the compiled passes of threshold differ from the eager ones: not used" in caplog.text

@@ -14,7 +14,8 @@ from totals import lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Codec, after_steps, by_name, by_size, warmup
-from lightning_dist.reducer import fusing, plan
+from lightning_dist.kernels import inductor
+from lightning_dist.reducer import plan
 
 DOUBLE = torch.float64
 FIRST, BIAS, SECOND = 40 * 48, 40, 33 * 50
@@ -158,7 +159,7 @@ def test_the_kernels_of_all_stages_are_fused_at_the_start(monkeypatch: pytest.Mo
     """Every leaf that can be fused, once a dtype; none while gradients travel."""
     asked: list[str] = []
 
-    def fused_passes(variant: fusing.Variant) -> Mapping[str, Callable[..., None]]:
+    def fused_passes(variant: inductor.Variant) -> Mapping[str, Callable[..., None]]:
         asked.append(variant.passes.codec.name)
         return {}
 

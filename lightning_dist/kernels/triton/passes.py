@@ -59,7 +59,8 @@ class TableKernels:
     ) -> None:
         """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
 
-        ``p`` is the compensated gradient, ``flat + scale * residual``. A block that is not finite keeps its residual.
+        ``p`` is the compensated gradient, ``flat + scale * residual``. A block that is not finite
+        keeps its residual.
 
         Args:
             payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
