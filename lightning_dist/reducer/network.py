@@ -12,7 +12,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wait_limit import WaitLimit
 from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Tree, route, rows_of
+from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
@@ -60,37 +60,35 @@ class Network:
 
 @dataclass(frozen=True)
 class IntraLevel:
-    """A group that reduces among itself before its ``owners`` go on ``inter`` the groups."""
+    """The group of a :class:`~lightning_dist.topology.groups.Level` that this rank is in."""
 
     data: Channel  # payloads
     topology: Topology  # of the group
-    owners: int  # the first of the group: all with a shard each, or one leader with everything
-    weight: float  # of each member's value, so that the mean over groups is the mean over ranks
-    beyond: int  # ranks that share one owner's part on the levels outside this one
-    inter: Network | None  # None on ranks that do not go on
+    level: Level
+    inter: Network | None  # where its owners go on; None on ranks that do not
 
 
 def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup) -> Network:
     """``network`` with the groups of ``tree``, made from the inside out. Collective."""
     topology = network.topology
     network = replace(network, row_of=rows_of(tree, world_size=topology.world_size))
-    way = route(tree, topology.rank, leader=leader)
-    groups = [new_group(level.members) for level in way.levels]
-    outer = new_group(way.outer) if way.outer else None
-    inter = None
-    if outer is not None:
-        channel = Channel(outer, name=_name(len(groups)), limit=network.limit)
-        inter = replace(network, data=channel, topology=topology.among(way.outer))
-    for number, level in reversed(list(enumerate(way.levels))):
-        channel = Channel(groups[number], name=_name(number), limit=network.limit)
-        inside = topology.among(level.members)
-        intra = IntraLevel(channel, inside, level.owners, level.weight, level.beyond, inter)
-        inter = replace(network, data=channel, topology=inside, intra=intra)
-    return replace(
-        network,
-        intra=intra,
-        topology=replace(topology, intra_group=groups[0], inter_group=outer),
-    )
+    levels = levels_of(tree, leader=leader)
+    own = [level.group_of(topology.rank) for level in levels]
+    groups = [new_group(ranks) if ranks else None for ranks in own]
+    found: Network | None = None
+    for number, (level, ranks, group) in reversed(
+        list(enumerate(zip(levels, own, groups, strict=True)))
+    ):
+        if ranks is None or group is None:
+            continue
+        channel = Channel(group, name=_name(number), limit=network.limit)
+        inside = topology.among(ranks)
+        is_outermost = level is levels[-1]
+        intra = None if is_outermost else IntraLevel(channel, inside, level, inter=found)
+        found = replace(network, data=channel, topology=inside, intra=intra)
+    assert found is not None, "every rank is in a group of the innermost level"
+    places = replace(topology, intra_group=groups[0], inter_group=groups[-1])
+    return replace(network, intra=found.intra, topology=places)
 
 
 def _name(level: int) -> str:

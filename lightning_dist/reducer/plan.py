@@ -144,7 +144,7 @@ class Planner:
         if not isinstance(codec, BlockCodec) or codec.lossless:
             return codec
         intra, ranks = self.network.intra, self.network.rows.count
-        shares = self._cut(part, 1 if intra is None else intra.owners * intra.beyond)
+        shares = self._cut(part, 1 if intra is None else intra.level.owners * intra.level.beyond)
         wide = dtype if intra is None else _share_dtype(codec, dtype)
         more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
         return raw_beside(codec) if more else codec
@@ -233,7 +233,7 @@ class Planner:
 
     def _intra_of(self, part: ParameterSlice, intra: IntraLevel, dtype: torch.dtype) -> BlockCodec:
         """The codec inside a host, or none where its blocks would be mostly padding."""
-        intra_codec, shares = self._intra_codec, self._cut(part, intra.owners)
+        intra_codec, shares = self._intra_codec, self._cut(part, intra.level.owners)
         sent = sum(row_bytes(intra_codec.planes(dtype), -(-n // intra_codec.block)) for n in shares)
         return NoCompression() if sent > part.numel * dtype.itemsize else intra_codec
 
@@ -269,7 +269,7 @@ class Planner:
                     factors=Factors(mean=weight),
                     world_size=intra.topology.world_size,
                 )
-                for weight in (intra.weight, 1.0)
+                for weight in (intra.level.weight, 1.0)
             )
             self._intra_kernels_by_codec[intra_codec, dtype] = IntraKernels(up, down)
         return self._intra_kernels_by_codec[intra_codec, dtype]

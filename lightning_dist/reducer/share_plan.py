@@ -46,18 +46,19 @@ class SharePlan:
 
     def _cuts(self, slices: Sequence[ParameterSlice]) -> Iterator[list[_Cut]]:
         intra, cuts, filled = self.intra, list[_Cut](), 0
-        most = intra.beyond * self.most
+        most = intra.level.beyond * self.most
         for part in slices if self.separate else map(_joined, neighbours(slices)):
             for fragment in fragments(
                 part.name,
                 part.numel,
                 members=intra.topology.world_size,
-                owners=intra.owners,
+                owners=intra.level.owners,
                 most=most,
                 whole=part.name in self.whole and self.separate,
-                beyond=intra.beyond,
+                beyond=intra.level.beyond,
             ):
-                if cuts and filled + fragment.numel > intra.owners * most and not self.together:
+                full = filled + fragment.numel > intra.level.owners * most
+                if cuts and full and not self.together:
                     yield cuts
                     cuts, filled = [], 0
                 cuts.append((part, fragment))
