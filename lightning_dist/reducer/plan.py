@@ -26,17 +26,16 @@ from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
-from lightning_dist.reducer.fragments import fragments
-from lightning_dist.reducer.hierarchical import IntraKernels
+from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
 from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import IntraLevel, Network
-from lightning_dist.reducer.scratch import PayloadMemory, Scratch
-from lightning_dist.reducer.share_plan import SharePlan
+from lightning_dist.reducer.scratch import TurnMemory
+from lightning_dist.reducer.shares import fragments, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
-from lightning_dist.reducer.unit_sizes import unit_elements
+from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET, unit_elements
 
 
 class Planner:
@@ -65,9 +64,9 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self._sparse: SparsePasses | None = None  # compiled
-        self._scratch = Scratch(network.device)
+        self._scratch = TurnMemory(network.device)
         self._immediate = immediate
-        self._payloads = PayloadMemory(network.device) if immediate else None
+        self._payloads = TurnMemory(network.device) if immediate else None
         self._inter = None
         if network.intra is not None and network.intra.inter is not None:
             self._inter = Planner(
@@ -89,7 +88,7 @@ class Planner:
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
         if self._payloads is not None:
-            self._payloads = PayloadMemory(self.network.device)
+            self._payloads = TurnMemory(self.network.device)
         if self._inter is not None:
             self._inter.free()
 
@@ -191,9 +190,7 @@ class Planner:
             return [
                 unit
                 for intra_codec, some in by_intra_codec.items()
-                for unit in self._shares(codec, intra, dtype, intra_codec).units(
-                    some, bucket, share_dtype=_share_dtype(codec, dtype)
-                )
+                for unit in self._hierarchical(codec, some, bucket, intra, intra_codec)
             ]
         if isinstance(codec, BlockCodec):
             ranks, dtype = self.network.world_size, bucket.dtype
@@ -225,11 +222,8 @@ class Planner:
         """Elements of the shares of ``part`` among so many ranks of a host."""
         if parts == 1 or part.name in self._whole:
             return [part.numel]
-        most = unit_elements(self.network.rows.count)
-        found = fragments(
-            part.name, part.numel, members=parts, owners=parts, most=most, whole=False
-        )
-        return [end - start for cut in found for start, end in cut.shares if end > start]
+        found = fragments(part.name, part.numel, owners=parts, most=self._most(), whole=False)
+        return [end - start for cut in found for start, end in cut if end > start]
 
     def _intra_of(self, part: ParameterSlice, intra: IntraLevel, dtype: torch.dtype) -> BlockCodec:
         """The codec inside a host, or none where its blocks would be mostly padding."""
@@ -237,21 +231,42 @@ class Planner:
         sent = sum(row_bytes(intra_codec.planes(dtype), -(-n // intra_codec.block)) for n in shares)
         return NoCompression() if sent > part.numel * dtype.itemsize else intra_codec
 
-    def _shares(
-        self, codec: Codec, intra: IntraLevel, dtype: torch.dtype, intra_codec: BlockCodec
-    ) -> SharePlan:
+    def _hierarchical(
+        self,
+        codec: Codec,
+        slices: Sequence[ParameterSlice],
+        bucket: Tensor,
+        intra: IntraLevel,
+        intra_codec: BlockCodec,
+    ) -> list[HierarchicalUnit]:
         kinds = memory_of(codec, self._error_feedback).kinds
         elementwise = isinstance(codec, BlockCodec) and codec.block == intra_codec.block == 1
-        return SharePlan(
-            intra_kernels=self._intra_kernels_of(dtype, intra, intra_codec),
-            intra=intra,
-            inter=lambda slices, share: self._inter_units(codec, slices, share),
-            scratch=self._scratch,
+        most = self._most()
+        units = units_of_shares(
+            slices,
+            level=intra.level,
+            most=most,
             whole=self._whole,
             separate=bool(kinds) or not elementwise,
-            most=unit_elements(self.network.rows.count),
             together=isinstance(codec, PowerSGD),
         )
+        return [
+            HierarchicalUnit(
+                cuts,
+                bucket,
+                intra=intra,
+                kernels=self._intra_kernels_of(bucket.dtype, intra, intra_codec),
+                inter=lambda slices, share: self._inter_units(codec, slices, share),
+                share_dtype=_share_dtype(codec, bucket.dtype),
+                memory=self._scratch,
+                padded=most == WHOLE_BUCKET,
+            )
+            for cuts in units
+        ]
+
+    def _most(self) -> int:
+        """Elements of a share on the way between hosts."""
+        return unit_elements(self.network.rows.count, device=self.network.device.type)
 
     def _inter_units(
         self, codec: Codec, slices: Sequence[ParameterSlice], share: Tensor
