@@ -50,8 +50,8 @@ def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]
     shapes = shapes_of(parameters)
 
     def body(rank: Rank) -> tuple[Counter[str], Tensors]:
-        form = {"min_compress_numel": 1, **layout.form}
-        with compressed(rank, Fed(shapes), codec, ddp={"bucket_cap_mb": 100}, **form) as (model, reducer):
+        form = {"min_compress_numel": 1, "ddp": {"bucket_cap_mb": 100}, **layout.form}
+        with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
             backward(model, feed(rank.rank, 0, shapes))
             counting = Counting()
             for channel in reducer.network.channels:
