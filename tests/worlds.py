@@ -25,8 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dist.versions
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.wait_limit import WaitLimit
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.measurement import exposure
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology

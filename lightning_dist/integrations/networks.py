@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts, require_equal
-from lightning_dist.exchange.wait_limit import WaitLimit
 from lightning_dist.integrations.checks import finds_unused
 from lightning_dist.integrations.grouping import topology_of, view_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.wait_limit import WaitLimit
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of

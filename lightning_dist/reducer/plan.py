@@ -5,7 +5,7 @@ bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one ker
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
 from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import IntraLevel, Network
 from lightning_dist.reducer.scratch import TurnMemory
-from lightning_dist.reducer.shares import fragments, units_of_shares
+from lightning_dist.reducer.shares import Cut, fragments, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
@@ -239,17 +239,6 @@ class Planner:
         intra: IntraLevel,
         intra_codec: BlockCodec,
     ) -> list[HierarchicalUnit]:
-        kinds = memory_of(codec, self._error_feedback).kinds
-        elementwise = isinstance(codec, BlockCodec) and codec.block == intra_codec.block == 1
-        most = self._most()
-        units = units_of_shares(
-            slices,
-            level=intra.level,
-            most=most,
-            whole=self._whole,
-            separate=bool(kinds) or not elementwise,
-            together=isinstance(codec, PowerSGD),
-        )
         return [
             HierarchicalUnit(
                 cuts,
@@ -259,10 +248,29 @@ class Planner:
                 inter=lambda slices, share: self._inter_units(codec, slices, share),
                 share_dtype=_share_dtype(codec, bucket.dtype),
                 memory=self._scratch,
-                padded=most == WHOLE_BUCKET,
+                padded=self._most() == WHOLE_BUCKET,
             )
-            for cuts in units
+            for cuts in self._cuts(codec, slices, intra, intra_codec)
         ]
+
+    def _cuts(
+        self,
+        codec: Codec,
+        slices: Sequence[ParameterSlice],
+        intra: IntraLevel,
+        intra_codec: BlockCodec,
+    ) -> Iterator[Sequence[Cut]]:
+        """What travels together inside a host, and who owns which part of it."""
+        kinds = memory_of(codec, self._error_feedback).kinds
+        elementwise = isinstance(codec, BlockCodec) and codec.block == intra_codec.block == 1
+        return units_of_shares(
+            slices,
+            level=intra.level,
+            most=self._most(),
+            whole=self._whole,
+            separate=bool(kinds) or not elementwise,
+            together=isinstance(codec, PowerSGD),
+        )
 
     def _most(self) -> int:
         """Elements of a share on the way between hosts."""
