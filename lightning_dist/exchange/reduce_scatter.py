@@ -48,8 +48,12 @@ class ReduceScatterAllGather(Exchange):
         self.received = [views(row.unsqueeze(0), planes, blocks[rank]) for row in self._received]
         """What every rank sent to this one, ``(1, blocks[rank], ...)`` each."""
         self.own = self.payloads[rank]
-        up, down = traffic.scatter, traffic.spread
-        self.sent = up(self._sizes, self._topology) + down(self._sizes, self._topology)
+        self._equal = len(set(self._sizes)) == 1
+        if self._equal:
+            gathered = traffic.ring_all_gather(self._sizes[rank], self._topology)
+        else:
+            gathered = traffic.broadcasts(self._sizes, self._topology)
+        self.sent = traffic.scatter(self._sizes, self._topology) + gathered
 
     @override
     def start(self) -> None:
@@ -60,7 +64,7 @@ class ReduceScatterAllGather(Exchange):
     @override
     def start_second(self) -> None:
         self.wait()
-        if len(set(self._sizes)) == 1:
+        if self._equal:
             own = self._parts[self._topology.rank]  # gathered in place
             self._work = [self._channel.all_gather(self._send, own)]
             return

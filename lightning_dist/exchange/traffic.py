@@ -59,13 +59,6 @@ def scatter(shares: Sequence[int], topology: Topology) -> Sent:
     return Sent(sum(n for same, n in to if same), sum(n for same, n in to if not same))
 
 
-def spread(shares: Sequence[int], topology: Topology) -> Sent:
-    """Every owner's share to all: a ring where they are equal, else broadcasts."""
-    if len(set(shares)) == 1:
-        return ring_all_gather(shares[0], topology)
-    return broadcasts(shares, topology)
-
-
 def broadcasts(shares: Sequence[int], topology: Topology) -> Sent:
     """``shares[r]`` bytes of every rank ``r`` to all others."""
     return scatter([shares[topology.rank]] * len(shares), topology)

@@ -71,22 +71,19 @@ def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup
     """``network`` with the groups of ``tree``, made from the inside out. Collective."""
     topology = network.topology
     network = replace(network, row_of=rows_of(tree, world_size=topology.world_size))
-    levels = levels_of(tree, leader=leader)
-    own = [level.group_of(topology.rank) for level in levels]
-    groups = [new_group(ranks) if ranks else None for ranks in own]
-    found: Network | None = None
-    for number, (level, ranks, group) in reversed(
-        list(enumerate(zip(levels, own, groups, strict=True)))
-    ):
-        if ranks is None or group is None:
-            continue
-        channel = Channel(group, name=_name(number), limit=network.limit)
-        inside = topology.among(ranks)
-        is_outermost = level is levels[-1]
-        intra = None if is_outermost else IntraLevel(channel, inside, level, inter=found)
+    levels = dict(enumerate(levels_of(tree, leader=leader)))
+    own = {number: level.group_of(topology.rank) for number, level in levels.items()}
+    members = {number: ranks for number, ranks in own.items() if ranks is not None}
+    groups = {number: new_group(ranks) for number, ranks in members.items()}
+    outermost, found = max(levels), network
+    for number in reversed(groups):
+        channel = Channel(groups[number], name=_name(number), limit=network.limit)
+        inside, intra = topology.among(members[number]), None
+        if number < outermost:
+            inter = found if number + 1 in groups else None
+            intra = IntraLevel(channel, inside, levels[number], inter)
         found = replace(network, data=channel, topology=inside, intra=intra)
-    assert found is not None, "every rank is in a group of the innermost level"
-    places = replace(topology, intra_group=groups[0], inter_group=groups[-1])
+    places = replace(topology, intra_group=groups[0], inter_group=groups.get(outermost))
     return replace(network, intra=found.intra, topology=places)
 
 
