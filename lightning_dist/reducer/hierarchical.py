@@ -86,30 +86,21 @@ class HierarchicalUnit(CommUnit):
         self._inter = inter(slices, self._share) if slices else ()
         # What goes up to every owner, and the place to which its result comes down.
         flats = [[part.of(bucket) for part in parts] for parts in owned]
-        own = [part.of(self._share) for part in slices]
+        is_copied = codec.lossless and codec.block == 1  # the payload is the elements
+        own = [self._share] if is_copied else [part.of(self._share) for part in slices]
         self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
         self._places: list[Tensor] = []  # and where, in the payloads
-        self._parts: list[tuple[Tile, Payload]] = []
-        if codec.lossless and codec.block == 1:  # the payload is the elements
-            for (plane,), some in zip(self.exchange.payloads, flats, strict=True):
+        self._parts: list[tuple[Tile, Sequence[Payload]]] = []
+        for some, payload in zip(flats, self.exchange.payloads, strict=True):
+            if is_copied:
                 sizes = [len(flat) for flat in some]
                 self._flats += some
-                self._places += plane.view(-1)[: sum(sizes)].split_with_sizes(sizes)
-            own = [self._share] if own else []
-        else:
-            self._parts = [
-                (tile, columns_of(payload, tile.columns))
-                for some, payload in zip(flats, self.exchange.payloads, strict=True)
-                for tile in _tiles(some, codec.block)
-            ]
-        self._own = [
-            (
-                tile,
-                [columns_of(payload, tile.columns) for payload in self.exchange.received],
-                columns_of(self.exchange.own, tile.columns),
-            )
-            for tile in _tiles(own, codec.block)
-        ]
+                self._places += payload[0].view(-1)[: sum(sizes)].split_with_sizes(sizes)
+            else:
+                self._parts += _tiles(some, codec.block, [payload])
+        # What every rank said of the share, and last where its result is encoded.
+        payloads = [*self.exchange.received, self.exchange.own]
+        self._own = list(_tiles(own, codec.block, payloads))
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
@@ -117,14 +108,14 @@ class HierarchicalUnit(CommUnit):
     def begin(self) -> None:
         if self._flats:
             torch._foreach_copy_(self._places, self._flats)
-        for tile, payload in self._parts:
+        for tile, (payload,) in self._parts:
             self._encode(self._kernels.up, tile, payload)
         self.exchange.start()
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
         self.exchange.wait()
-        for tile, received, _ in self._own:
+        for tile, (*received, _) in self._own:
             self._decode(self._kernels.up, tile, received)
         for unit in staggered(self._inter):
             unit.encode(scale, step=step)
@@ -160,7 +151,7 @@ class HierarchicalUnit(CommUnit):
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
         decode_all(self._inter, scale)
-        for tile, _, own in self._own:
+        for tile, (*_, own) in self._own:
             self._encode(self._kernels.down, tile, own)
         self.exchange.start_second()
 
@@ -169,8 +160,8 @@ class HierarchicalUnit(CommUnit):
         self.exchange.wait()
         if self._flats:
             torch._foreach_copy_(self._flats, self._places)
-        for tile, result in self._parts:
-            self._decode(self._kernels.down, tile, [result])
+        for tile, results in self._parts:
+            self._decode(self._kernels.down, tile, results)
 
     @property
     @override
@@ -201,12 +192,15 @@ def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice
     return found
 
 
-def _tiles(flats: Sequence[Tensor], block: int) -> Iterator[Tile]:
-    """Flat tensors one after the other in a payload."""
+def _tiles(
+    flats: Sequence[Tensor], block: int, payloads: Sequence[Payload]
+) -> Iterator[tuple[Tile, Sequence[Payload]]]:
+    """Flat tensors that follow each other in each of ``payloads``, with their places there."""
     first = 0
     for flat in flats:
         grid = Grid(len(flat), 1, block)
         for span in grid.spans(grid.blocks_per_row):
             columns = slice(first + span.first, first + span.last)
-            yield tile_of("", [flat], span, columns=columns, numbers=flat.new_empty(0))
+            tile = tile_of("", [flat], span, columns=columns, numbers=flat.new_empty(0))
+            yield tile, [columns_of(payload, columns) for payload in payloads]
         first += grid.blocks_per_row

@@ -24,6 +24,8 @@ from lightning_dist.reducer.unit import CommUnit
 class SparseUnit(CommUnit):
     """All parameters of one bucket that the codec compresses. Indices count from its start."""
 
+    exchange: AllGatherV
+
     def __init__(
         self,
         codec: Threshold,
@@ -36,7 +38,7 @@ class SparseUnit(CommUnit):
         compiled: SparsePasses | None = None,
     ) -> None:
         self._codec, self._slices, self._bucket = codec, slices, bucket
-        self.exchange: AllGatherV = AllGatherV(
+        self.exchange = AllGatherV(
             channel=network.data, topology=network.topology, device=bucket.device
         )
         self._share = 1.0 / network.world_size
