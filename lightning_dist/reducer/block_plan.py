@@ -17,7 +17,7 @@ from lightning_dist.reducer.fitting import rows_of
 from lightning_dist.reducer.geometry import Grid, Span
 from lightning_dist.reducer.keys import Place, UnitKeys
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.scratch import TurnMemory
+from lightning_dist.reducer.scratch import PayloadMemory
 from lightning_dist.reducer.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.tiles import Tile, joined, tile_of
@@ -36,7 +36,7 @@ class BlockPlan:
     kernels: Kernels
     network: Network
     state: ReducerState
-    payloads: TurnMemory | None
+    payloads: PayloadMemory | None
 
     @property
     def rows(self) -> int:

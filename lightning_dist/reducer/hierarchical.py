@@ -24,7 +24,7 @@ from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.geometry import Grid
 from lightning_dist.reducer.network import IntraLevel
-from lightning_dist.reducer.scratch import TurnMemory
+from lightning_dist.reducer.scratch import PayloadMemory
 from lightning_dist.reducer.shares import Cut, shares_of
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.tiles import Tile, columns_of, tile_of
@@ -66,7 +66,7 @@ class HierarchicalUnit(CommUnit):
         kernels: IntraKernels,
         inter: Callable[[Sequence[ParameterSlice], Tensor], Sequence[CommUnit]],
         share_dtype: torch.dtype,
-        memory: TurnMemory,
+        memory: PayloadMemory,
         padded: bool,
     ) -> None:
         self._kernels, codec, world = kernels, kernels.up.codec, intra.topology.world_size

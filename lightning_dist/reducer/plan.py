@@ -29,7 +29,7 @@ from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
 from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import IntraLevel, Network
-from lightning_dist.reducer.scratch import TurnMemory
+from lightning_dist.reducer.scratch import PayloadMemory
 from lightning_dist.reducer.shares import Cut, fragments, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.sparse import SparseUnit
@@ -64,9 +64,9 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self._sparse: SparsePasses | None = None  # compiled
-        self._scratch = TurnMemory(network.device)
+        self._scratch = PayloadMemory(network.device)
         self._immediate = immediate
-        self._payloads = TurnMemory(network.device) if immediate else None
+        self._payloads = PayloadMemory(network.device) if immediate else None
         self._inter = None
         if network.intra is not None and network.intra.inter is not None:
             self._inter = Planner(
@@ -88,7 +88,7 @@ class Planner:
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
         if self._payloads is not None:
-            self._payloads = TurnMemory(self.network.device)
+            self._payloads = PayloadMemory(self.network.device)
         if self._inter is not None:
             self._inter.free()
 

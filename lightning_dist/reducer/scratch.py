@@ -1,4 +1,4 @@
-"""Memory that exchanges take turns with."""
+"""Memory of payloads, with which exchanges take turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class TurnMemory:
+class PayloadMemory:
     """uint8 buffers that are used again at the turn after the next.
 
     Tensors take turns with the memory of their payloads (one is decoded before the next but one is
