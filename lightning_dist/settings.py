@@ -14,8 +14,6 @@ from lightning_dist.codecs import (
     BlockCodec,
     Codec,
     NoCompression,
-    PowerSGD,
-    Threshold,
     after_steps,
     resolve_codec,
 )
@@ -85,10 +83,6 @@ class Settings:
         if commit not in ("auto", "immediate", "deferred"):
             raise ValueError(f"commit must be 'auto', 'immediate' or 'deferred', got {commit!r}")
         for leaf in resolved.leaves():
-            if not isinstance(leaf, BlockCodec | PowerSGD | Threshold):
-                raise ValueError(
-                    f"a codec of your own must be a lightning_dist.codecs.BlockCodec, got {leaf}"
-                )
             _check_feedback(leaf, error_feedback)
         return cls(
             codec=resolved,
@@ -134,18 +128,14 @@ def _by_level(
             "a codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
             f"keys {sorted(codec)}"
         )
-    intra = resolve_codec(codec["intra"])
-    if not isinstance(intra, BlockCodec) or not _fits_inside(type(intra)):
-        listed = ", ".join(name for name, kind in CODECS.items() if _fits_inside(kind))
+    intra = resolve_codec(codec["intra"]).inside_host()
+    if intra is None:
+        listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
             f"inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
             f"one of {listed}, got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
-
-
-def _fits_inside(kind: type[Codec]) -> bool:
-    return issubclass(kind, BlockCodec) and kind.exchange != "gather" and not kind.stochastic
 
 
 def _check_grouping(

@@ -27,8 +27,14 @@ def test_every_codec_is_in_the_guide_with_its_options() -> None:
             assert f"`{option}=" in row or "`topk`'s" in row, (name, option)
 
 
+def test_every_codec_is_on_the_page_of_the_api() -> None:
+    page = (ROOT / "docs/api/codecs.md").read_text()
+    own = [make for make in CODECS.values() if make.__module__.startswith("lightning_dist.")]
+    assert [m.__name__ for m in own if f"::: lightning_dist.{m.__name__}\n" not in page] == []
+
+
 def test_public_names_are_documented() -> None:
-    documents = ("guide", "choosing-a-codec", "checkpoints", "profiling")
+    documents = ("guide", "choosing-a-codec", "write-your-own-codec", "checkpoints", "profiling")
     files = ("README.md", *(f"docs/{name}.md" for name in documents))
     text = "".join((ROOT / file).read_text() for file in files)
     own = {"CODECS", "Codec", "__version__", *(make.__name__ for make in CODECS.values())}
