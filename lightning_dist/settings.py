@@ -17,6 +17,7 @@ from lightning_dist.codecs import (
     after_steps,
     resolve_codec,
 )
+from lightning_dist.codecs.memory import KINDS
 from lightning_dist.codecs.policies import sized
 from lightning_dist.topology.groups import Tree, tree_of
 
@@ -161,6 +162,12 @@ def _is_count(value: object) -> bool:
 
 
 def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> None:
+    kinds = codec.memory(error_feedback).kinds
+    if not set(kinds) <= set(KINDS):
+        raise ValueError(
+            f"a memory keeps state of the kinds {', '.join(KINDS)}, got {kinds} of codec {codec}; "
+            "rename them in its `kinds`"
+        )
     if error_feedback is True and not codec.contraction:
         raise ValueError(
             f"error feedback diverges with codec {codec}: it may lose more than it is given "

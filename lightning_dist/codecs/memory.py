@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 State: TypeAlias = tuple[Tensor, ...]
+KINDS = ("residual", "momentum")
+"""Of state that a memory may keep."""
 
 
 class Memory(ABC):

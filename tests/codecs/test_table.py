@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 from test_own_codec import install
 
-from lightning_dist.codecs import CODECS, BlockCodec, Int8, Sign, register_codec, resolve_codec
+from lightning_dist.codecs import (
+    CODECS,
+    BlockCodec,
+    ErrorFeedback,
+    Int8,
+    Memory,
+    Sign,
+    register_codec,
+    resolve_codec,
+)
 from lightning_dist.codecs.base import ExchangeName
 from lightning_dist.codecs.table import CodecTable
+from lightning_dist.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -112,3 +122,19 @@ def test_packages_are_imported_when_they_are_asked_for(
 def test_a_name_that_nobody_has_lists_the_others() -> None:
     with pytest.raises(ValueError, match=r"'int8', .*got 'in8'; did you mean 'int8'"):
         resolve_codec("in8")
+
+
+@dataclass(frozen=True)
+class Velocity(ErrorFeedback):
+    kinds: ClassVar[tuple[str, ...]] = ("residual", "velocity")
+
+
+@dataclass(frozen=True)
+class WithVelocity(Int8):
+    def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
+        return Velocity()
+
+
+def test_a_memory_keeps_what_a_reducer_has_room_for() -> None:
+    with pytest.raises(ValueError, match="kinds residual, momentum, got .*'velocity'"):
+        Settings.check(WithVelocity())
