@@ -136,5 +136,5 @@ class WithVelocity(Int8):
 
 
 def test_a_memory_keeps_what_a_reducer_has_room_for() -> None:
-    with pytest.raises(ValueError, match="kinds residual, momentum, got .*'velocity'"):
+    with pytest.raises(ValueError, match=r"kinds residual, momentum, got .*'velocity'"):
         Settings.check(WithVelocity())
