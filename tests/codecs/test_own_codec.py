@@ -11,6 +11,7 @@ import pytest
 from processes import run
 
 TESTS = Path(__file__).parents[1]
+SCRIPT = Path(__file__).with_name("own_codec.py")
 PAGE = TESTS.parent / "docs/write-your-own-codec.md"
 
 
@@ -37,21 +38,34 @@ def install(folder: Path, entry_points: str, *, package: str = "own_package") ->
     (info / "entry_points.txt").write_text(f"[lightning_dist.codecs]\n{entry_points}\n")
 
 
-def run_script(python: list[str], way: str, folder: Path) -> None:
+LISTED = """
+import sys
+from lightning_dist.codecs import CODECS
+from lightning_dist.integrations.registration import NAMES
+assert {"compressed_ddp_rowint8", "compressed_ddp_int8_decay"} <= set(NAMES)
+assert {"rowint8", "int8_decay"} <= set(CODECS)
+assert "own_package" not in sys.modules
+CODECS["rowint8"]
+assert "own_package" in sys.modules
+print("all is well")
+"""
+
+
+def run_script(python: list[str], folder: Path, *words: str | Path) -> None:
     paths = [str(path) for path in (folder, TESTS, TESTS / "reducer")]
-    script = Path(__file__).with_name("own_codec.py")
-    done = run([*python, script, way], limit=110, PYTHONPATH=os.pathsep.join(paths))
+    done = run([*python, *words], limit=110, PYTHONPATH=os.pathsep.join(paths))
     assert "all is well" in done.require_success().output
 
 
 def test_a_codec_that_is_registered(package: Path, quick_python: list[str]) -> None:
-    run_script(quick_python, "registered", package)
+    run_script(quick_python, package, SCRIPT, "registered")
 
 
 def test_a_codec_that_a_package_brings(package: Path) -> None:
     names = {"rowint8": "RowInt8", "int8_decay": "DecayInt8"}
     install(package, "\n".join(f"{k} = own_package.codecs:{v}" for k, v in names.items()))
-    run_script([sys.executable], "installed", package)
+    run_script([sys.executable], package, "-c", LISTED)
+    run_script([sys.executable], package, SCRIPT, "installed")
 
 
 def test_the_example_is_short() -> None:
