@@ -1,8 +1,6 @@
 """Communication units by the type of a codec: open tables, to which a codec may add its own.
 
-@units_of.register(MyCodec)
-def _(codec, slices, bucket, planner):
-    return [MyUnit(codec, slices, bucket, planner.network, planner.state)]
+With the decorator ``@units_of.register(MyCodec)`` on a function of the same arguments.
 """
 
 from __future__ import annotations
