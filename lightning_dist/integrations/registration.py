@@ -26,6 +26,7 @@ def register_all() -> None:
 
     register_lightning(StrategyRegistry)
     register_fabric(STRATEGY_REGISTRY)
+    CODECS.on_add(_register_codec)
     explain_wrong_strategies("lightning", NAMES)
 
 
@@ -39,6 +40,12 @@ def register_fabric(registry: Any) -> None:
     """:data:`NAMES`, for Fabric."""
     for name, arguments in NAMES.items():
         _add(registry, name, fabric_strategy, **arguments)
+
+
+def _register_codec(codec: str) -> None:
+    """The strategy of a codec that was added after Lightning was imported."""
+    NAMES.setdefault(f"{_NAME}_{codec}", {"codec": codec})
+    register_all()
 
 
 # Not the classes: their modules import Lightning, and may themselves be what imports it just now.
