@@ -24,8 +24,8 @@ from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fus
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.block_plan import BlockPlan
+from lightning_dist.reducer.commit import owed
 from lightning_dist.reducer.fitting import fitted, sends_more
-from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.fragments import fragments
 from lightning_dist.reducer.hierarchical import IntraKernels
 from lightning_dist.reducer.low_rank import LowRankUnit

@@ -22,10 +22,15 @@ from torch.futures import Future
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_group
-from lightning_dist.reducer.commit import PendingCommit
-from lightning_dist.reducer.consensus import FiniteConsensus, decode_group, sum_of_bits
+from lightning_dist.reducer.commit import (
+    PendingCommit,
+    add_owed,
+    agree,
+    decode_group,
+    pay_owed,
+    sum_of_bits,
+)
 from lightning_dist.reducer.executor import executor_for
-from lightning_dist.reducer.flush import add_owed, pay_owed
 from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
@@ -193,12 +198,10 @@ class Reducer:
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode_now(handle)
-        consensus = self._ask()
-        if consensus is not None:
-            consensus.require_equal()
+        finite, unused = self._ask()
         if not self.immediate:
             for handle in handles:
-                self._decode(handle, consensus)
+                self._decode(handle, unused, pending=None if finite else self._pending)
         for call in self._looked:
             call()
         self._looked = []
@@ -219,9 +222,7 @@ class Reducer:
                 pay_owed(group, handle.flat, self.state)
                 self._count(group, handle.flat, compare=True)
 
-    def _decode(self, handle: Handle, consensus: FiniteConsensus | None) -> None:
-        pending = None if consensus is None or consensus.ok() else self._pending
-        unused = set() if consensus is None else consensus.unused()
+    def _decode(self, handle: Handle, unused: set[str], *, pending: PendingCommit | None) -> None:
         with working(self._observers, handle.key, "decode"):
             for group in handle.groups:
                 decode_group(
@@ -237,8 +238,8 @@ class Reducer:
 
     def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
         self.stats.record(group.codec.name, group.raw_bytes, group.sent)
-        if self.step % _COMPARED_EVERY == 0 and compare:
-            self._compare(group, flat)
+        if self.step % _COMPARED_EVERY == 0 and compare and not group.codec.bit_exact:
+            self._sums.append(sum_of_bits(group, flat))  # unequal machines may differ
 
     def _end_step(self) -> None:
         self.step += 1
@@ -251,25 +252,19 @@ class Reducer:
                 unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
 
-    def _ask(self) -> FiniteConsensus | None:
+    def _ask(self) -> tuple[bool, set[str]]:
+        """See :func:`agree`; no allreduce where nothing depends on it."""
         finite, self._finite = self._finite, []
-        if not (self._allow_absent or self._asks or (self.immediate and self._sums)):
-            return None  # nothing to decide
-        used: dict[str, bool] = {}
-        if self._allow_absent:
-            used = {
-                part.name: part.name not in handle.absent
-                for handle in self._in_flight
-                for group in handle.groups
-                for part in group.slices
-            }
         sums, self._sums = self._sums, []
-        return FiniteConsensus(finite, used, sums, self.network)
-
-    def _compare(self, group: CodecGroup, gradients: Tensor) -> None:
-        """With the other ranks, in the next consensus, where unequal machines may differ."""
-        if not group.codec.bit_exact:
-            self._sums.append(sum_of_bits(group, gradients))
+        if not (self._allow_absent or self._asks or sums):
+            return True, set()
+        used = {
+            part.name: part.name not in handle.absent
+            for handle in self._in_flight
+            for group in (handle.groups if self._allow_absent else ())
+            for part in group.slices
+        }
+        return agree(finite, used, sums, self.network)
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
