@@ -26,6 +26,8 @@ class Bucket(Protocol):
 class DDPBuckets:
     """Averages DDP's gradient buckets with ``reducer``; call it from a communication hook.
 
+    Residuals are allocated here, and not in the first backward pass at the peak of memory.
+
     Args:
         find_unused: whether DDP looks for parameters without a gradient; the reducer then has
             ``allow_absent``.
@@ -38,6 +40,10 @@ class DDPBuckets:
             reducer.at_close.append(self._used.close)
         self._slices: dict[int, tuple[object, Sequence[ParameterSlice]]] = {}
         self._reached = -1  # index of the last bucket of a step that is not finished
+        trained = [parameter for parameter in reducer.names if parameter.requires_grad]
+        for dtype in dict.fromkeys(parameter.dtype.to_real() for parameter in trained):
+            alike = [each for each in trained if each.dtype.to_real() == dtype]
+            reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.

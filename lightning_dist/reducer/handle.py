@@ -12,31 +12,55 @@ from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The groups of a tensor of one ``layout``, with views of ``flat``.
+
+    ``moves``: how often the tensor has been in other memory; from the second time on ``flat`` is
+    memory of the reducer, to which it is copied.
+    """
+
+    layout: object
+    flat: Tensor
+    groups: Sequence[CodecGroup]
+    moves: int
+
+    def is_for(self, flat: Tensor) -> bool:
+        """Whether the tensor can be planned for no better than this."""
+        return self.moves > 1 or self.flat.data_ptr() == flat.data_ptr()
+
+
 @dataclass(eq=False)  # tensors are compared by identity
 class Handle:
-    """What :meth:`Reducer.start` returns; ``done`` is ready with ``flat`` when the mean is in it.
+    """What :meth:`Reducer.start` returns; ``done`` is ready with ``given`` when the mean is in it.
 
     Args:
         key: of the tensor among those of a step.
-        flat: ``(N,)``, local values in, mean over ranks out.
+        given: ``(N,)``, local values in, mean over ranks out.
         slices: where every parameter lies in ``flat``.
         absent: names of slices without a value on this rank.
     """
 
     key: int
-    flat: Tensor
+    given: Tensor
     slices: Sequence[ParameterSlice]
     absent: frozenset[str]
     done: Future[Tensor]
     groups: Sequence[CodecGroup] = ()
     _kept: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.flat = self.given
+        """The tensor while it is on its way: where its groups are planned for."""
+
     def units(self) -> list[CommUnit]:
         """All exchanges of the tensor, in their order."""
         return [unit for group in self.groups for unit in group.units]
 
-    def keep_absent(self) -> None:
-        """Remember what absent slices hold: an adapter may want it back."""
+    def load(self) -> None:
+        """Take the values, and remember what absent slices hold: an adapter may want it back."""
+        if self.flat.data_ptr() != self.given.data_ptr():
+            self.flat.copy_(self.given)
         self._kept = {
             part.name: part.of(self.flat).clone()
             for group in self.groups
@@ -49,3 +73,8 @@ class Handle:
         for part in group.slices:
             if part.name in absent:
                 part.of(self.flat).copy_(self._kept[part.name])
+
+    def store(self) -> None:
+        """Give back the mean."""
+        if self.flat.data_ptr() != self.given.data_ptr():
+            self.given.copy_(self.flat)

@@ -65,6 +65,8 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self._sparse: SparsePasses | None = None  # compiled
+        self.compiled: dict[Codec, set[torch.dtype]] = {}
+        """Dtypes of the gradients that kernels were compiled for."""
         self._scratch = Scratch(network.device)
         self._immediate = immediate
         self._payloads = PayloadMemory(network.device) if immediate else None
@@ -113,7 +115,8 @@ class Planner:
 
     def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels for gradients of ``dtypes``, where that helps."""
-        intra = self.network.intra
+        dtypes, intra = set(dtypes), self.network.intra
+        self.compiled.setdefault(codec, set()).update(dtypes)
         if intra is None and isinstance(codec, Threshold):
             self._sparse = compiled_sparse_passes(self.network.device)
         for dtype in dtypes:
@@ -178,6 +181,28 @@ class Planner:
         for part, kind in product(slices, kinds):
             self._state.adopted(kind, part.name)
         return group
+
+    def reserve(self, codec: Codec, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
+        """Allocate the state that this rank keeps for ``slices`` of a tensor of ``dtype``."""
+        kinds, wide = memory_of(codec, self._error_feedback).kinds, compute_dtype(dtype)
+        for part, kind in product(slices, kinds):
+            self._state.know(kind, part, dtype=wide)
+            for held in self._held(codec, part, dtype):
+                self._state.per_rank(kind, held, dtype=wide, device=self.network.device)
+            self._state.adopted(kind, part.name)
+
+    def _held(
+        self, codec: Codec, part: ParameterSlice, dtype: torch.dtype
+    ) -> Sequence[ParameterSlice]:
+        """What this rank is responsible for of ``part``."""
+        intra = self.network.intra
+        if intra is None:
+            return [part]
+        if self._inter is None:
+            return []
+        inter, wide = self._inter, _share_dtype(codec, dtype)
+        shares = self._shares(codec, intra, dtype, self._intra_codec).own_shares(part)
+        return [held for share in shares for held in inter._held(codec, share, wide)]
 
     def units(
         self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor

@@ -44,6 +44,11 @@ class SharePlan:
     ) -> list[HierarchicalUnit]:
         return [self._unit(cuts, bucket, share_dtype) for cuts in self._cuts(slices)]
 
+    def own_shares(self, part: ParameterSlice) -> list[ParameterSlice]:
+        """What this rank takes of ``part``, which is joined with no other."""
+        rank = self.intra.topology.rank
+        return [share for cuts in self._cuts([part]) for share in _slices_of_share(_of(cuts, rank))]
+
     def _cuts(self, slices: Sequence[ParameterSlice]) -> Iterator[list[_Cut]]:
         intra, cuts, filled = self.intra, list[_Cut](), 0
         most = intra.beyond * self.most
