@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice, slices_of
 
@@ -65,12 +64,8 @@ class DDPBuckets:
             reducer.finish()
             if used is not None:
                 used.clear()
-        if not is_accelerator(reducer.network.device):
-            # A future carries an exception to DDP's C++ side only through `then`.
-            return handle.done.then(_value)
-        if reducer.failure is not None:  # the task has run; DDP would call the error no tensor
-            raise RuntimeError(f"lightning_dist: {reducer.failure}") from reducer.failure
-        return handle.done
+        # A future carries an exception to DDP's C++ side only through `then`.
+        return handle.done.then(_value)
 
     def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
         """Slices of the parameters in ``bucket``, worked out once per layout."""

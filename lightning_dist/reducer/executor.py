@@ -7,12 +7,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from weakref import finalize
 
 import torch
 from typing_extensions import override
 
-from lightning_dist.accelerator import device_module, is_accelerator
+from lightning_dist.accelerator import DeviceEvent, device_module, is_accelerator
 
 Task = Callable[[], None]
 Tasks = queue.SimpleQueue[Task | None]
@@ -95,33 +96,55 @@ def _end(tasks: Tasks, thread: threading.Thread) -> None:
 
 
 class SideStream(Executor):
-    """One stream of an accelerator. Waiting only orders streams, so tasks run at once."""
+    """One stream of an accelerator, where waiting only orders streams.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        worker: issues the tasks, so that the backward pass goes on launching meanwhile. None: they
+            are issued at once, in one order with what the calling thread issues: for models that
+            communicate in their backward pass, whose collectives NCCL wants in one order with ours.
+    """
+
+    def __init__(self, device: torch.device, worker: Worker | None) -> None:
         self._device, self._module = device, device_module(device)
-        self._stream = self._module.Stream(device)
+        self._stream, self._worker = self._module.Stream(device), worker
 
     @override
     def submit(self, task: Task) -> None:
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        # The hook runs in the autograd thread, which may have inherited an autocast.
+        ready = self._module.Event(enable_timing=False)
+        ready.record(self._module.current_stream(self._device))
+        issue = partial(self._issue, ready, task)
+        issue() if self._worker is None else self._worker.submit(issue)
+
+    def _issue(self, ready: DeviceEvent, task: Task) -> None:
+        self._stream.wait_event(ready)
+        # The calling thread may have inherited an autocast.
         exact = torch.autocast(self._device.type, enabled=False)
         with self._module.stream(self._stream), torch.no_grad(), exact:
             task()
 
     @override
     def drain(self, patience: float = _PATIENCE) -> bool:
+        end = time.monotonic() + patience
+        if self._worker is not None and not self._worker.drain(patience):
+            return False
         over = self._module.Event(enable_timing=False)
         over.record(self._stream)
-        end = time.monotonic() + patience
         while not (ended := over.query()) and time.monotonic() < end:
             time.sleep(_POLL)
         return ended
 
     @override
     def close(self, patience: float = _PATIENCE) -> bool:
-        return self.drain(patience)
+        return self.drain(patience) and (self._worker is None or self._worker.close(patience))
 
 
-def executor_for(device: torch.device) -> Executor:
-    return SideStream(device) if is_accelerator(device) else Worker("lightning_dist reducer")
+def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
+    """One for reducers on ``device``.
+
+    Args:
+        in_order: issue collectives from the thread that hands tensors over; on accelerators.
+    """
+    worker = Worker("lightning_dist reducer")
+    if not is_accelerator(device):
+        return worker
+    return SideStream(device, None if in_order else worker)

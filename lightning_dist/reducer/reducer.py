@@ -10,10 +10,10 @@ it is not finite, the residual of a parameter is kept once an optimizer has appl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Any
 from weakref import finalize
 
@@ -70,6 +70,7 @@ class Reducer:
         observers: are told how a step goes, but not of single collectives.
         executor: one that other reducers use too, which is not closed with this one; by default one
             of its own.
+        in_order: see :func:`executor_for`, which makes one of its own.
         prefix: of the keys of :meth:`state_dict`, so that those of several reducers fit in one
             dictionary.
     """
@@ -85,6 +86,7 @@ class Reducer:
         allow_absent: bool = False,
         observers: Sequence[Observer] = (),
         executor: Executor | None = None,
+        in_order: bool = False,
         prefix: str = "",
     ) -> None:
         self.settings, self.network = settings, network
@@ -116,9 +118,8 @@ class Reducer:
         self._plans: dict[int, Plan] = {}
         self._staging = Buffers(network.device)
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
-        self._prefix = prefix
-        self._owns_executor = executor is None
-        self._executor = executor or executor_for(network.device)
+        self._prefix, self._in_order = prefix, in_order
+        self._use(executor)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
         self._looked: list[Callable[[], None]] = []
@@ -504,8 +505,11 @@ class Reducer:
         self._reserve_again()
         self._staging = Buffers(network.device)
         self._scale = self._scale.to(network.device)
+        self._use(executor)
+
+    def _use(self, executor: Executor | None) -> None:
         self._owns_executor = executor is None
-        self._executor = executor or executor_for(network.device)
+        self._executor = executor or executor_for(self.network.device, in_order=self._in_order)
 
     def _stop(self, patience: float) -> None:
         """End what is under way; if it waits for other ranks, give up after ``patience`` seconds.
@@ -532,7 +536,7 @@ class Reducer:
             call()
         self.at_close.clear()
         # An accelerator may be busy for longer with kernels that wait for nobody.
-        limit = self.network.limit.seconds or math.inf
+        limit = self.network.limit.seconds or TIMEOUT_MAX
         self._stop(limit if is_accelerator(self.network.device) else _PATIENCE)
         self._pending.close()
         self._plans.clear()
