@@ -8,26 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.reducer.plans import Plan
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The groups of a tensor of one ``layout``, with views of ``flat``.
-
-    ``moves``: how often the tensor has been in other memory; from the second time on ``flat`` is
-    memory of the reducer, to which it is copied.
-    """
-
-    layout: object
-    flat: Tensor
-    groups: Sequence[CodecGroup]
-    moves: int
-
-    def is_for(self, flat: Tensor) -> bool:
-        """Whether the tensor can be planned for no better than this."""
-        return self.moves > 1 or self.flat.data_ptr() == flat.data_ptr()
 
 
 @dataclass(eq=False)  # tensors are compared by identity
@@ -57,8 +40,9 @@ class Handle:
         """All exchanges of the tensor, in their order."""
         return [unit for group in self.groups for unit in group.units]
 
-    def load(self) -> None:
+    def load(self, plan: Plan) -> None:
         """Take the values, and remember what absent slices hold: an adapter may want it back."""
+        self.flat, self.groups = plan.flat, plan.groups
         if self.flat.data_ptr() != self.given.data_ptr():
             self.flat.copy_(self.given)
         self._kept = {

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_group
 from lightning_dist.reducer.commit import (
     PendingCommit,
@@ -33,13 +32,13 @@ from lightning_dist.reducer.commit import (
     sum_of_bits,
 )
 from lightning_dist.reducer.executor import Executor, executor_for
-from lightning_dist.reducer.handle import Handle, Plan
+from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.plans import Plans
 from lightning_dist.reducer.run_config import run_config
-from lightning_dist.reducer.scratch import Buffers
-from lightning_dist.reducer.slices import ParameterSlice, by_codec, matrices
+from lightning_dist.reducer.slices import ParameterSlice, matrices
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
@@ -111,12 +110,10 @@ class Reducer:
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        self.planner = self._make_planner()
+        self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._asks = self._keeps_state  # whether this step's residuals depend on a consensus
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
-        self._plans: dict[int, Plan] = {}
-        self._staging = Buffers(network.device)
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self._prefix, self._in_order = prefix, in_order
         self._use(executor)
@@ -127,8 +124,8 @@ class Reducer:
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._pending = PendingCommit(names)
 
-    def _make_planner(self) -> Planner:
-        return Planner(
+    def _make_plans(self) -> Plans:
+        planner = Planner(
             self.network,
             self.state,
             error_feedback=self.settings.error_feedback,
@@ -136,6 +133,11 @@ class Reducer:
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
         )
+        return Plans(planner, self._policy, self._shapes, share_memory=self.immediate)
+
+    @property
+    def planner(self) -> Planner:
+        return self._plans.planner
 
     @property
     def failure(self) -> BaseException | None:
@@ -151,11 +153,8 @@ class Reducer:
             dtype: of the tensors that they will be slices of.
         """
         self._reserved.append((slices, dtype))
-        if self.network.world_size == 1:
-            return
-        numel = sum(part.numel for part in slices)
-        for codec, parts in self._by_codec(self._policy, slices, numel, dtype).items():
-            self.planner.reserve(codec, parts, dtype)
+        if self.network.world_size > 1:
+            self._plans.reserve(slices, dtype, step=self.step)
 
     def _reserve_again(self) -> None:
         reserved, self._reserved = self._reserved, []
@@ -216,8 +215,15 @@ class Reducer:
 
     def _start(self, handle: Handle) -> None:
         self._enter(handle)
-        self._plan(handle)
-        handle.load()
+        plan = self._plans.find(
+            handle.key,
+            handle.given,
+            handle.slices,
+            step=self.step,
+            turn=len(self._in_flight) % 2,
+            waiting=self.adjustment is not None and not self.adjustment.active,
+        )
+        handle.load(plan)
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
@@ -319,49 +325,6 @@ class Reducer:
             )
         self._in_flight.append(handle)
 
-    def _plan(self, handle: Handle) -> None:
-        """Give ``handle`` its groups, and the memory that they are planned for."""
-        waiting = self.adjustment is not None and not self.adjustment.active
-        policy = NoCompression() if waiting else self._policy
-        flat, turn = handle.given, len(self._in_flight) % 2
-        layout = (tuple(handle.slices), flat.dtype, waiting, policy.phase(self.step), turn)
-        plan = self._plans.get(handle.key)
-        moves = 0
-        if plan is not None and plan.layout != layout:
-            # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy
-            # changes: free what belonged to the old ones.
-            self._plans.clear()
-            self.planner.free()
-            self._staging = Buffers(self.network.device)
-            plan = None
-        elif plan is not None and not plan.is_for(flat):
-            moves, plan = plan.moves + 1, None
-        if plan is None:
-            if moves > 1:  # it may well be elsewhere in the next step, too: plan for memory of ours
-                place = turn if self.immediate else handle.key
-                flat = self._staging.get(place, flat.nbytes)[: flat.nbytes].view(flat.dtype)
-            self.planner.restart(turn)
-            groups = [
-                self.planner.group(codec, slices, flat, waits=waiting)
-                for codec, slices in self._by_codec(
-                    policy, handle.slices, flat.numel(), flat.dtype
-                ).items()
-            ]
-            plan = self._plans[handle.key] = Plan(layout, flat, groups, moves)
-        handle.flat, handle.groups = plan.flat, plan.groups
-
-    def _by_codec(
-        self, policy: Codec, slices: Sequence[ParameterSlice], numel: int, dtype: torch.dtype
-    ) -> Mapping[Codec, Sequence[ParameterSlice]]:
-        return by_codec(
-            policy,
-            slices,
-            self._shapes,
-            step=self.step,
-            filling=numel,
-            affordable=partial(self.planner.affordable, dtype=dtype),
-        )
-
     def _adjust(self, handle: Handle) -> None:
         for group in handle.groups:
             clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
@@ -422,10 +385,7 @@ class Reducer:
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
-        groups = [group for plan in self._plans.values() for group in plan.groups]
-        buffers = sum(unit.nbytes for group in groups for unit in group.units)
-        shared = self.planner.nbytes + self._staging.nbytes
-        return {"residual_bytes": self.state.nbytes, "buffer_bytes": buffers + shared}
+        return {"residual_bytes": self.state.nbytes, "buffer_bytes": self._plans.nbytes}
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
@@ -494,16 +454,14 @@ class Reducer:
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
         self._pending.drop()
         self.stats.drop_step()
-        self._plans.clear()
         old, self.network = self.network, network
         self.generation += 1
         if old.intra is not None or network.intra is not None:
             self.state.average(network.data.group, old.rows, device=network.device)
-        compiled, self.planner = self.planner.compiled, self._make_planner()
+        compiled, self._plans = self.planner.compiled, self._make_plans()
         for codec, dtypes in compiled.items():
             self.planner.fuse(codec, dtypes)
         self._reserve_again()
-        self._staging = Buffers(network.device)
         self._scale = self._scale.to(network.device)
         self._use(executor)
 
