@@ -20,7 +20,9 @@ class WaitLimit:
     """Limit of every wait for a collective, shared by the channels of a network.
 
     ``seconds``: of one wait; None: as long as the process group's own timeout. On an accelerator
-    waiting orders streams and does not block: there the backend's own timeout bounds it.
+    waiting orders streams and does not block, and no wait can be told to end: there the backend's
+    own timeout bounds collectives (``ProcessGroup.set_timeout``), and a reducer that is closed or
+    rebound looks at its stream, for ``seconds`` if there are any, before it aborts its groups.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
