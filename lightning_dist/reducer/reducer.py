@@ -425,6 +425,7 @@ class Reducer:
         if state is None:
             self.state.load({}, self.network.rows)
             self.step = 0
+            self._reserve_again()
             return
         keys = {
             key.removeprefix(self._prefix): key for key in state if key.startswith(self._prefix)
