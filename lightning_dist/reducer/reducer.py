@@ -494,9 +494,11 @@ class Reducer:
         for call in self.at_close:
             call()
         self.at_close.clear()
-        # An accelerator may be busy for longer with kernels that wait for nobody.
-        limit = self.network.limit.seconds or TIMEOUT_MAX
-        self._stop(limit if is_accelerator(self.network.device) else _PATIENCE)
+        patience = _PATIENCE
+        if is_accelerator(self.network.device) and self.in_step:
+            # Busy, maybe for longer, with kernels of steps that the host has done with.
+            patience = self.network.limit.seconds or TIMEOUT_MAX
+        self._stop(patience)
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
