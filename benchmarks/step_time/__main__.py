@@ -47,6 +47,9 @@ all forms. In a row of the JSON:
                    how much of the link is used in the time that communication adds to the step.
                    Overlap with the backward pass can bring it above 100; headers keep plain TCP at
                    about 96 without
+    tail_ms        from the last bucket's last gradient to the last mean, of the slowest rank
+                   (median); null for torch's rows
+    last_bucket_ms bytes of the last bucket sent by a host / link rate: what the tail has to send
     bound_ms       median no-comm step + bytes sent by a host / link rate: the step if encoding cost
                    nothing and nothing overlapped
     replicas_identical
@@ -230,7 +233,11 @@ def summarize(
         raw_bytes, inter_bytes = last["raw_bytes"], last["inter_bytes"]
         if inter_bytes is None:  # torch's: an allreduce, or nothing
             raw_bytes = 0 if silent else round(GRADIENT_BYTES * 2 * (world - 1) / world)
-        limit_pct = bound_ms = None
+        limit_pct = bound_ms = tail_ms = last_bucket_ms = None
+        if last["tail_s"] is not None:
+            tail_ms = median(1e3 * sample["tail_s"] for sample in samples)
+            if link_mbit is not None:
+                last_bucket_ms = max(last["last_bucket_bytes"]) * 8 / (link_mbit * 1e3)
         if link_mbit is not None and not silent:
             wire_ms = host_bytes * 8 / (link_mbit * 1e3)
             bound_ms = step_ms - added_ms + wire_ms
@@ -251,6 +258,8 @@ def summarize(
             "intra_bytes": last["intra_bytes"] and last["intra_bytes"][0],
             "lo_bytes": round(median(sample["lo_bytes"] for sample in samples)),
             "wire_limit_pct": limit_pct,
+            "tail_ms": tail_ms,
+            "last_bucket_ms": last_bucket_ms,
             "bound_ms": bound_ms,
             "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
             "speedup_vs_fp16": medians[FP16_ROW] / step_ms,

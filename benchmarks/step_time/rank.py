@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import shape
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.reducer.observer import Observer
+from lightning_dist.reducer.unit import CodecGroup
 
 COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")
 POWERSGD_ROW, ONE_BUCKET_ROW = "torch-powersgd", "torch-powersgd-one-bucket"
@@ -120,6 +123,7 @@ def measure(row: Row, batch: Batch) -> dict[str, Any]:
     row.forget()
 
     counted = [row.counted("inter_bytes"), row.counted("intra_bytes")]
+    counted += [row.tail.ns, row.tail.sent]
     mine = torch.tensor([elapsed_ns, digest_of(row.ddp), host, tx, lo, *counted])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -135,6 +139,8 @@ def measure(row: Row, batch: Batch) -> dict[str, Any]:
         "raw_bytes": row.counted("raw_bytes") if ours else None,  # of rank 0
         "inter_bytes": [int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
         "intra_bytes": [int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
+        "tail_s": table[:, -2].max().item() / 1e9 if ours else None,  # of the slowest rank
+        "last_bucket_bytes": [int(ranks[:, 5].sum()) for ranks in of_host] if ours else None,
     }
 
 
@@ -169,6 +175,22 @@ _POWERSGD_RANK = 4
 _POWERSGD_START = 2  # the earliest that the hook allows; before it is plain fp32
 
 
+class Tail(Observer):
+    """Time from the last gradient of a step to its last mean, and bytes of the last bucket."""
+
+    def __init__(self) -> None:
+        self.ns = self.sent = self._ready = 0
+
+    @override
+    def ready(self, bucket: int) -> None:
+        self._ready = time.perf_counter_ns()
+
+    @override
+    def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
+        self.ns = time.perf_counter_ns() - self._ready
+        self.sent = sum(group.sent.inter for group in buckets[-1][1])
+
+
 class Row:
     """One model of its own with its optimizer and what communicates for it."""
 
@@ -179,7 +201,9 @@ class Row:
         cap_mb = _ONE_BUCKET_MB if name == ONE_BUCKET_ROW else None
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-        self.handle = attach(self.ddp, name)
+        self.handle, self.tail = attach(self.ddp, name), Tail()
+        if self.handle is not None:
+            self.handle.observe(self.tail)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """One training step; returns when the parameters are updated."""

@@ -48,8 +48,10 @@ class WaitLimit:
 
     gloo cannot abort a collective: one whose peer is silent stays under way until the peer's socket
     closes. What can be bounded is the wait for it. Such a collective is left behind, with its
-    group. On an accelerator waiting orders streams and does not block: there the backend's own
-    timeout bounds it.
+    group. On an accelerator waiting orders streams and does not block, and no wait can be told to
+    end: there the backend's own timeout bounds collectives (``ProcessGroup.set_timeout``), and a
+    reducer that is closed or rebound looks at its stream, for ``seconds`` if there are any, before
+    it aborts its groups.
 
     Args:
         seconds: of one wait; None: as long as the process group's own timeout.

@@ -161,6 +161,7 @@ def attach(
         grad_scale=grad_scale,
         allow_absent=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if several else (),
+        in_order=any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()),
     )
     if several and not compresses_fewer_bytes(settings, names, reducer.planner):
         begins = None

@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice, slices_of
 
@@ -26,6 +25,8 @@ class Bucket(Protocol):
 class DDPBuckets:
     """Averages DDP's gradient buckets with ``reducer``; call it from a communication hook.
 
+    Residuals are allocated here, and not in the first backward pass at the peak of memory.
+
     Args:
         find_unused: whether DDP looks for parameters without a gradient; the reducer then has
             ``allow_absent``.
@@ -38,6 +39,10 @@ class DDPBuckets:
             reducer.at_close.append(self._used.close)
         self._slices: dict[int, tuple[object, Sequence[ParameterSlice]]] = {}
         self._reached = -1  # index of the last bucket of a step that is not finished
+        trained = [parameter for parameter in reducer.names if parameter.requires_grad]
+        for dtype in dict.fromkeys(parameter.dtype.to_real() for parameter in trained):
+            alike = [each for each in trained if each.dtype.to_real() == dtype]
+            reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
@@ -59,12 +64,8 @@ class DDPBuckets:
             reducer.finish()
             if used is not None:
                 used.clear()
-        if not is_accelerator(reducer.network.device):
-            # A future carries an exception to DDP's C++ side only through `then`.
-            return handle.done.then(_value)
-        if reducer.failure is not None:  # the task has run; DDP would call the error no tensor
-            raise RuntimeError(f"lightning_dist: {reducer.failure}") from reducer.failure
-        return handle.done
+        # A future carries an exception to DDP's C++ side only through `then`.
+        return handle.done.then(_value)
 
     def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
         """Slices of the parameters in ``bucket``, worked out once per layout."""

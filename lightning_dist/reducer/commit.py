@@ -1,4 +1,10 @@
-"""New state of a step that was not finite: committed for what an optimizer applies."""
+"""When state changes: agreement of all ranks, steps that are not applied, residuals that are paid.
+
+Under the immediate commit units write their state while they encode. Under the deferred one the
+ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
+it is decoded. If it was not, the state of a parameter is committed when an optimizer applies its
+gradient, and dropped otherwise.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,106 @@ from typing import Any
 from weakref import WeakMethod, finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from lightning_dist.codecs.base import Codec
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.placing import placed
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CodecGroup, decode_all
+
+
+def agree(
+    finite: Sequence[Tensor], used: Mapping[str, bool], sums: Sequence[Tensor], network: Network
+) -> tuple[bool, set[str]]:
+    """Whether every gradient of every rank is finite, and names of parameters that none has used.
+
+    One allreduce of a few flags, on a group of its own so that it overtakes the payloads. Waits
+    for a GPU, once.
+
+    Args:
+        finite: 0-d bools of this rank.
+        used: whether this rank used a parameter, by name, in an order equal on all ranks; empty
+            unless DDP looks for unused parameters.
+        sums: of bits that all ranks should have in common, 0-d int64; see :func:`sum_of_bits`.
+
+    Raises:
+        RuntimeError: ranks have other sums.
+    """
+    answers = torch.tensor([False, *used.values(), 0, 0], dtype=torch.float32, device="cpu")
+    flags = placed(answers, network.device)
+    if finite:
+        flags[0] = torch.stack(list(finite)).logical_not().any()
+    if sums:
+        # Numbers that float32 holds; if the largest is the smallest, all are equal.
+        flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
+        flags[-2] = -flags[-1]
+    network.control.all_reduce(flags, op=dist.ReduceOp.MAX).wait()
+    infinite, *of_parameters, least, most = flags.tolist()
+    if least != -most:
+        raise RuntimeError(
+            "the ranks have applied different gradients of codec 'powersgd', and their weights "
+            "have drifted apart since: matrix products and factorisations are rounded "
+            "differently by unequal hardware or libraries. Go on from the last checkpoint on "
+            "equal hardware, or with a codec that is the same everywhere, such as int4"
+        )
+    return not infinite, {n for n, any_ in zip(used, of_parameters, strict=True) if not any_}
+
+
+def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
+    """0-d int64, of the gradients of ``group``."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[bucket.itemsize]
+    return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
+
+
+def decode_group(
+    group: CodecGroup,
+    bucket: Tensor,
+    state: ReducerState,
+    *,
+    scale: Tensor,
+    unused: set[str],
+    pending: PendingCommit | None,
+) -> None:
+    """Decode ``group`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
+
+    What an unused parameter still owes was sent with the others but DDP will not apply it, so it
+    stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
+    and ``pending`` is given the new one of all parameters whose mean is finite. The mean of the
+    others becomes NaN in every element: what is not finite must not be applied in part, since its
+    state stays as if the step had never been. All ranks have the same mean, so they agree.
+
+    Args:
+        pending: None where every gradient of every rank was finite.
+    """
+    stateful = group.keeps_state or bool(group.owed)
+    undone = [s for s in group.slices if s.name in unused or (pending and stateful)]
+    before = [(t, t.clone()) for part in undone for t in state.tensors(part.name)]
+    decode_all(group.units, scale)
+    if pending is None:
+        for name in [name for name in group.owed if name not in unused]:
+            free_owed(group, state, name)
+    for part in group.slices if pending is not None and stateful else ():
+        assert pending is not None
+        mean = part.of(bucket)
+        if not bool(mean.isfinite().all()):
+            mean.fill_(torch.nan)
+        elif part.name not in unused:
+            paid = partial(free_owed, group, state, part.name)
+            pending.add(part.name, state.tensors(part.name), then=paid)
+    for tensor, value in before:
+        tensor.copy_(value)
+
 
 class PendingCommit:
-    """New state of the finite parameters of such a step.
+    """New state of the finite parameters of a step that was not finite.
 
     A GradScaler skips the optimizers that have found an inf, a training loop may leave out the
     whole step, or replace what is not finite (``nan_to_num``) and go on. Who does what is known
-    when optimizers step: the state of a parameter is committed when one applies its gradient.
-    What none has applied by the next synchronised pass is dropped.
+    when optimizers step. What none has applied by the next synchronised pass is dropped.
 
     Args:
         names: name of every parameter.
@@ -53,13 +148,11 @@ class PendingCommit:
 
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if not self._new:
-            return
         # A fused optimizer is called in any case, and told by the GradScaler to leave the step out.
-        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf = getattr(optimizer, "found_inf", None) if self._new else None
         if found_inf is not None and bool(found_inf):
             return
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if self._new else ():
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self._names:
                     for commit in self._new.pop(self._names[parameter], ()):
@@ -78,3 +171,53 @@ def untraced(hook: Callable[..., None]) -> Any:
             method(*arguments)
 
     return torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+
+
+# Residuals of parameters whose codec no longer keeps any. After a schedule has moved from `int8` to
+# `bf16`, say, nothing would ever send the residuals of the first phase. They are added to the
+# gradients of one synchronised step, the first that is finite on every rank, travel with them under
+# the new codec, and are freed.
+
+
+def owed(
+    codec: Codec, slices: Sequence[ParameterSlice], state: ReducerState, network: Network
+) -> dict[str, float]:
+    """Weight of this rank's part of each residual that ``codec`` does not keep, by parameter.
+
+    Equal on all ranks. A gradient is averaged over ranks, a residual over rows of ranks. Momentum
+    that ``codec`` still applies multiplies what was a sum of momenta already.
+    """
+    weight = network.world_size / network.rows.count
+    return {
+        part.name: weight * (1 - codec.momentum_correction * (part.name in state.momenta))
+        for part in slices
+        if part.name in state.residuals
+    }
+
+
+def add_owed(
+    group: CodecGroup, bucket: Tensor, state: ReducerState, network: Network, scale: Tensor
+) -> None:
+    """``group``'s gradients in ``bucket``, which carry ``scale``, plus what is owed."""
+    for part in [part for part in group.slices if part.name in group.owed]:
+        for start, kept in state.residuals.of_row(part.name, network.rows):
+            gradient = part.of(bucket)[start : start + len(kept)]
+            kept = kept.to(bucket.device)
+            gradient.copy_(torch.add(gradient, kept * scale, alpha=group.owed[part.name]))
+
+
+def free_owed(group: CodecGroup, state: ReducerState, name: str) -> None:
+    """Forget the residual of ``name`` if ``group`` has sent it and an optimizer applies it."""
+    if group.owed.pop(name, None) is not None:
+        state.residuals.drop(name)
+
+
+def pay_owed(group: CodecGroup, bucket: Tensor, state: ReducerState) -> None:
+    """Forget what ``group`` has sent, of parameters whose mean in ``bucket`` is finite.
+
+    All ranks have the same mean, so they agree. Waits for a GPU, in the one step in which something
+    is owed.
+    """
+    for part in [part for part in group.slices if part.name in group.owed]:
+        if bool(part.of(bucket).isfinite().all()):
+            free_owed(group, state, part.name)

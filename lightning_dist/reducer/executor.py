@@ -1,16 +1,19 @@
-"""Where the reducer's work runs: one ordered queue per reducer, beside the backward pass."""
+"""Where reducers' work runs: one ordered queue, beside the backward pass."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 from weakref import finalize
 
 import torch
+from typing_extensions import override
 
-from lightning_dist.accelerator import device_module, is_accelerator
+from lightning_dist.accelerator import DeviceEvent, device_module, is_accelerator
 
 Task = Callable[[], None]
 Tasks = queue.SimpleQueue[Task | None]
@@ -18,21 +21,38 @@ Tasks = queue.SimpleQueue[Task | None]
 _PATIENCE = 10.0
 """Seconds for a worker that is closed; one that nothing can stop is left behind."""
 
+_POLL = 0.001
+"""Seconds between two looks at an accelerator, which can only be waited for without a limit."""
+
 _AT_EXIT = 2.0
 """Seconds of the same where nobody has closed it and the process ends."""
 
 
-class Executor(Protocol):
-    """Runs tasks one after the other, in the order in which they were submitted."""
+class Executor(ABC):
+    """Runs tasks one after the other, in the order in which they were submitted.
 
+    Reducers over the same process groups share one, so that all ranks issue their collectives in
+    one order.
+    """
+
+    failure: BaseException | None = None
+    """The first error of a task. Ranks may be out of step, so no reducer exchanges after it."""
+
+    @abstractmethod
     def submit(self, task: Task) -> None: ...
 
+    def drain(self, patience: float = _PATIENCE) -> bool:
+        """Do what is left; False: it is still at it after ``patience`` seconds."""
+        idle = threading.Event()
+        self.submit(idle.set)
+        return idle.wait(patience)
+
+    @abstractmethod
     def close(self, patience: float = _PATIENCE) -> bool:
-        """Do what is left and end; False: it is still at it after ``patience`` seconds."""
-        ...
+        """As :meth:`drain`, and end."""
 
 
-class Worker:
+class Worker(Executor):
     """One thread, from the first task on. On CPU, where waiting for a collective blocks who waits.
 
     A thread of our own because waiting in a gloo future callback deadlocks. It ends with the
@@ -45,12 +65,14 @@ class Worker:
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
         self._end: finalize[..., Worker] | None = None
 
+    @override
     def submit(self, task: Task) -> None:
         if self._end is None:
             self._thread.start()
             self._end = finalize(self, _end, self._tasks, self._thread)
         self._tasks.put(task)
 
+    @override
     def close(self, patience: float = _PATIENCE) -> bool:
         if self._end is not None:
             if self._end.detach() is not None:
@@ -73,24 +95,56 @@ def _end(tasks: Tasks, thread: threading.Thread) -> None:
         thread.join(_AT_EXIT)
 
 
-class SideStream:
-    """One stream of an accelerator. Waiting only orders streams, so tasks run at once."""
+class SideStream(Executor):
+    """One stream of an accelerator, where waiting only orders streams.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        worker: issues the tasks, so that the backward pass goes on launching meanwhile. None: they
+            are issued at once, in one order with what the calling thread issues: for models that
+            communicate in their backward pass, whose collectives NCCL wants in one order with ours.
+    """
+
+    def __init__(self, device: torch.device, worker: Worker | None) -> None:
         self._device, self._module = device, device_module(device)
-        self._stream = self._module.Stream(device)
+        self._stream, self._worker = self._module.Stream(device), worker
 
+    @override
     def submit(self, task: Task) -> None:
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        # The hook runs in the autograd thread, which may have inherited an autocast.
+        ready = self._module.Event(enable_timing=False)
+        ready.record(self._module.current_stream(self._device))
+        issue = partial(self._issue, ready, task)
+        issue() if self._worker is None else self._worker.submit(issue)
+
+    def _issue(self, ready: DeviceEvent, task: Task) -> None:
+        self._stream.wait_event(ready)
+        # The calling thread may have inherited an autocast.
         exact = torch.autocast(self._device.type, enabled=False)
         with self._module.stream(self._stream), torch.no_grad(), exact:
             task()
 
+    @override
+    def drain(self, patience: float = _PATIENCE) -> bool:
+        end = time.monotonic() + patience
+        if self._worker is not None and not self._worker.drain(patience):
+            return False
+        over = self._module.Event(enable_timing=False)
+        over.record(self._stream)
+        while not (ended := over.query()) and time.monotonic() < end:
+            time.sleep(_POLL)
+        return ended
+
+    @override
     def close(self, patience: float = _PATIENCE) -> bool:
-        self._stream.synchronize()
-        return True
+        return self.drain(patience) and (self._worker is None or self._worker.close(patience))
 
 
-def executor_for(device: torch.device) -> Executor:
-    return SideStream(device) if is_accelerator(device) else Worker("lightning_dist reducer")
+def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
+    """One for reducers on ``device``.
+
+    Args:
+        in_order: issue collectives from the thread that hands tensors over; on accelerators.
+    """
+    worker = Worker("lightning_dist reducer")
+    if not is_accelerator(device):
+        return worker
+    return SideStream(device, None if in_order else worker)

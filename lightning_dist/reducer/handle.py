@@ -8,35 +8,43 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.reducer.plans import Plan
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
 
 
 @dataclass(eq=False)  # tensors are compared by identity
 class Handle:
-    """What :meth:`Reducer.start` returns; ``done`` is ready with ``flat`` when the mean is in it.
+    """What :meth:`Reducer.start` returns; ``done`` is ready with ``given`` when the mean is in it.
 
     Args:
         key: of the tensor among those of a step.
-        flat: ``(N,)``, local values in, mean over ranks out.
+        given: ``(N,)``, local values in, mean over ranks out.
         slices: where every parameter lies in ``flat``.
         absent: names of slices without a value on this rank.
     """
 
     key: int
-    flat: Tensor
+    given: Tensor
     slices: Sequence[ParameterSlice]
     absent: frozenset[str]
     done: Future[Tensor]
     groups: Sequence[CodecGroup] = ()
     _kept: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.flat = self.given
+        """The tensor while it is on its way: where its groups are planned for."""
+
     def units(self) -> list[CommUnit]:
         """All exchanges of the tensor, in their order."""
         return [unit for group in self.groups for unit in group.units]
 
-    def keep_absent(self) -> None:
-        """Remember what absent slices hold: an adapter may want it back."""
+    def load(self, plan: Plan) -> None:
+        """Take the values, and remember what absent slices hold: an adapter may want it back."""
+        self.flat, self.groups = plan.flat, plan.groups
+        if self.flat.data_ptr() != self.given.data_ptr():
+            self.flat.copy_(self.given)
         self._kept = {
             part.name: part.of(self.flat).clone()
             for group in self.groups
@@ -49,3 +57,8 @@ class Handle:
         for part in group.slices:
             if part.name in absent:
                 part.of(self.flat).copy_(self._kept[part.name])
+
+    def store(self) -> None:
+        """Give back the mean."""
+        if self.flat.data_ptr() != self.given.data_ptr():
+            self.given.copy_(self.flat)

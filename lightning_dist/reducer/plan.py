@@ -23,12 +23,12 @@ from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer import low_rank, sparse  # noqa: F401  (their units)
 from lightning_dist.reducer.block_plan import BlockPlan
+from lightning_dist.reducer.commit import owed
 from lightning_dist.reducer.fitting import sends_more
-from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
 from lightning_dist.reducer.network import IntraLevel, Network
 from lightning_dist.reducer.scratch import PayloadMemory
-from lightning_dist.reducer.shares import Cut, fragments, units_of_shares
+from lightning_dist.reducer.shares import Cut, fragments, shares_of, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
@@ -62,6 +62,8 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self.sparse_passes: SparsePasses | None = None  # compiled
+        self.compiled: dict[Codec, set[torch.dtype]] = {}
+        """Dtypes of the gradients that kernels were compiled for."""
         self._scratch = PayloadMemory(network.device)
         self._immediate = immediate
         self._payloads = PayloadMemory(network.device) if immediate else None
@@ -110,7 +112,8 @@ class Planner:
 
     def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels for gradients of ``dtypes``, where that helps."""
-        intra = self.network.intra
+        dtypes, intra = set(dtypes), self.network.intra
+        self.compiled.setdefault(codec, set()).update(dtypes)
         if intra is None:
             compile_passes(codec, dtypes, self)
             return
@@ -173,6 +176,33 @@ class Planner:
         for part, kind in product(slices, kinds):
             self.state.adopted(kind, part.name)
         return group
+
+    def reserve(self, codec: Codec, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
+        """Allocate the state that this rank keeps for ``slices`` of a tensor of ``dtype``."""
+        kinds, wide = codec.memory(self.error_feedback).kinds, compute_dtype(dtype)
+        for part, kind in product(slices, kinds):
+            self.state.know(kind, part, dtype=wide)
+            for held in self._held(codec, part, dtype):
+                self.state.per_rank(kind, held, dtype=wide, device=self.network.device)
+            self.state.adopted(kind, part.name)
+
+    def _held(
+        self, codec: Codec, part: ParameterSlice, dtype: torch.dtype
+    ) -> Sequence[ParameterSlice]:
+        """What this rank is responsible for of ``part``."""
+        intra = self.network.intra
+        if intra is None:
+            return [part]
+        if self._inter is None:
+            return []
+        inter, wide = self._inter, _share_dtype(codec, dtype)
+        rank = intra.topology.rank
+        return [
+            held
+            for cuts in self._cuts(codec, [part], intra, self._intra_codec)
+            for share in shares_of(cuts, rank)
+            for held in inter._held(codec, share, wide)
+        ]
 
     def units(
         self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor

@@ -11,7 +11,9 @@ it is not finite, the residual of a parameter is kept once an optimizer has appl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Any
 from weakref import finalize
 
@@ -20,18 +22,23 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.codecs import NoCompression
 from lightning_dist.reducer.adjust import Adjustment, clip_group
-from lightning_dist.reducer.commit import PendingCommit
-from lightning_dist.reducer.consensus import FiniteConsensus, decode_group, sum_of_bits
-from lightning_dist.reducer.executor import executor_for
-from lightning_dist.reducer.flush import add_owed, pay_owed
+from lightning_dist.reducer.commit import (
+    PendingCommit,
+    add_owed,
+    agree,
+    decode_group,
+    pay_owed,
+    sum_of_bits,
+)
+from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.plans import Plans
 from lightning_dist.reducer.run_config import run_config
-from lightning_dist.reducer.slices import ParameterSlice, by_codec, matrices
+from lightning_dist.reducer.slices import ParameterSlice, matrices
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
@@ -48,7 +55,9 @@ class Reducer:
     """Averages flat tensors made of named slices over the ranks of a network, compressed.
 
     A step is :meth:`start` for every tensor, then :meth:`finish`. Adapters make the tensors:
-    DistributedDataParallel's buckets come from ``integrations.ddp_buckets``.
+    DistributedDataParallel's buckets come from ``integrations.ddp_buckets``. Several reducers may
+    be in the middle of a step at once, each with tensors and state of its own; over the same
+    network they share an executor, and all ranks call them in the same order.
 
     Args:
         names: name of every parameter that a slice may be of.
@@ -58,6 +67,11 @@ class Reducer:
             change their weight.
         allow_absent: whether slices may be absent on some ranks, equal on all ranks.
         observers: are told how a step goes, but not of single collectives.
+        executor: one that other reducers use too, which is not closed with this one; by default one
+            of its own.
+        in_order: see :func:`executor_for`, which makes one of its own.
+        prefix: of the keys of :meth:`state_dict`, so that those of several reducers fit in one
+            dictionary.
     """
 
     def __init__(
@@ -70,6 +84,9 @@ class Reducer:
         grad_scale: Callable[[], Tensor | None] | None = None,
         allow_absent: bool = False,
         observers: Sequence[Observer] = (),
+        executor: Executor | None = None,
+        in_order: bool = False,
+        prefix: str = "",
     ) -> None:
         self.settings, self.network = settings, network
         self.state = ReducerState() if state is None else state
@@ -93,23 +110,22 @@ class Reducer:
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        self.planner = self._make_planner()
+        self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
         self._asks = self._keeps_state  # whether this step's residuals depend on a consensus
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
-        self._plans: dict[int, tuple[object, Sequence[CodecGroup]]] = {}
-        self._executor = executor_for(network.device)
+        self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
+        self._prefix, self._in_order = prefix, in_order
+        self._use(executor)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
         self._looked: list[Callable[[], None]] = []
         self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
-        self.failure: BaseException | None = None
-        """The first error of an exchange; nothing is exchanged after it."""
         self._pending = PendingCommit(names)
 
-    def _make_planner(self) -> Planner:
-        return Planner(
+    def _make_plans(self) -> Plans:
+        planner = Planner(
             self.network,
             self.state,
             error_feedback=self.settings.error_feedback,
@@ -117,6 +133,34 @@ class Reducer:
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
         )
+        return Plans(planner, self._policy, self._shapes, share_memory=self.immediate)
+
+    @property
+    def planner(self) -> Planner:
+        return self._plans.planner
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error of an exchange; nothing is exchanged after it."""
+        return self._executor.failure
+
+    def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
+        """Allocate what will be kept of ``slices`` under the codecs of this step.
+
+        What is not reserved is allocated when it is first needed, at the peak of a backward pass.
+
+        Args:
+            dtype: of the tensors that they will be slices of.
+        """
+        self._reserved.append((slices, dtype))
+        if self.network.world_size > 1:
+            self._plans.reserve(slices, dtype, step=self.step)
+
+    def _reserve_again(self) -> None:
+        reserved, self._reserved = self._reserved, []
+        for slices, dtype in reserved:
+            with suppress(ValueError):  # state of another model: the next step says so
+                self.reserve(slices, dtype)
 
     def start(
         self,
@@ -134,7 +178,8 @@ class Reducer:
         Args:
             slices: where every parameter lies in ``flat``; together they fill it.
             key: of this tensor among those of a step. What was worked out for a key is used again
-                while ``flat`` stays where it is and ``slices`` stay as they are.
+                while ``slices`` stay as they are. A tensor that is in other memory at every step is
+                copied to memory of the reducer and back.
             absent: names of slices that this rank has no gradient for. A slice that is absent on
                 every rank keeps its contents and its state; needs ``allow_absent``.
         """
@@ -170,8 +215,15 @@ class Reducer:
 
     def _start(self, handle: Handle) -> None:
         self._enter(handle)
-        handle.groups = self._groups(handle)
-        handle.keep_absent()
+        plan = self._plans.find(
+            handle.key,
+            handle.given,
+            handle.slices,
+            step=self.step,
+            turn=len(self._in_flight) % 2,
+            waiting=self.adjustment is not None and not self.adjustment.active,
+        )
+        handle.load(plan)
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
@@ -183,7 +235,7 @@ class Reducer:
         before = self._in_flight[:-1]
         if self.immediate and before:  # while this one is on its way
             self._decode_now(before[-1])
-            before[-1].done.set_result(before[-1].flat)
+            before[-1].done.set_result(before[-1].given)
         with working(self._observers, handle.key, "decode"):
             for unit in handle.units():
                 unit.start_second()
@@ -193,12 +245,10 @@ class Reducer:
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode_now(handle)
-        consensus = self._ask()
-        if consensus is not None:
-            consensus.require_equal()
+        finite, unused = self._ask()
         if not self.immediate:
             for handle in handles:
-                self._decode(handle, consensus)
+                self._decode(handle, unused, pending=None if finite else self._pending)
         for call in self._looked:
             call()
         self._looked = []
@@ -210,7 +260,7 @@ class Reducer:
         # Not before: whoever waits for the last mean begins the next step.
         for handle in handles:
             if not handle.done.done():
-                handle.done.set_result(handle.flat)
+                handle.done.set_result(handle.given)
 
     def _decode_now(self, handle: Handle) -> None:
         with working(self._observers, handle.key, "decode"):
@@ -218,10 +268,9 @@ class Reducer:
                 decode_all(group.units, self._scale)
                 pay_owed(group, handle.flat, self.state)
                 self._count(group, handle.flat, compare=True)
+            handle.store()
 
-    def _decode(self, handle: Handle, consensus: FiniteConsensus | None) -> None:
-        pending = None if consensus is None or consensus.ok() else self._pending
-        unused = set() if consensus is None else consensus.unused()
+    def _decode(self, handle: Handle, unused: set[str], *, pending: PendingCommit | None) -> None:
         with working(self._observers, handle.key, "decode"):
             for group in handle.groups:
                 decode_group(
@@ -234,11 +283,12 @@ class Reducer:
                 )
                 self._count(group, handle.flat, compare=pending is None)
                 handle.restore(group, unused)
+            handle.store()
 
     def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
         self.stats.record(group.codec.name, group.raw_bytes, group.sent)
-        if self.step % _COMPARED_EVERY == 0 and compare:
-            self._compare(group, flat)
+        if self.step % _COMPARED_EVERY == 0 and compare and not group.codec.bit_exact:
+            self._sums.append(sum_of_bits(group, flat))  # unequal machines may differ
 
     def _end_step(self) -> None:
         self.step += 1
@@ -251,25 +301,19 @@ class Reducer:
                 unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
 
-    def _ask(self) -> FiniteConsensus | None:
+    def _ask(self) -> tuple[bool, set[str]]:
+        """See :func:`agree`; no allreduce where nothing depends on it."""
         finite, self._finite = self._finite, []
-        if not (self._allow_absent or self._asks or (self.immediate and self._sums)):
-            return None  # nothing to decide
-        used: dict[str, bool] = {}
-        if self._allow_absent:
-            used = {
-                part.name: part.name not in handle.absent
-                for handle in self._in_flight
-                for group in handle.groups
-                for part in group.slices
-            }
         sums, self._sums = self._sums, []
-        return FiniteConsensus(finite, used, sums, self.network)
-
-    def _compare(self, group: CodecGroup, gradients: Tensor) -> None:
-        """With the other ranks, in the next consensus, where unequal machines may differ."""
-        if not group.codec.bit_exact:
-            self._sums.append(sum_of_bits(group, gradients))
+        if not (self._allow_absent or self._asks or sums):
+            return True, set()
+        used = {
+            part.name: part.name not in handle.absent
+            for handle in self._in_flight
+            for group in (handle.groups if self._allow_absent else ())
+            for part in group.slices
+        }
+        return agree(finite, used, sums, self.network)
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
@@ -280,36 +324,6 @@ class Reducer:
                 self._keeps_state or not self._trained.isdisjoint(self.state.residuals.names())
             )
         self._in_flight.append(handle)
-
-    def _groups(self, handle: Handle) -> Sequence[CodecGroup]:
-        waiting = self.adjustment is not None and not self.adjustment.active
-        policy = NoCompression() if waiting else self._policy
-        phase = (waiting, policy.phase(self.step))
-        turn = len(self._in_flight) % 2
-        planned = (handle.flat.data_ptr(), tuple(handle.slices), phase, turn)
-        found = self._plans.get(handle.key)
-        if found is not None and found[0] == planned:
-            return found[1]
-        if found is not None:
-            # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy
-            # changes: free what belonged to the old ones.
-            self._plans.clear()
-            self.planner.free()
-        slices_by_codec = by_codec(
-            policy,
-            handle.slices,
-            self._shapes,
-            step=self.step,
-            filling=handle.flat.numel(),
-            affordable=partial(self.planner.affordable, dtype=handle.flat.dtype),
-        )
-        self.planner.restart(turn)
-        groups = [
-            self.planner.group(codec, slices, handle.flat, waits=waiting)
-            for codec, slices in slices_by_codec.items()
-        ]
-        self._plans[handle.key] = (planned, groups)
-        return groups
 
     def _adjust(self, handle: Handle) -> None:
         for group in handle.groups:
@@ -324,7 +338,7 @@ class Reducer:
                 raise RuntimeError(f"an earlier exchange failed: {self.failure}") from self.failure
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
-            self.failure = self.failure or error
+            self._executor.failure = self.failure or error
             waiting, self._in_flight = self._in_flight, []
             if handle is not None and handle not in waiting:
                 waiting.append(handle)
@@ -371,11 +385,7 @@ class Reducer:
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
-        units = [c for _, groups in self._plans.values() for group in groups for c in group.units]
-        return {
-            "residual_bytes": self.state.nbytes,
-            "buffer_bytes": sum(unit.nbytes for unit in units) + self.planner.nbytes,
-        }
+        return {"residual_bytes": self.state.nbytes, "buffer_bytes": self._plans.nbytes}
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
@@ -402,7 +412,8 @@ class Reducer:
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
         strides = {name: list(found) for name, found in self.strides.items() if found is not None}
         about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
-        return {"version": STATE_VERSION, **about, **state}
+        described = {"version": STATE_VERSION, **about, **state}
+        return {self._prefix + key: value for key, value in described.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
@@ -414,18 +425,28 @@ class Reducer:
         if state is None:
             self.state.load({}, self.network.rows)
             self.step = 0
+            self._reserve_again()
             return
+        keys = {
+            key.removeprefix(self._prefix): key for key in state if key.startswith(self._prefix)
+        }
+        state = {key: state[prefixed] for key, prefixed in keys.items()}
         check_state(state)
         self.state.load(as_laid_out_here(state, self.names), self.network.rows)
         self.step = int(state["step"])
+        self._reserve_again()
 
-    def rebind(self, network: Network) -> None:
+    def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
         What is under way in the old ones is given up, whatever has failed is forgotten, and the
         next step is the one that comes next. State is kept; what was owed by ranks that are gone is
         lost. Where one of the two networks is hierarchical every rank goes on from the mean
-        residual. The old groups are not to be used again; on an accelerator abort them first.
+        residual. Kernels stay compiled; where the number of ranks is another some are compiled
+        anew. The old groups are not to be used again; those of an accelerator are aborted.
+
+        Args:
+            executor: as in the constructor. Reducers that share one rebind to another one together.
         """
         self._stop(patience=0.0)
         for handle in self._in_flight:
@@ -434,21 +455,34 @@ class Reducer:
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
         self._pending.drop()
         self.stats.drop_step()
-        self._plans.clear()
         old, self.network = self.network, network
-        self.failure = None
         self.generation += 1
         if old.intra is not None or network.intra is not None:
             self.state.average(network.data.group, old.rows, device=network.device)
-        self.planner = self._make_planner()
+        compiled, self._plans = self.planner.compiled, self._make_plans()
+        for codec, dtypes in compiled.items():
+            self.planner.fuse(codec, dtypes)
+        self._reserve_again()
         self._scale = self._scale.to(network.device)
-        self._executor = executor_for(network.device)
+        self._use(executor)
 
-    def _stop(self, patience: float = _PATIENCE) -> None:
-        """End the worker; if it waits for other ranks, it gives up after ``patience`` seconds."""
-        if not self._executor.close(patience):
-            self.network.limit.give_up()
-            self._executor.close()
+    def _use(self, executor: Executor | None) -> None:
+        self._owns_executor = executor is None
+        self._executor = executor or executor_for(self.network.device, in_order=self._in_order)
+
+    def _stop(self, patience: float) -> None:
+        """End what is under way; if it waits for other ranks, give up after ``patience`` seconds.
+
+        On an accelerator, where nothing that waits can be told to give up, groups are aborted.
+        """
+        end = self._executor.close if self._owns_executor else self._executor.drain
+        if end(patience):
+            return
+        self.network.limit.give_up()
+        for channel in self.network.channels if is_accelerator(self.network.device) else ():
+            with suppress(RuntimeError):  # of a backend that cannot
+                channel.group.abort()
+        end()
 
     def close(self) -> None:
         """Stop the worker and take the residuals off the accelerator.
@@ -460,7 +494,11 @@ class Reducer:
         for call in self.at_close:
             call()
         self.at_close.clear()
-        self._stop()
+        patience = _PATIENCE
+        if is_accelerator(self.network.device) and self.in_step:
+            # Busy, maybe for longer, with kernels of steps that the host has done with.
+            patience = self.network.limit.seconds or TIMEOUT_MAX
+        self._stop(patience)
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))

@@ -104,7 +104,7 @@ class CodecGroup:
     units: Sequence[CommUnit]
     raw_bytes: int  # what DDP itself would send for these parameters
     keeps_state: bool  # whether anything is kept from one step to the next, on any rank
-    owed: dict[str, float] = field(default_factory=dict)  # see :mod:`.flush`
+    owed: dict[str, float] = field(default_factory=dict)  # see :func:`.commit.owed`
 
     @property
     def sent(self) -> Sent:

@@ -95,7 +95,7 @@ def test_a_chunk_is_not_larger_than_asked() -> None:
             reducer,
         ):
             backward(model, feed(rank.rank, 0, SHAPES))
-            groups = [group for _, groups in reducer._plans.values() for group in groups]
+            groups = reducer._plans.groups()
             return [
                 sum(tile.grad.shape[1] for tile in unit.tiles) * 64
                 for group in groups

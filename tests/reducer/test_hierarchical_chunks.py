@@ -29,7 +29,7 @@ def test_chunks_that_follow_each_other_keep_apart(layout: Layout) -> None:
             with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
                 backward(model, feed(rank.rank, 0, LARGE))
                 found.append(backward(model, feed(rank.rank, 1, LARGE)))
-                largest = max(len(group.units) for _, of in reducer._plans.values() for group in of)
+                largest = max(len(group.units) for group in reducer._plans.groups())
             assert largest >= 3
         return found
 

@@ -16,8 +16,11 @@ from processes import port, run_together
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.codecs import Int8
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.kernels.inductor import Variant
+from lightning_dist.reducer import plan
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -169,3 +172,27 @@ def test_survivors_of_a_killed_rank_take_the_next_step(quick_python: list[str]) 
     said = [each.require_success().output.split()[-2:] for each in survivors]
     assert said[0] == said[1]
     assert said[0][0] == "after"
+
+
+def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks for it again; compiling itself is another test's."""
+    asked: list[Variant] = []
+
+    def compiled(variant: Variant) -> dict[str, Any]:
+        asked.append(variant)
+        return {"decode_and_commit": variant.passes.decode_and_commit}
+
+    monkeypatch.setattr(plan, "fused_passes", compiled)
+
+    def body(rank: Rank) -> None:
+        model = Model(rank.network())
+        model.reducer.planner.fuse(Int8(), {torch.float32})
+        model.step(rank.rank, 0)
+        if rank.rank < 2:
+            model.reducer.rebind(among(rank, [0, 1], "second"))
+            assert model.reducer.planner.is_fused
+            model.step(rank.rank, 1)
+        model.reducer.close()
+
+    run_threads(body, 3)
+    assert {(variant.rows, variant.received) for variant in asked} == {(3, 1), (1, 2)}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -24,7 +28,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.reducer.executor import executor_for
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import slices_of
+from lightning_dist.settings import Settings
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
 
@@ -277,3 +287,80 @@ def test_a_resumed_state_goes_on_as_on_the_cpu() -> None:
     expected = run_threads(body, 2)
     with delays(9):
         assert run_on_devices(body, 2) == expected
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_hook_returns_before_the_exchange_is_issued(in_order: bool) -> None:
+    """So that the backward pass goes on launching; unless the model communicates, too."""
+
+    def body(rank: SimulatedRank) -> str:
+        weight = torch.zeros(40, 48, device=rank.accelerator)
+        settings = Settings.check("int8", min_compress_numel=0)
+        executor = executor_for(rank.accelerator, in_order=in_order)
+        gate = threading.Event()
+        if in_order:
+            gate.set()
+        with compressed(rank, Fed().to(rank.accelerator)) as (_, other):
+            reducer = Reducer(
+                {weight: "first"}, settings=settings, network=other.network, executor=executor
+            )
+            executor.submit(partial(gate.wait, 10))
+            flat = feed(rank.rank, 0)["first"].flatten().to(rank.accelerator)
+            handle = reducer.start(flat, slices_of(["first"], [weight]), key=0)
+            assert bool(handle.groups) is in_order
+            gate.set()
+            reducer.finish()
+            handle.done.wait()
+            mean = digest(to_cpu([flat]))
+            reducer.close()
+            assert executor.close()
+            return mean
+
+    with delays(3):
+        first, second = run_on_devices(body, 2)
+    assert first == second
+
+
+def test_an_error_of_the_worker_reaches_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TwoShot) -> None:
+        raise RuntimeError("the link broke")
+
+    def body(rank: SimulatedRank) -> None:
+        module = Fed().to(rank.accelerator)
+        with compressed(rank, module, "int8", min_compress_numel=0) as (model, reducer):
+            with pytest.raises(RuntimeError, match="the link broke"):
+                backward(model, given(rank, 0))
+            assert not reducer.in_step
+
+    monkeypatch.setattr(TwoShot, "start", fail)
+    run_on_devices(body, 3)
+
+
+def test_a_stream_that_does_not_end_is_given_up() -> None:
+    """Whoever closes or rebinds a reducer does not wait for ever."""
+    device = torch.device("sim", 0)
+    executor = executor_for(device)
+    executor.submit(lambda: None)
+    assert executor.drain(5.0)
+    release = sim.hold(device)  # the side stream waits for what was launched before
+    executor.submit(lambda: None)
+    start = time.monotonic()
+    assert not executor.drain(0.2)
+    assert time.monotonic() - start < 1.0
+    release()
+    assert executor.close(5.0)
+
+
+def test_a_step_in_other_groups_is_that_of_before() -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        with compressed(rank, Fed().to(rank.accelerator), "none") as (model, reducer):
+            first = digest(to_cpu(list(backward(model, given(rank, 0)).values())))
+            channels = [Channel(rank.group(f"second {name}")) for name in ("data", "control")]
+            network = replace(reducer.network, data=channels[0], control=channels[1])
+            start = time.monotonic()
+            reducer.rebind(network)
+            assert time.monotonic() - start < 1.0
+            return [first, digest(to_cpu(list(backward(model, given(rank, 0)).values())))]
+
+    for before, after in run_on_devices(body, 2):
+        assert before == after

@@ -1,0 +1,121 @@
+"""Plans of the tensors of a step: worked out once per layout, for any memory they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs import Codec, NoCompression
+from lightning_dist.codecs.base import Shape
+from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.slices import ParameterSlice, by_codec
+from lightning_dist.reducer.unit import CodecGroup
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups of a tensor of one ``layout``, with views of ``flat``.
+
+    ``moves``: how often the tensor has been in other memory; from the second time on ``flat`` is
+    memory of the reducer, to which it is copied.
+    """
+
+    layout: object
+    flat: Tensor
+    groups: Sequence[CodecGroup]
+    moves: int
+
+
+class Plans:
+    """Plans by key.
+
+    Args:
+        shapes: of the parameters, by name.
+        share_memory: tensors of one turn are never on their way together.
+    """
+
+    def __init__(
+        self, planner: Planner, policy: Codec, shapes: Mapping[str, Shape], *, share_memory: bool
+    ) -> None:
+        self.planner, self._policy, self._shapes = planner, policy, shapes
+        self._share_memory = share_memory
+        self._plans: dict[int, Plan] = {}
+        self._staging: dict[int, Tensor] = {}  # uint8 memory by place
+
+    def find(
+        self,
+        key: int,
+        flat: Tensor,
+        slices: Sequence[ParameterSlice],
+        *,
+        step: int,
+        turn: int,
+        waiting: bool,
+    ) -> Plan:
+        """The plan of ``flat (N,)`` at ``step``; ``waiting``: nothing is compressed yet."""
+        policy = NoCompression() if waiting else self._policy
+        layout = (tuple(slices), flat.dtype, waiting, policy.phase(step), turn)
+        plan, moves = self._plans.get(key), 0
+        if plan is not None and plan.layout == layout:
+            if plan.moves > 1 or plan.flat.data_ptr() == flat.data_ptr():
+                return plan
+            moves = plan.moves + 1
+            if moves > 1:  # it may well be elsewhere in the next step, too
+                place = turn if self._share_memory else key
+                flat = self._staged(place, flat.nbytes).view(flat.dtype)
+        elif plan is not None:
+            # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy
+            # changes: free what belonged to the old ones.
+            self.clear()
+            self.planner.free()
+        self.planner.restart(turn)
+        cut = self._by_codec(policy, slices, flat.numel(), flat.dtype, step)
+        groups = [self.planner.group(codec, of, flat, waits=waiting) for codec, of in cut.items()]
+        self._plans[key] = Plan(layout, flat, groups, moves)
+        return self._plans[key]
+
+    def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype, *, step: int) -> None:
+        """Allocate what is kept of ``slices`` from ``step`` on, before they are planned."""
+        numel = sum(part.numel for part in slices)
+        for codec, parts in self._by_codec(self._policy, slices, numel, dtype, step).items():
+            self.planner.reserve(codec, parts, dtype)
+
+    def groups(self) -> list[CodecGroup]:
+        """Of all tensors."""
+        return [group for plan in self._plans.values() for group in plan.groups]
+
+    def clear(self) -> None:
+        """Forget all plans, for instance since state is elsewhere now."""
+        self._plans.clear()
+        self._staging = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        own = sum(unit.nbytes for group in self.groups() for unit in group.units)
+        staging = sum(memory.nbytes for memory in self._staging.values())
+        return own + self.planner.nbytes + staging
+
+    def _staged(self, place: int, size: int) -> Tensor:
+        found = self._staging.get(place)
+        if found is None or len(found) < size:  # plans of before keep the smaller one
+            device = self.planner.network.device
+            found = self._staging[place] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return found[:size]
+
+    def _by_codec(
+        self,
+        policy: Codec,
+        slices: Sequence[ParameterSlice],
+        numel: int,
+        dtype: torch.dtype,
+        step: int,
+    ) -> Mapping[Codec, Sequence[ParameterSlice]]:
+        affordable = partial(self.planner.affordable, dtype=dtype)
+        return by_codec(
+            policy, slices, self._shapes, step=step, filling=numel, affordable=affordable
+        )
