@@ -95,7 +95,8 @@ class AllGather(Exchange):
     """Every rank receives every payload: for sparse ones, and the short way for two ranks.
 
     With W = 2 it moves the bytes of the two-shot exchange in one round and rounds once, not twice.
-    With more ranks its bytes grow with W.
+    With more ranks its bytes grow with W. ``own_bytes`` and ``payload_bytes`` are the uint8 memory
+    behind ``own`` and ``payloads``.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class AllGather(Exchange):
         world, size = topology.world_size, row_bytes(planes, blocks)
         self._received = (allocate or _zeros(device))(world * size).view(world, size)
         self._send = self._received[topology.rank]  # gathered in place
+        self.own_bytes, self.payload_bytes = self._send, self._received
         self.payloads = [views(row.unsqueeze(0), planes, blocks) for row in self._received]
         self.own = self.payloads[topology.rank]
         self.sent = traffic.ring_all_gather(size, topology)
@@ -127,7 +129,8 @@ class AllGather(Exchange):
 class TwoShot(Exchange):
     """all_to_all, decode and add this rank's shard, encode the mean, all_gather.
 
-    Row ``r`` of the ``W`` rows of the payload is the shard of rank ``r``.
+    Row ``r`` of the ``W`` rows of the payload is the shard of rank ``r``. ``own_bytes``,
+    ``payload_bytes``, ``shard_bytes`` and ``mean_bytes`` are the uint8 memory behind the planes.
 
     Args:
         keep_own: keep what this rank encoded until the end; otherwise the means are received where
@@ -154,6 +157,8 @@ class TwoShot(Exchange):
         self._send, self._shards = buffer(), buffer()
         self._result = buffer() if keep_own else self._send
         self._mean = self._result[topology.rank].unsqueeze(0)  # gathered in place
+        self.own_bytes, self.payload_bytes = self._send, self._result
+        self.shard_bytes, self.mean_bytes = self._shards, self._mean
         self.own = views(self._send, planes, blocks)
         self.shards = views(self._shards, planes, blocks)
         """This rank's shard as every rank encoded it, ``(W, ...)``."""

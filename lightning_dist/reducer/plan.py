@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.codecs.memory import NoMemory, memory_of
+from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory, memory_of
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.codecs.powersgd import PowerSGD
@@ -23,6 +23,7 @@ from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
@@ -67,6 +68,7 @@ class Planner:
         self._sparse: SparsePasses | None = None  # compiled
         self._scratch = Scratch(network.device)
         self._immediate = immediate
+        self._tables = available_on(network.device)  # whether Triton's kernels are used
         self._payloads = PayloadMemory(network.device) if immediate else None
         self._inter = None
         if network.intra is not None and network.intra.inter is not None:
@@ -285,9 +287,17 @@ class Planner:
 
     def _blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         kernels = self.kernels(codec, dtype)
-        return BlockPlan(codec, kernels, self.network, self._state, self._payloads)
+        tables = None
+        if self._tables and codec.exchange == "two_shot" and _in_tables(kernels.memory):
+            tables = kernels_of(codec, dtype=dtype)
+        return BlockPlan(codec, kernels, self.network, self._state, self._payloads, tables)
 
 
 def _share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
     """Wide, so that the codec alone rounds the mean of a host; without one, what is sent anyway."""
     return dtype if codec.lossless else compute_dtype(dtype)
+
+
+def _in_tables(memory: Memory) -> bool:
+    """Whether the kernels over tables of slices know ``memory``."""
+    return isinstance(memory, NoMemory | ErrorFeedback)

@@ -60,7 +60,7 @@ class TableKernels:
         """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
 
         ``p`` is the compensated gradient, ``flat + scale * residual``. A block that is not finite
-        keeps its residual.
+        keeps its residual, and so does an element whose new one is not.
 
         Args:
             payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
@@ -87,7 +87,7 @@ class TableKernels:
         flat: Tensor,
         residual: Tensor,
         scale: Tensor,
-        ok: Tensor,
+        ok: Tensor | None = None,
         *,
         table: SliceTable,
         salts: Tensor | None = None,
@@ -95,7 +95,7 @@ class TableKernels:
         """The residuals of ``encode(..., commit=False)``, computed again, where ``ok`` is True.
 
         ``flat``, not yet overwritten by :meth:`decode`, and ``salts`` are those of the encoding;
-        ``ok`` is one bool on the device.
+        ``ok`` is one bool on the device, or None for True.
         """
         self._encode(
             flat,
@@ -140,7 +140,7 @@ class TableKernels:
         shards: Tensor,
         residual: Tensor,
         scale: Tensor,
-        ok: Tensor,
+        ok: Tensor | None = None,
         *,
         table: SliceTable,
         row: int,

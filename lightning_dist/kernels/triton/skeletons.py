@@ -21,7 +21,7 @@ def encode_kernel(
     flat,  # gradients; bfloat16 as int16
     residual,  # float32, or None
     scale,  # float32, the GradScaler's
-    ok,  # uint8, whether residuals may change; None: where their block is finite
+    ok,  # uint8, whether residuals may change; None: where block and residual are finite
     payload,  # uint8, or None: only the residuals are wanted
     finite,  # uint8, set to 0 where a block is not finite; or None
     salts,  # int32, one for each slice; or None
@@ -71,7 +71,7 @@ def encode_kernel(
         wanted = filled & good
         if WRITES_RESIDUAL:
             new = tl.div_rn(error, tl.zeros_like(error) + factor)
-            tl.store(kept, new, mask=_allowed(wanted, ok, element))
+            tl.store(kept, new, mask=_allowed(wanted & is_finite(new), ok, element))
         if sums is not None:
             out = sums + tl.program_id(0).to(tl.int64) * 2
             tl.store(out, _square_sum(x, wanted))
@@ -128,7 +128,8 @@ def reduce_kernel(
         kept = residual + tl.multiple_of(tl.load(tile + 1), ALIGNMENT) + element
         error = (exact - LEVEL(codes, LEVELS).to(tl.float32) * step) * (COUNT * 1.0)
         error = tl.div_rn(error, tl.zeros_like(error) + tl.load(scale))
-        tl.store(kept, tl.load(kept, mask=writes, other=0.0) + error, mask=writes)
+        new = tl.load(kept, mask=writes, other=0.0) + error
+        tl.store(kept, new, mask=writes & is_finite(new))
 
 
 @triton.jit(do_not_specialize=["stride"])

@@ -1,0 +1,116 @@
+"""Units over tables of slices do what units of tiles do: on the wire, to gradients and to state."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from interpreted import in_tables
+from reducer.feeding import Fed, Tensors, backward, compressed, feed, residuals
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.reducer.block_unit import BlockUnit
+from lightning_dist.reducer.table_unit import TableUnit
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
+
+SHAPES = {"first": (40, 48), "bias": (40,), "second": (33, 50), "odd": (65,)}
+CODECS = (
+    "int8:block_size=64",
+    "int4:block_size=64",
+    "fp8:block_size=64",
+    "sign:block_size=64",
+    "qsgd:block_size=64",
+    "terngrad:block_size=64",
+)
+STEPS = 4
+SPOILED = 2  # a step
+
+
+@dataclass
+class Ran:
+    gradients: list[Tensors] = field(default_factory=list)
+    residuals: list[Tensors] = field(default_factory=list)
+    units: set[type] = field(default_factory=set)
+    wire: list[str] = field(default_factory=list)  # digests of all that was sent
+
+
+def train(rank: Rank, codec: str, spoiled: bool, settings: dict[str, Any]) -> Ran:
+    ran = Ran()
+    settings = {"min_compress_numel": 0, "ddp": {"bucket_cap_mb": 0.008}, **settings}
+    with compressed(rank, Fed(SHAPES), codec, **settings) as (model, reducer):
+        for step in range(STEPS):
+            given = feed(rank.rank, step, SHAPES)
+            if spoiled and step == SPOILED and rank.rank == 1:
+                given["second"][5, 7] = torch.nan
+                given["bias"][3] = torch.inf
+            ran.gradients.append(backward(model, given))
+            ran.residuals.append(residuals(reducer))
+        plans = reducer._plans.values()
+        ran.units = {type(unit) for _, groups in plans for g in groups for unit in g.units}
+    return ran
+
+
+def run(
+    codec: str, size: int, *, tables: bool, spoiled: bool = False, **settings: Any
+) -> list[Ran]:
+    sent: dict[int, list[str]] = {rank: [] for rank in range(size)}
+    begin: Any = Channel._begin
+
+    def recorded(channel: Channel, op: str, of: Tensor, *arguments: Any) -> Any:
+        if channel.name != "control":
+            payload = of.contiguous().view(torch.uint8).numpy().tobytes()
+            sent[channel.group.rank()].append(f"{op} {hashlib.sha256(payload).hexdigest()}")
+        return begin(channel, op, of, *arguments)
+
+    with in_tables() if tables else nullcontext(), patch.object(Channel, "_begin", recorded):
+        ranks = run_threads(lambda rank: train(rank, codec, spoiled, settings), size)
+    for rank, ran in enumerate(ranks):
+        ran.wire = sent[rank]
+    return ranks
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    """To the bit; which of what is not finite is NaN is not looked at."""
+    assert a.keys() == b.keys()
+    return all(
+        torch.equal(a[n].isfinite(), b[n].isfinite())
+        and torch.equal(*(x[n].where(x[n].isfinite(), 0).view(torch.int32) for x in (a, b)))
+        for n in a
+    )
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_steps_are_those_of_tiles(codec: str, size: int, commit: str) -> None:
+    settings = {"commit": commit, "error_feedback": True}
+    eager = run(codec, size, tables=False, **settings)
+    tables = run(codec, size, tables=True, **settings)
+    for before, after in zip(eager, tables, strict=True):
+        assert after.units == {TableUnit}
+        assert before.units == {BlockUnit}
+        assert after.wire == before.wire
+        assert all(map(same, after.gradients, before.gradients))
+        assert all(map(same, after.residuals, before.residuals))
+        assert any(r.any() for r in after.residuals[-1].values())
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_not_finite_keeps_its_residual(size: int, commit: str) -> None:
+    for codec in CODECS:
+        eager = run(codec, size, tables=False, spoiled=True, commit=commit, error_feedback=True)
+        tables = run(codec, size, tables=True, spoiled=True, commit=commit, error_feedback=True)
+        for before, after in zip(eager, tables, strict=True):
+            assert not after.gradients[SPOILED]["second"].isfinite().all()
+            assert all(map(same, after.gradients, before.gradients)), codec
+            assert all(map(same, after.residuals, before.residuals)), codec
+            assert all(r.isfinite().all() for r in after.residuals[-1].values())
