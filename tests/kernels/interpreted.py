@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from lightning_dist.kernels.triton import passes
+from lightning_dist.kernels.triton import passes, table
 from lightning_dist.reducer import plan
 
 _turn = threading.RLock()  # the interpreter's state is the process's, and ranks are threads
@@ -28,5 +28,6 @@ def in_tables() -> Iterator[list[str]]:
     with (
         patch.object(plan, "available_on", lambda device: True),
         patch.object(passes, "_launch", interpreted),
+        patch.object(table, "_INTERPRETED_TILE_ELEMENTS", 1 << 10),  # tests have small slices
     ):
         yield launched
