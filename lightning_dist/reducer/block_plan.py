@@ -64,11 +64,33 @@ class BlockPlan:
         self, slices: Sequence[ParameterSlice], bucket: Tensor
     ) -> Sequence[BlockUnit | TableUnit]:
         if self.tables is not None:
-            return [self._table_unit(self.tables, slices, bucket)]
+            residuals = [self._flats(part, part.numel, bucket)[1:] for part in slices]
+            flats = [flat for of_slice in residuals for flat in of_slice]
+            return [self._table_unit(self.tables, slices, bucket, residuals=flats)]
         return [self._unit(tiles, bucket.dtype) for tiles in self._tiles(slices, bucket)]
 
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile the kernels over tables, so that none is in a backward pass.
+
+        They are specialised for slices at multiples of 16 elements, and for payloads at multiples
+        of 16 bytes: a few sizes have it all.
+        """
+        kernels, device = self.tables, self.network.device
+        assert kernels is not None
+        whole = self.codec.block * self.rows
+        for numel in (each for count in range(1, 9) for each in (count * whole, count * whole - 1)):
+            bucket = torch.zeros(numel, dtype=dtype, device=device)
+            residuals = [bucket.to(torch.float32)] if self.kernels.memory.kinds else []
+            slices = [ParameterSlice("", 0, (numel,))]
+            self._table_unit(kernels, slices, bucket, residuals=residuals).compile()
+
     def _table_unit(
-        self, kernels: TableKernels, slices: Sequence[ParameterSlice], bucket: Tensor
+        self,
+        kernels: TableKernels,
+        slices: Sequence[ParameterSlice],
+        bucket: Tensor,
+        *,
+        residuals: Sequence[Tensor],
     ) -> TableUnit:
         dtype, immediate = bucket.dtype, self.payloads is not None
 
@@ -88,9 +110,7 @@ class BlockPlan:
             slices,
             names=[_name(part) for part in slices],
             bucket=bucket,
-            residuals=[
-                flat for part in slices for flat in self._flats(part, part.numel, bucket)[1:]
-            ],
+            residuals=residuals,
             exchange=exchange,
             rows=self.rows,
             rank=self.network.rank,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory, memory_of
 from lightning_dist.codecs.none import NoCompression
@@ -48,6 +49,7 @@ class Planner:
         whole: names of the parameters that some codec needs as a matrix.
         immediate: block codecs commit their state when they encode, and tensors take turns with the
             memory of payloads.
+        tables: use Triton's kernels over tables of slices where the device has them.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Planner:
         intra_codec: BlockCodec,
         whole: Collection[str] = (),
         immediate: bool = False,
+        tables: bool = True,
     ) -> None:
         self.network, self._state = network, state
         self._error_feedback: bool | Literal["auto"] = error_feedback
@@ -68,7 +71,7 @@ class Planner:
         self._sparse: SparsePasses | None = None  # compiled
         self._scratch = Scratch(network.device)
         self._immediate = immediate
-        self._tables = available_on(network.device)  # whether Triton's kernels are used
+        self._tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
         self._inter = None
         if network.intra is not None and network.intra.inter is not None:
@@ -79,6 +82,7 @@ class Planner:
                 intra_codec=intra_codec,
                 whole=whole,
                 immediate=immediate,
+                tables=tables,
             )
 
     def restart(self, turn: int) -> None:
@@ -113,9 +117,18 @@ class Planner:
             )
         return self._kernels[codec, dtype]
 
-    def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
-        """Compile the kernels for gradients of ``dtypes``, where that helps."""
+    def fuse(
+        self, codec: Codec, dtypes: Iterable[torch.dtype], *, sizes: Collection[int] = ()
+    ) -> None:
+        """Compile the kernels for gradients of ``dtypes``, where that helps.
+
+        Args:
+            sizes: elements of the parameters: small ones have kernels of their own in tables.
+        """
         intra = self.network.intra
+        if is_accelerator(self.network.device):
+            self._compile_tables(codec, dtypes, sizes)
+            return
         if intra is None and isinstance(codec, Threshold):
             self._sparse = compiled_sparse_passes(self.network.device)
         for dtype in dtypes:
@@ -129,6 +142,25 @@ class Planner:
                 self._fuse(intra_kernels.down, dtype)
             if self._inter is not None:
                 self._inter.fuse(codec, [_share_dtype(codec, dtype)])
+
+    def _compile_tables(
+        self, codec: Codec, dtypes: Iterable[torch.dtype], sizes: Collection[int]
+    ) -> None:
+        intra, ranks = self.network.intra, self.network.world_size
+        if intra is not None:
+            if self._inter is not None:
+                parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
+                shares = {share for part in parts for share in self._cut(part, intra.owners)}
+                wide = {_share_dtype(codec, dtype) for dtype in dtypes}
+                self._inter._compile_tables(codec, wide, shares)
+            return
+        if not isinstance(codec, BlockCodec):
+            return
+        for dtype in dtypes:
+            fits = {fitted(codec, numel, ranks=ranks, dtype=dtype) for numel in sizes} | {codec}
+            for plan in (self._blocks(fit, dtype) for fit in fits):
+                if plan.tables is not None:
+                    plan.compile(dtype)
 
     @property
     def is_fused(self) -> bool:

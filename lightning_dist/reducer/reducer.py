@@ -116,6 +116,7 @@ class Reducer:
             intra_codec=self.settings.intra,
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
+            tables=self.settings.compile_kernels is not False,
         )
 
     def start(

@@ -139,6 +139,9 @@ class TableUnit(CommUnit):
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
+        self._decode_and_commit(scale)
+
+    def _decode_and_commit(self, scale: Tensor) -> None:
         if self._first is not None and not self._immediate:
             self._commit(self._first, scale)
         self._kernels.decode(
@@ -167,6 +170,15 @@ class TableUnit(CommUnit):
     @override
     def nbytes(self) -> int:
         return self.exchange.nbytes + self._table.tiles.nbytes
+
+    def compile(self) -> None:
+        """Compile the kernels of every pass; nothing else happens."""
+        kernels, self._kernels = self._kernels, self._kernels.compiling()
+        self.encode(self._scale, step=0)
+        if isinstance(self.exchange, TwoShot):
+            self._reduce()
+        self._decode_and_commit(self._scale)
+        self._kernels = kernels
 
     def _salts_of(self, which: int) -> Tensor | None:
         return None if self._salts is None else self._salts[which]

@@ -15,7 +15,7 @@ from lightning_dist.kernels.triton.device import block_keys, is_finite
 _FIELDS: tl.constexpr = tl.constexpr(10)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["salts"])
 def encode_kernel(
     tiles,  # int64
     flat,  # gradients; bfloat16 as int16
@@ -78,7 +78,7 @@ def encode_kernel(
             tl.store(out + 1, _square_sum(error, wanted))
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["salts"])
 def reduce_kernel(
     tiles,  # of one row
     shards,  # uint8, this row of COUNT ranks
