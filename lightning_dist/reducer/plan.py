@@ -24,7 +24,7 @@ from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
-from lightning_dist.kernels.triton import available_on, kernels_of
+from lightning_dist.kernels.triton import available_on, kernels_of, sum_of
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
@@ -148,11 +148,18 @@ class Planner:
     ) -> None:
         intra, ranks = self.network.intra, self.network.world_size
         if intra is not None:
+            for dtype in dtypes:
+                up = self._intra_kernels_of(dtype, intra, self._intra_codec).up
+                summed = sum_of(up.passes, dtype=dtype)
+                if summed is not None and self._tables:
+                    like = torch.ones((), device=self.network.device)
+                    count, wide = intra.topology.world_size, _share_dtype(codec, dtype)
+                    summed.compile(dtype, wide, count=count, like=like)
             if self._inter is not None:
                 parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
                 shares = {share for part in parts for share in self._cut(part, intra.owners)}
-                wide = {_share_dtype(codec, dtype) for dtype in dtypes}
-                self._inter._compile_tables(codec, wide, shares)
+                inter_dtypes = {_share_dtype(codec, dtype) for dtype in dtypes}
+                self._inter._compile_tables(codec, inter_dtypes, shares)
             return
         if not isinstance(codec, BlockCodec):
             return
@@ -305,6 +312,9 @@ class Planner:
                 )
                 for weight in (intra.weight, 1.0)
             )
+            summed = sum_of(up.passes, dtype=dtype) if self._tables else None
+            if summed is not None:
+                up.use({"decode_and_commit": summed})
             self._intra_kernels_by_codec[intra_codec, dtype] = IntraKernels(up, down)
         return self._intra_kernels_by_codec[intra_codec, dtype]
 

@@ -166,6 +166,31 @@ def decode_kernel(
         tl.store(at, x.to(flat.dtype.element_ty), mask=filled)
 
 
+@triton.jit(do_not_specialize=["stride", "numel"])
+def sum_kernel(
+    target,  # bfloat16 as int16
+    source,  # COUNT rows
+    stride,  # elements from one to the next
+    numel,
+    COUNT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SIZE: tl.constexpr,
+    BF16: tl.constexpr,
+    TARGET_BF16: tl.constexpr,
+):
+    """Uncompressed payloads, each weighted before it is added: a mean does not overflow."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    mask = at < numel
+    x = _load_gradient(source + at, mask, BF16) * WEIGHT
+    for rank in range(1, COUNT):
+        row = source + rank * stride.to(tl.int64)
+        x = x + _load_gradient(row + at, mask, BF16) * WEIGHT
+    if TARGET_BF16:
+        tl.store(target + at, _bfloat16_bits(x), mask=mask)
+    else:
+        tl.store(target + at, x.to(target.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def _block_and_place(
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, REAL: tl.constexpr
