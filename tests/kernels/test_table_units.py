@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.block_unit import BlockUnit
+from lightning_dist.reducer.codec_sample import Sampler
+from lightning_dist.reducer.observer import EncodedBucket, Observer
 from lightning_dist.reducer.table_unit import TableUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
@@ -35,17 +38,40 @@ SPOILED = 1  # a step
 
 
 @dataclass
+class Samples(Observer):
+    """Takes samples of everything in every step."""
+
+    steps: list[Tensors] = field(default_factory=list)
+
+    def encoded(self, bucket: EncodedBucket) -> Callable[[], None]:
+        samples = list(bucket.samples(Sampler(7, share=1)))
+        found = {f"gradient {i}": each.gradient for i, each in enumerate(samples)}
+        found |= {f"compensated {i}": each.compensated for i, each in enumerate(samples)}
+
+        def finished() -> None:
+            for i, each in enumerate(samples):
+                assert each.residual is not None
+                found.update({f"sent {i}": each.sent(), f"residual {i}": each.residual()})
+            self.steps.append(found)
+
+        return finished
+
+
+@dataclass
 class Ran:
     gradients: list[Tensors] = field(default_factory=list)
     residuals: list[Tensors] = field(default_factory=list)
     units: set[type] = field(default_factory=set)
+    samples: list[Tensors] = field(default_factory=list)
     wire: list[str] = field(default_factory=list)  # digests of all that was sent
 
 
-def train(rank: Rank, codec: str, spoiled: bool, settings: dict[str, Any]) -> Ran:
-    ran = Ran()
+def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[str, Any]) -> Ran:
+    ran, samples = Ran(), Samples()
     settings = {"min_compress_numel": 0, "ddp": {"bucket_cap_mb": 0.004}, **settings}
     with compressed(rank, Fed(SHAPES), codec, **settings) as (model, reducer):
+        if sampled:
+            reducer.observe(samples)
         for step in range(STEPS):
             given = feed(rank.rank, step, SHAPES)
             if spoiled and step == SPOILED and rank.rank == 1:
@@ -53,13 +79,20 @@ def train(rank: Rank, codec: str, spoiled: bool, settings: dict[str, Any]) -> Ra
                 given["odd"][3] = torch.inf
             ran.gradients.append(backward(model, given))
             ran.residuals.append(residuals(reducer))
+        ran.samples = samples.steps
         plans = reducer._plans.values()
         ran.units = {type(unit) for _, groups in plans for g in groups for unit in g.units}
     return ran
 
 
 def run(
-    codec: str, size: int, *, tables: bool, spoiled: bool = False, **settings: Any
+    codec: str,
+    size: int,
+    *,
+    tables: bool,
+    spoiled: bool = False,
+    sampled: bool = False,
+    **settings: Any,
 ) -> list[Ran]:
     sent: dict[int, list[str]] = {rank: [] for rank in range(size)}
     begin: Any = Channel._begin
@@ -71,7 +104,7 @@ def run(
         return begin(channel, op, of, *arguments)
 
     with in_tables() if tables else nullcontext(), patch.object(Channel, "_begin", recorded):
-        ranks = run_threads(lambda rank: train(rank, codec, spoiled, settings), size)
+        ranks = run_threads(lambda rank: train(rank, codec, spoiled, sampled, settings), size)
     for rank, ran in enumerate(ranks):
         ran.wire = sent[rank]
     return ranks
@@ -102,6 +135,17 @@ def check(codec: str, size: int, commit: str, *, spoiled: bool = False) -> None:
             assert after.wire == before.wire
         else:
             assert not after.gradients[SPOILED]["first"].isfinite().all()
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+def test_samples_are_those_of_tiles(commit: str) -> None:
+    settings = {"commit": commit, "error_feedback": True, "sampled": True}
+    eager = run("qsgd:block_size=64", 3, tables=False, **settings)
+    tables = run("qsgd:block_size=64", 3, tables=True, **settings)
+    for before, after in zip(eager, tables, strict=True):
+        assert len(after.samples) == len(before.samples) > 0
+        assert all(after.samples)
+        assert all(map(same, after.samples, before.samples))
 
 
 @pytest.mark.parametrize("codec", ["int8:block_size=64", "qsgd:block_size=64"])
