@@ -24,7 +24,7 @@ from lightning_dist.reducer.table_unit import TableUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
 
-SHAPES = {"first": (40, 48), "odd": (257,)}
+SHAPES = {"first": (40, 48), "second": (24, 50), "odd": (383,)}  # the last two in one bucket
 CODECS = (
     "int8:block_size=64",
     "int4:block_size=64",
