@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -312,10 +312,12 @@ class SumOfPayloads:
 
     def compile(self, dtype: torch.dtype, target: torch.dtype, *, count: int, like: Tensor) -> None:
         """Compile for gradients in ``dtype`` on the device of ``like``."""
-        source = like.new_zeros(count, 32, dtype=dtype)
-        rows = [(row.view(1, -1, 1),) for row in source]
-        mean = like.new_zeros(1, 32, 1, dtype=target)
-        replace(self, only_compile=True)(mean, (), like, None, rows[0], rows)
+        again = replace(self, only_compile=True)
+        for start, target_start in product((0, 1), (0, 1)):  # addresses that 16 divides or not
+            source = like.new_zeros(count, 32, dtype=dtype)[:, start : start + 16]
+            rows = [(row.view(1, -1, 1),) for row in source]
+            mean = like.new_zeros(32, dtype=target)[target_start : target_start + 16]
+            again(mean.view(1, -1, 1), (), like, None, rows[0], rows)
 
 
 def _launch(
