@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec, ExchangeName, Shape
+from lightning_dist.codecs.noise import mix
 from lightning_dist.codecs.none import NoCompression
 
 
@@ -92,8 +93,53 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal columns that span those of ``matrix (n, r)``; for zeros, some. Never NaN."""
-    q, _ = torch.linalg.qr(torch.nan_to_num(matrix, posinf=0.0, neginf=0.0))
+_ROUNDING = 1e-13  # of an element of a Gram matrix in float64, with room to spare
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Orthonormal columns that span those of ``matrices (..., n, r)``; for zeros, some. Never NaN.
+
+    LAPACK's QR on a CPU, where it takes a tenth of the time of :func:`cholesky_qr`.
+    """
+    finite = torch.nan_to_num(matrices, posinf=0.0, neginf=0.0)
+    if finite.device.type != "cpu":
+        return cholesky_qr(finite)
+    q, _ = torch.linalg.qr(finite)
     assert isinstance(q, Tensor)
     return q
+
+
+def cholesky_qr(matrices: Tensor) -> Tensor:
+    """Orthonormal columns that span those of ``matrices (..., n, r)``, ``n >= r``, all finite.
+
+    Cholesky-QR of the whole batch in float64, three times: as many launches for many matrices as
+    for one, and nothing waits for the device. A column that is within about 1e-5 of the span of
+    those before it, in proportion to its norm, is replaced by one that depends on its place alone.
+    """
+    *_, n, r = matrices.shape
+    columns = _normalized(matrices.double())
+    others = _normalized(_others(n, r, device=matrices.device))
+    shift = _ROUNDING * r * torch.eye(r, dtype=torch.float64, device=matrices.device)
+    # A Gram matrix is known to the rounding only: with it added the factor exists.
+    distances, _ = torch.linalg.cholesky_ex(columns.mT @ columns + shift)
+    dependent = distances.diagonal(dim1=-2, dim2=-1).square() < 100 * _ROUNDING * r
+    columns = torch.where(dependent.unsqueeze(-2), others, columns)
+    for _ in range(3):  # the first may leave angles, as the condition is squared
+        factor, _ = torch.linalg.cholesky_ex(columns.mT @ columns + shift)
+        columns = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
+        shift = torch.zeros_like(shift)
+    return columns.to(matrices.dtype)
+
+
+def _normalized(columns: Tensor) -> Tensor:
+    """Columns of norm 1; those of zeros stay."""
+    largest = columns.abs().amax(-2, keepdim=True)
+    columns = columns / torch.where(largest > 0, largest, 1.0)
+    norm = torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+    return columns / torch.where(norm > 0, norm, 1.0)
+
+
+def _others(n: int, r: int, *, device: torch.device) -> Tensor:
+    """``(n, r)`` that look random: the same on every rank, whatever its device."""
+    places = torch.arange(n * r, dtype=torch.int32, device=device).view(n, r)
+    return mix(places).double() / 2.0**31

@@ -81,7 +81,8 @@ def compress_ddp(
             None: the codec's own choice (0 for casts, 4096 for most others).
         start_step: synchronised steps before compression starts.
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
-            models of 4 Mi elements or more where a compiler is there.
+            models of 4 Mi elements or more where a compiler is there, and for all on a GPU with
+            Triton, whose kernels exchange whole buckets. Equal on all ranks.
         commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
             bucket is decoded when it has landed; what a step owes is lost if it is not applied.
             ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
@@ -181,9 +182,10 @@ def attach(
     if several and should_fuse(settings.compile_kernels, numel=elements, device=device):
         if first:
             log.warning("compiling the codec's kernels (about 20 s the first time)")
-        dtypes = {parameter.dtype.to_real() for parameter in names if parameter.requires_grad}
+        trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
+        dtypes, sizes = {each.dtype for each in trained}, {each.numel() for each in trained}
         for codec in settings.codec.leaves():
-            reducer.planner.fuse(codec, dtypes)
+            reducer.planner.fuse(codec, dtypes, sizes=sizes)
 
     buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
 

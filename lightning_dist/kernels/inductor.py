@@ -4,9 +4,9 @@ Sparse codecs have C++ of our own (``native.py``), the others torch's compiler.
 
 torch.compile's own front end is not used: it guards on every property of every argument and would
 recompile, inside a backward pass, when DDP changes its buckets. Here a pass is traced once with the
-number of blocks and all strides symbolic and handed to the same code generator (C++ on CPU, Triton
-on CUDA). This file holds every private name of torch that this takes; if one of them goes, the
-kernels stay eager and a warning says so.
+number of blocks and all strides symbolic and handed to the same code generator. Only on the CPU: an
+accelerator has kernels of our own (``triton/``). This file holds every private name of torch that
+this takes; if one of them goes, the kernels stay eager and a warning says so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
             f"compile_kernels=True needs a compiler for {device.type} (g++ or clang++ on CPU, "
             "Triton on CUDA) and found none; install one or use 'auto'"
         )
-    return there and (wish is True or numel >= FUSE_FROM_ELEMENTS)
+    # Triton's kernels are small, and used whatever the size of the model.
+    return there and (wish is True or is_accelerator(device) or numel >= FUSE_FROM_ELEMENTS)
 
 
 def fused_passes(variant: Variant) -> Mapping[str, Pass]:

@@ -26,6 +26,7 @@ class BlockUnit(CommUnit):
 
     Args:
         immediate: state is committed when it is encoded, and not when the mean is decoded.
+        only_sampled: another unit works on the same memory, so what tiles hold of it is old.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class BlockUnit(CommUnit):
         keys: UnitKeys | None,
         rank: int,
         immediate: bool,
+        only_sampled: bool = False,
     ) -> None:
+        self._only_sampled = only_sampled
         self.tiles, self.exchange, self.kernels = tiles, exchange, kernels
         self._keys, self._rank, self._immediate = keys, rank, immediate
         self._own = [columns_of(exchange.own, tile.columns) for tile in tiles]
@@ -48,10 +51,14 @@ class BlockUnit(CommUnit):
         # An exchange on the bucket's own memory needs no decoding back into it.
         self._in_place = exchange.own[0].data_ptr() == tiles[0].grad.data_ptr()
 
-    @override
-    def encode(self, scale: Tensor, *, step: int) -> None:
+    def draw(self, step: int) -> None:
+        """Keys for ``step``, where the codec rounds at random."""
         if self._keys is not None:
             self._keys.draw(step)
+
+    @override
+    def encode(self, scale: Tensor, *, step: int) -> None:
+        self.draw(step)
         now = self._immediate and bool(self.kernels.memory.kinds)
         encode = self.kernels.encode_and_commit if now else self.kernels.encode
         for tile, own in zip(self.tiles, self._own, strict=True):
@@ -71,6 +78,8 @@ class BlockUnit(CommUnit):
             drawn = sampler.drawn(columns, of=rows * block)
             if not len(drawn):
                 continue
+            if self._only_sampled:
+                tile.load()
             device = tile.grad.device
             at = placed(drawn, device)
             keys, filled = self._keys_of(tile), tile.filled()
@@ -92,7 +101,7 @@ class BlockUnit(CommUnit):
             )
             residual = None
             if "residual" in self.kernels.memory.kinds:
-                residual = partial(_residual, tile.state[0], at, chosen)
+                residual = partial(self._residual, tile, at, chosen)
             yield CodecSample(
                 _chosen(gradient, chosen),
                 _chosen(compensated, chosen),
@@ -116,13 +125,14 @@ class BlockUnit(CommUnit):
                 self.kernels.server_feedback(row, scale, shards, mean)
             tile.store()
 
+    def _residual(self, tile: Tile, at: Tensor, chosen: Tensor | None) -> Tensor:
+        if self._only_sampled:
+            tile.load()
+        return _chosen(tile.state[0].index_select(1, at), chosen)
+
     def _keys_of(self, tile: Tile) -> Tensor | None:
         return None if self._keys is None else self._keys.encode[:, tile.columns]
 
 
 def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
     return tensor.flatten() if chosen is None else tensor.flatten().index_select(0, chosen)
-
-
-def _residual(held: Tensor, at: Tensor, chosen: Tensor | None) -> Tensor:
-    return _chosen(held.index_select(1, at), chosen)

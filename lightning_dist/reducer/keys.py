@@ -48,5 +48,15 @@ class UnitKeys:
                 self.reduce[:, place.columns] = block_keys(row, mean)
 
 
+def unit_salts(codec: BlockCodec, names: Sequence[str], *, step: int, rank: int) -> Tensor:
+    """int32 ``(2, names)`` on the host: what the keys of :class:`UnitKeys` are hashed with.
+
+    The first row is for what this rank sends, the second for the means that it rounds.
+    """
+    who = "all" if codec.shared_keys else str(rank)
+    salts = [[_salt(codec, step, name, of) for name in names] for of in (who, "mean")]
+    return torch.tensor(salts, dtype=torch.int64, device="cpu").to(torch.int32)
+
+
 def _salt(codec: BlockCodec, step: int, name: str, who: str) -> int:
     return zlib.crc32(f"{codec!r} {step} {name} {who}".encode())

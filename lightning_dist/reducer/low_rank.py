@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -122,9 +122,14 @@ class LowRankUnit(CommUnit):
             return
         self._p.wait()
         with full_precision():  # not while it waits: other reducers would wait for the setting
-            for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
+            for some in _of_equal_shape(self._p.means, range(len(self._matrices))):
+                ps = [self._p.means[i] for i in some]
                 # Orthonormal columns hide an inf that the sum still shows.
-                p.copy_(torch.where(p.isfinite().all(), orthonormal(p), torch.nan))
+                stacked = torch.stack(ps)
+                finite = stacked.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+                left = torch.where(finite, orthonormal(stacked), torch.nan)
+                torch._foreach_copy_(ps, left.unbind())
+            for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
                 torch.mm(matrix.compensated.T, p, out=q)
         self._q.start()
 
@@ -168,8 +173,7 @@ class LowRankUnit(CommUnit):
         factor, *known = torch.cat([scale.view(1), finite.to(scale.dtype)]).tolist()
         share = 1.0 / factor
         for i, (matrix, (own, mean)) in enumerate(zip(self._matrices, products, strict=True)):
-            own_is_finite, mean_is_finite = known[2 * i : 2 * i + 2]
-            if matrix.residual is not None and own_is_finite:
+            if matrix.residual is not None and known[2 * i]:
                 left, right = own
                 same = matrix.residual.shape == matrix.compensated.shape
                 lost = matrix.residual if same else matrix.compensated
@@ -179,8 +183,7 @@ class LowRankUnit(CommUnit):
             torch.mm(mean[0], mean[1].T, out=matrix.compensated)
             if matrix.compensated is not matrix.gradient:
                 matrix.gradient.copy_(matrix.shaped)
-            if mean_is_finite:
-                self._start_next_from(matrix, i)
+        self._start_next_from([i for i in range(len(products)) if known[2 * i + 1]])
 
     def _products(self, i: int) -> tuple[_Product, _Product]:
         """Own and mean approximation of matrix ``i``."""
@@ -192,13 +195,14 @@ class LowRankUnit(CommUnit):
             return (self._p.owns[i], matrix.right), (self._p.means[i], matrix.right)
         return (matrix.left, self._q.owns[i]), (matrix.left, self._q.means[i])
 
-    def _start_next_from(self, matrix: _Matrix, i: int) -> None:
-        if self._codec.two_phase:
-            matrix.right.copy_(orthonormal(self._q.means[i]))  # only its span matters to the next
-        elif self._sums[0] is self._p:
-            matrix.left.copy_(orthonormal(self._p.means[i]))
-        else:
-            matrix.right.copy_(orthonormal(self._q.means[i]))
+    def _start_next_from(self, finite: Sequence[int]) -> None:
+        """Orthonormal factors of the next step, of the matrices whose mean is ``finite``."""
+        last = self._sums[-1]  # only the span matters to the next step
+        for some in _of_equal_shape(last.means, finite):
+            kept = [self._matrices[i] for i in some]
+            factors = [matrix.left if last is self._p else matrix.right for matrix in kept]
+            new = orthonormal(torch.stack([last.means[i] for i in some]))
+            torch._foreach_copy_(factors, new.unbind())
 
     @property
     @override
@@ -252,6 +256,14 @@ def _matrix(
 
 def _rows(matrix: Tensor, at: Tensor) -> Tensor:
     return matrix[at].flatten()
+
+
+def _of_equal_shape(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[list[int]]:
+    """``numbers`` of tensors, those of one shape together: they are worked on in one batch."""
+    found: dict[torch.Size, list[int]] = {}
+    for i in numbers:
+        found.setdefault(tensors[i].shape, []).append(i)
+    return list(found.values())
 
 
 def _views(flat: Tensor, sizes: Sequence[tuple[int, int]]) -> Sequence[Tensor]:

@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.codecs.memory import NoMemory
+from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
@@ -21,6 +22,7 @@ from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.triton import available_on, kernels_of, sum_of
 from lightning_dist.reducer import low_rank, sparse  # noqa: F401  (their units)
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.commit import owed
@@ -44,6 +46,7 @@ class Planner:
         whole: names of the parameters that some codec needs as they are.
         immediate: block codecs commit their state when they encode, and tensors take turns with the
             memory of payloads.
+        tables: use Triton's kernels over tables of slices where the device has them.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Planner:
         intra_codec: BlockCodec,
         whole: Collection[str] = (),
         immediate: bool = False,
+        tables: bool = True,
     ) -> None:
         self.network, self.state = network, state
         self.error_feedback: bool | Literal["auto"] = error_feedback
@@ -62,10 +66,11 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self.sparse_passes: SparsePasses | None = None  # compiled
-        self.compiled: dict[Codec, set[torch.dtype]] = {}
-        """Dtypes of the gradients that kernels were compiled for."""
+        self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
+        """Dtypes and sizes of the gradients that kernels were compiled for."""
         self._scratch = PayloadMemory(network.device)
         self._immediate = immediate
+        self._tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
         self._inter = None
         if network.intra is not None and network.intra.inter is not None:
@@ -76,6 +81,7 @@ class Planner:
                 intra_codec=intra_codec,
                 whole=whole,
                 immediate=immediate,
+                tables=tables,
             )
 
     def restart(self, turn: int) -> None:
@@ -110,21 +116,41 @@ class Planner:
             )
         return self._kernels[codec, dtype]
 
-    def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
-        """Compile the kernels for gradients of ``dtypes``, where that helps."""
-        dtypes, intra = set(dtypes), self.network.intra
-        self.compiled.setdefault(codec, set()).update(dtypes)
+    def fuse(
+        self, codec: Codec, dtypes: Iterable[torch.dtype], *, sizes: Collection[int] = ()
+    ) -> None:
+        """Compile the kernels for gradients of ``dtypes``, where that helps.
+
+        Args:
+            sizes: elements of the parameters: small ones have kernels of their own in tables.
+        """
+        dtypes, sizes, intra = set(dtypes), set(sizes), self.network.intra
+        known = self.compiled.setdefault(codec, (set(), set()))
+        known[0].update(dtypes)
+        known[1].update(sizes)
         if intra is None:
-            compile_passes(codec, dtypes, self)
+            compile_passes(codec, dtypes, self, sizes)
             return
         for dtype in dtypes:
-            # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
-            if compute_dtype(dtype) == dtype:
-                intra_kernels = self._intra_kernels_of(dtype, intra, self._intra_codec)
-                self.fuse_kernels(intra_kernels.up, dtype, received=intra.topology.world_size)
-                self.fuse_kernels(intra_kernels.down, dtype)
-            if self._inter is not None:
-                self._inter.fuse(codec, [_share_dtype(codec, dtype)])
+            self._compile_intra(codec, dtype, intra)
+        if self._inter is not None:
+            parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
+            shares = {share for part in parts for share in self._cut(part, intra.level.owners)}
+            wide = {_share_dtype(codec, dtype) for dtype in dtypes}
+            self._inter.fuse(codec, wide, sizes=shares)
+
+    def _compile_intra(self, codec: Codec, dtype: torch.dtype, intra: IntraLevel) -> None:
+        kernels, ranks = self._intra_kernels_of(dtype, intra, self._intra_codec), intra.topology
+        if is_accelerator(self.network.device):
+            summed = sum_of(kernels.up.passes, dtype=dtype) if self._tables else None
+            if summed is not None:
+                like = torch.ones((), device=self.network.device)
+                wide = _share_dtype(codec, dtype)
+                summed.compile(dtype, wide, count=ranks.world_size, like=like)
+        # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
+        elif compute_dtype(dtype) == dtype:
+            self.fuse_kernels(kernels.up, dtype, received=ranks.world_size)
+            self.fuse_kernels(kernels.down, dtype)
 
     @property
     def is_fused(self) -> bool:
@@ -301,6 +327,9 @@ class Planner:
                 )
                 for weight in (intra.level.weight, 1.0)
             )
+            summed = sum_of(up.passes, dtype=dtype) if self._tables else None
+            if summed is not None:
+                up.use({"decode_and_commit": summed})
             self._intra_kernels_by_codec[intra_codec, dtype] = IntraKernels(up, down)
         return self._intra_kernels_by_codec[intra_codec, dtype]
 
@@ -317,9 +346,17 @@ class Planner:
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         """How a block codec cuts gradients of ``dtype`` of a flat exchange."""
         kernels = self.kernels(codec, dtype)
-        return BlockPlan(codec, kernels, self.network, self.state, self._payloads)
+        tables = None
+        if self._tables and codec.exchange == "two_shot" and _in_tables(kernels.memory):
+            tables = kernels_of(codec, dtype=dtype)
+        return BlockPlan(codec, kernels, self.network, self.state, self._payloads, tables)
 
 
 def _share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
     """Wide, so that the codec alone rounds the mean of a host; without one, what is sent anyway."""
     return dtype if codec.lossless else compute_dtype(dtype)
+
+
+def _in_tables(memory: Memory) -> bool:
+    """Whether the kernels over tables of slices know ``memory``."""
+    return type(memory) in (NoMemory, ErrorFeedback)

@@ -132,6 +132,7 @@ class Reducer:
             intra_codec=self.settings.intra,
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
+            tables=self.settings.compile_kernels is not False,
         )
         return Plans(planner, self._policy, self._shapes, share_memory=self.immediate)
 
@@ -460,8 +461,8 @@ class Reducer:
         if old.intra is not None or network.intra is not None:
             self.state.average(network.data.group, old.rows, device=network.device)
         compiled, self._plans = self.planner.compiled, self._make_plans()
-        for codec, dtypes in compiled.items():
-            self.planner.fuse(codec, dtypes)
+        for codec, (dtypes, sizes) in compiled.items():
+            self.planner.fuse(codec, dtypes, sizes=sizes)
         self._reserve_again()
         self._scale = self._scale.to(network.device)
         self._use(executor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -141,7 +141,9 @@ def _units(
 
 
 @compile_passes.register(Threshold)
-def _compile(codec: Threshold, dtypes: Iterable[torch.dtype], planner: Planner) -> None:
+def _compile(
+    codec: Threshold, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
+) -> None:
     planner.sparse_passes = compiled_sparse_passes(planner.network.device)
 
 

@@ -5,7 +5,7 @@ With the decorator ``@units_of.register(MyCodec)`` on a function of the same arg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
@@ -47,5 +47,7 @@ def require_units(codec: Codec) -> None:
 
 
 @singledispatch
-def compile_passes(codec: Codec, dtypes: Iterable[torch.dtype], planner: Planner) -> None:
+def compile_passes(
+    codec: Codec, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
+) -> None:
     """Compile what the units of ``codec`` do with gradients of ``dtypes``, where that helps."""

@@ -67,7 +67,7 @@ class Eager:
                 (after,) = passes.memory.after(
                     tile.grad.float(), compensated, sent, tile.state, scale
                 )
-                tile.state[0].copy_(torch.where(good, after, tile.state[0]))
+                tile.state[0].copy_(torch.where(good & after.isfinite(), after, tile.state[0]))
                 tile.store()
         return buffer, new, finite
 

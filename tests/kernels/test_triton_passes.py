@@ -11,9 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dist.codecs import FP8, QSGD, BlockCodec, Int4, Int8, Sign, TernGrad, TopK
+from lightning_dist.codecs import (
+    FP8,
+    QSGD,
+    BlockCodec,
+    Int4,
+    Int8,
+    NoCompression,
+    Sign,
+    TernGrad,
+    TopK,
+)
+from lightning_dist.codecs.memory import NoMemory
 from lightning_dist.exchange.wire import views
-from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of
+from lightning_dist.kernels.passes import Factors, Passes
+from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of, sum_of
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
@@ -376,3 +388,21 @@ _SPIKES = st.tuples(
         st.floats(-1e4, 1e4), st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e-44, 3e38])
     ),
 )
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_uncompressed_payloads_are_added_in_their_order(dtype: torch.dtype, wide: bool) -> None:
+    """Inside a host, into a share that may be wider than what travels."""
+    eager = Passes(NoCompression(), NoMemory(), Factors(mean=1 / 3), 3)
+    rows = hard_numbers(3 * 5008, seed=1, dtype=dtype).view(3, 5008)
+    payloads = [(row[:5001].view(1, -1, 1),) for row in rows]
+    expected = torch.zeros(1, 5001, 1, dtype=torch.float32 if wide else dtype)
+    eager.decode_and_commit(expected, (), torch.ones(()), None, payloads[0], payloads)
+    found = on_device(torch.zeros_like(expected))
+    there = on_device(rows)
+    payloads = [(row[:5001].view(1, -1, 1),) for row in there]
+    summed = sum_of(eager, dtype=dtype)
+    assert summed is not None
+    summed(found, (), torch.ones(()), None, payloads[0], payloads)
+    assert same(found, expected)

@@ -12,13 +12,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_dist.codecs.base import Codec
+from lightning_dist.kernels.passes import Passes
 from lightning_dist.kernels.triton.table import Slice, SliceTable
 
 if TYPE_CHECKING:
-    from lightning_dist.kernels.triton.passes import TableKernels
+    from lightning_dist.kernels.triton.passes import SumOfPayloads, TableKernels
+
+_DEVICE_TYPES = ("cuda", "xpu")
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""
+
+
+def sum_of(passes: Passes, *, dtype: torch.dtype) -> SumOfPayloads | None:
+    """``decode_and_commit`` of an uncompressed exchange in one launch; None where there is none."""
+    codec, factors = passes.codec, passes.factors
+    plain = codec.lossless and codec.block == 1 and not passes.memory.kinds and factors.own == 1
+    if not plain or dtype not in GRADIENT_DTYPES or find_spec("triton") is None:
+        return None
+    from lightning_dist.kernels.triton.passes import SumOfPayloads
+
+    return SumOfPayloads(factors.mean)
+
+
+def available_on(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for ``device``."""
+    if device.type not in _DEVICE_TYPES or find_spec("triton") is None:
+        return False
+    from torch.utils._triton import has_triton  # no attribute of torch.utils before an import
+
+    return bool(has_triton())
 
 
 def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
@@ -37,4 +60,4 @@ def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
     return None if device is None else TableKernels(device)
 
 
-__all__ = ["GRADIENT_DTYPES", "Slice", "SliceTable", "kernels_of"]
+__all__ = ["GRADIENT_DTYPES", "Slice", "SliceTable", "available_on", "kernels_of", "sum_of"]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dist.codecs.base import Payload
 from lightning_dist.kernels.triton import GRADIENT_DTYPES, skeletons
 from lightning_dist.kernels.triton.registry import DeviceCodec
 from lightning_dist.kernels.triton.table import BlockShape, SliceTable
 
+_SUMMED_ELEMENTS = 4096  # of a program
 _ELEMENTS_PER_WARP = 512  # 16 for each thread: 64 to 108 registers, of which nothing is spilled
 
 
@@ -60,7 +65,7 @@ class TableKernels:
         """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
 
         ``p`` is the compensated gradient, ``flat + scale * residual``. A block that is not finite
-        keeps its residual.
+        keeps its residual, and so does an element whose new one is not.
 
         Args:
             payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
@@ -87,7 +92,7 @@ class TableKernels:
         flat: Tensor,
         residual: Tensor,
         scale: Tensor,
-        ok: Tensor,
+        ok: Tensor | None = None,
         *,
         table: SliceTable,
         salts: Tensor | None = None,
@@ -95,7 +100,7 @@ class TableKernels:
         """The residuals of ``encode(..., commit=False)``, computed again, where ``ok`` is True.
 
         ``flat``, not yet overwritten by :meth:`decode`, and ``salts`` are those of the encoding;
-        ``ok`` is one bool on the device.
+        ``ok`` is one bool on the device, or None for True.
         """
         self._encode(
             flat,
@@ -140,7 +145,7 @@ class TableKernels:
         shards: Tensor,
         residual: Tensor,
         scale: Tensor,
-        ok: Tensor,
+        ok: Tensor | None = None,
         *,
         table: SliceTable,
         row: int,
@@ -265,19 +270,75 @@ class TableKernels:
         return salts
 
 
+@dataclass(frozen=True)
+class SumOfPayloads:
+    """Mean of uncompressed payloads, as ``Kernels.decode_and_commit`` without state.
+
+    ``payloads`` are rows of one tensor, at equal distances.
+    """
+
+    weight: float
+    only_compile: bool = False
+
+    def __call__(
+        self,
+        grad: Tensor,
+        state: tuple[Tensor, ...],
+        scale: Tensor,
+        keys: Tensor | None,
+        own: Payload,
+        payloads: Sequence[Payload],
+    ) -> None:
+        """``grad <- sum of weight * payload``, each weighted and added in their order."""
+        assert not state
+        sources = [_gradient(plane) for (plane,) in payloads]
+        first, target = sources[0], _gradient(grad)
+        distances = {b.data_ptr() - a.data_ptr() for a, b in pairwise(sources)} or {0}
+        (distance,) = distances
+        _launch(
+            skeletons.sum_kernel,
+            target,
+            first,
+            distance // first.itemsize,
+            grad.numel(),
+            programs=-(-grad.numel() // _SUMMED_ELEMENTS),
+            only_compile=self.only_compile,
+            COUNT=len(sources),
+            WEIGHT=self.weight,
+            SIZE=_SUMMED_ELEMENTS,
+            BF16=payloads[0][0].dtype == torch.bfloat16,
+            TARGET_BF16=grad.dtype == torch.bfloat16,
+        )
+
+    def compile(self, dtype: torch.dtype, target: torch.dtype, *, count: int, like: Tensor) -> None:
+        """Compile for gradients in ``dtype`` on the device of ``like``."""
+        again = replace(self, only_compile=True)
+        for start, target_start in product((0, 1), (0, 1)):  # addresses that 16 divides or not
+            source = like.new_zeros(count, 32, dtype=dtype)[:, start : start + 16]
+            rows = [(row.view(1, -1, 1),) for row in source]
+            mean = like.new_zeros(32, dtype=target)[target_start : target_start + 16]
+            again(mean.view(1, -1, 1), (), like, None, rows[0], rows)
+
+
 def _launch(
-    kernel: Any, tiles: Tensor, *tensors: Any, only_compile: bool, **constants: Any
+    kernel: Any,
+    tiles: Tensor,
+    *tensors: Any,
+    only_compile: bool,
+    programs: int | None = None,
+    **constants: Any,
 ) -> None:
-    """``kernel`` on every tile; all launches of the package are here.
+    """``kernel`` on every tile, or in ``programs``; all launches of the package are here.
 
     Bytes must not depend on a compiler's choice, so ``a * b + c`` is not contracted. Triton never
     flushes subnormal numbers of these operations, and rounds ``div_rn``.
     """
-    if not len(tiles):
+    grid = (len(tiles) if programs is None else programs,)
+    if not grid[0]:
         return
-    elements = constants["BLOCKS"] * constants["PARTS"] * constants["WIDTH"]
+    elements = math.prod(constants.get(n, 1) for n in ("BLOCKS", "PARTS", "WIDTH", "SIZE"))
     warps = min(16, max(4, elements // _ELEMENTS_PER_WARP))
-    launch = partial(kernel.warmup, grid=(len(tiles),)) if only_compile else kernel[(len(tiles),)]
+    launch = partial(kernel.warmup, grid=grid) if only_compile else kernel[grid]
     launch(tiles, *tensors, **constants, num_warps=warps, enable_fp_fusion=False)
 
 

@@ -15,13 +15,13 @@ from lightning_dist.kernels.triton.device import block_keys, is_finite
 _FIELDS: tl.constexpr = tl.constexpr(10)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["salts"])
 def encode_kernel(
     tiles,  # int64
     flat,  # gradients; bfloat16 as int16
     residual,  # float32, or None
     scale,  # float32, the GradScaler's
-    ok,  # uint8, whether residuals may change; None: where their block is finite
+    ok,  # uint8, whether residuals may change; None: where block and residual are finite
     payload,  # uint8, or None: only the residuals are wanted
     finite,  # uint8, set to 0 where a block is not finite; or None
     salts,  # int32, one for each slice; or None
@@ -71,14 +71,14 @@ def encode_kernel(
         wanted = filled & good
         if WRITES_RESIDUAL:
             new = tl.div_rn(error, tl.zeros_like(error) + factor)
-            tl.store(kept, new, mask=_allowed(wanted, ok, element))
+            tl.store(kept, new, mask=_allowed(wanted & is_finite(new), ok, element))
         if sums is not None:
             out = sums + tl.program_id(0).to(tl.int64) * 2
             tl.store(out, _square_sum(x, wanted))
             tl.store(out + 1, _square_sum(error, wanted))
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["salts"])
 def reduce_kernel(
     tiles,  # of one row
     shards,  # uint8, this row of COUNT ranks
@@ -128,7 +128,8 @@ def reduce_kernel(
         kept = residual + tl.multiple_of(tl.load(tile + 1), ALIGNMENT) + element
         error = (exact - LEVEL(codes, LEVELS).to(tl.float32) * step) * (COUNT * 1.0)
         error = tl.div_rn(error, tl.zeros_like(error) + tl.load(scale))
-        tl.store(kept, tl.load(kept, mask=writes, other=0.0) + error, mask=writes)
+        new = tl.load(kept, mask=writes, other=0.0) + error
+        tl.store(kept, new, mask=writes & is_finite(new))
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -163,6 +164,31 @@ def decode_kernel(
         tl.store(at, _bfloat16_bits(x), mask=filled)
     else:
         tl.store(at, x.to(flat.dtype.element_ty), mask=filled)
+
+
+@triton.jit(do_not_specialize=["stride", "numel"])
+def sum_kernel(
+    target,  # bfloat16 as int16
+    source,  # COUNT rows
+    stride,  # elements from one to the next
+    numel,
+    COUNT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SIZE: tl.constexpr,
+    BF16: tl.constexpr,
+    TARGET_BF16: tl.constexpr,
+):
+    """Uncompressed payloads, each weighted before it is added: a mean does not overflow."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    mask = at < numel
+    x = _load_gradient(source + at, mask, BF16) * WEIGHT
+    for rank in range(1, COUNT):
+        row = source + rank * stride.to(tl.int64)
+        x = x + _load_gradient(row + at, mask, BF16) * WEIGHT
+    if TARGET_BF16:
+        tl.store(target + at, _bfloat16_bits(x), mask=mask)
+    else:
+        tl.store(target + at, x.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -191,5 +191,6 @@ def _table(
         columns=tuple(columns),
         block=codec.block,
         blocks_per_tile=per_tile,
-        alignment=math.gcd(16, *every),
+        # Two kinds of kernels, both compiled at set-up, and not one for every power of two.
+        alignment=16 if math.gcd(16, *every) == 16 else 1,
     )

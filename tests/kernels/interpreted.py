@@ -1,0 +1,33 @@
+"""Triton's kernels in the reducer on a CPU: interpreted, and counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from lightning_dist.kernels.triton import passes, table
+from lightning_dist.reducer import plan
+
+_turn = threading.RLock()  # the interpreter's state is the process's, and ranks are threads
+
+
+@contextmanager
+def in_tables() -> Iterator[list[str]]:
+    """Planners use Triton's kernels; the names of those that were launched."""
+    launched: list[str] = []
+    launch = passes._launch
+
+    def interpreted(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        with _turn:
+            launched.append(kernel.__name__)
+            launch(kernel, *arguments, **constants)
+
+    with (
+        patch.object(plan, "available_on", lambda device: True),
+        patch.object(passes, "_launch", interpreted),
+        patch.object(table, "_INTERPRETED_TILE_ELEMENTS", 1 << 10),  # tests have small slices
+    ):
+        yield launched

@@ -1,0 +1,162 @@
+"""Kernel launches and collectives of a bucket do not grow with its parameters or with the ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from interpreted import in_tables
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dist.codecs import NoCompression, resolve_codec
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.kernels.triton import passes
+from lightning_dist.reducer import plan
+from lightning_dist.reducer.network import Network, in_levels
+from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.unit import CommUnit, decode_all, staggered
+from lightning_dist.topology import Topology
+from lightning_dist.topology.groups import tree_of
+
+MODELS = {9: 1024 * 176, 384: 8 * 512}  # parameters of a bucket, and elements of each
+
+
+def group_of(ranks: Sequence[int], rank: int) -> Any:
+    return SimpleNamespace(size=lambda: len(ranks), rank=lambda: list(ranks).index(rank))
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's own launches: all operators that are not views."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not view:
+            self._counts["launches"] += 1
+            self._counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(units: list[CommUnit], counts: Counter[str]) -> None:
+    """As the reducer does it."""
+    scale = torch.ones(())
+    with Operators(counts):
+        for unit in staggered(units):
+            unit.encode(scale, step=0)
+            unit.start()
+        for unit in units:
+            unit.start_second()
+        decode_all(units, scale)
+
+
+def planner_of(world_size: int, *, per_host: int = 1, immediate: bool = True) -> Planner:
+    ranks = list(range(world_size))
+    rank = world_size - 1
+    hosts = tuple(f"host{of // per_host}" for of in ranks)
+    channel = Channel(group_of(ranks, rank))
+    network = Network(channel, channel, Topology(hosts, rank), torch.device("cpu"))
+    if per_host > 1:
+        tree = [ranks[i : i + per_host] for i in range(0, world_size, per_host)]
+        network = in_levels(
+            network, tree_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
+        )
+    return Planner(
+        network,
+        ReducerState(),
+        error_feedback=True,
+        intra_codec=NoCompression(),
+        immediate=immediate,
+    )
+
+
+def step(planner: Planner, codec: str, sizes: Sequence[int], counts: Counter[str]) -> None:
+    """A bucket of parameters of ``sizes``."""
+    slices = [ParameterSlice(f"p{i}", sum(sizes[:i]), (n,)) for i, n in enumerate(sizes)]
+    planner.restart(0)
+    group = planner.group(resolve_codec(codec), slices, torch.zeros(sum(sizes)))
+    step_of(list(group.units), counts)
+
+
+@contextmanager
+def without_network(counts: Counter[str], launch: Callable[..., None]) -> Iterator[None]:
+    def begin(channel: Channel, op: str, of: Tensor, sent: int, launch: Any) -> Any:
+        counts["collectives"] += 1
+        counts[f"{op} of {channel.name}"] += 1
+        return SimpleNamespace(wait=lambda: None)  # nothing is received
+
+    with (
+        in_tables(),
+        patch.object(passes, "_launch", launch),
+        patch.object(Channel, "_begin", begin),
+    ):
+        yield
+
+
+def counted(
+    codec: str, parameters: int, world_size: int, *, per_host: int = 1, immediate: bool = True
+) -> Counter[str]:
+    counts: Counter[str] = Counter()
+
+    def launch(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        counts["launches"] += 1
+        counts[kernel.__name__] += 1
+
+    with without_network(counts, launch):
+        planner = planner_of(world_size, per_host=per_host, immediate=immediate)
+        step(planner, codec, [MODELS[parameters]] * parameters, counts)
+    return counts
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("parameters", MODELS)
+def test_flat(parameters: int, world_size: int, immediate: bool) -> None:
+    counts = counted("int8", parameters, world_size, immediate=immediate)
+    assert counts["launches"] <= 6, counts
+    assert counts["collectives"] <= 2, counts
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+@pytest.mark.parametrize("codec", ["int8", "sign:block_size=48", "qsgd"])
+@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (8, 1), (4, 2)])
+def test_what_a_step_launches_was_compiled_at_set_up(
+    world_size: int, per_host: int, codec: str, immediate: bool
+) -> None:
+    """Triton compiles by which arguments are None, which addresses 16 divides, and constants."""
+    compiled, launched = set[Any](), set[Any]()
+
+    def launch(kernel: Any, *arguments: Any, only_compile: bool, **constants: Any) -> None:
+        names = kernel.arg_names
+        key = tuple(
+            (value.dtype, name == "salts" or value.data_ptr() % 16 == 0)
+            if isinstance(value, Tensor)
+            else value is None
+            for name, value in zip(names, arguments, strict=False)
+        )
+        constants.pop("programs", None)  # the grid is no part of a kernel
+        of = {name: repr(value) for name, value in constants.items()}
+        (compiled if only_compile else launched).add(
+            (kernel.__name__, key, tuple(sorted(of.items())))
+        )
+
+    few = [5000, 300, 40]  # of fewer than a block for every rank
+    with without_network(Counter(), launch), patch.object(plan, "is_accelerator", bool):
+        for sizes in ([4096, 4096 * 3], [4096, 1111], *([n] for n in few)):
+            planner = planner_of(world_size, per_host=per_host, immediate=immediate)
+            planner.fuse(resolve_codec(codec), [torch.float32], sizes=sizes)
+            step(planner, codec, sizes, Counter())
+    assert len({name for name, *_ in launched}) >= 2
+    assert launched <= compiled, launched - compiled

@@ -1,0 +1,171 @@
+"""Units over tables of slices do what units of tiles do: on the wire, to gradients and to state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from interpreted import in_tables
+from reducer.feeding import Fed, Tensors, backward, compressed, feed, residuals
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.reducer.block_unit import BlockUnit
+from lightning_dist.reducer.codec_sample import Sampler
+from lightning_dist.reducer.observer import EncodedBucket, Observer
+from lightning_dist.reducer.table_unit import TableUnit
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
+
+SHAPES = {"first": (40, 48), "second": (24, 50), "odd": (383,)}  # the last two in one bucket
+CODECS = (
+    "int8:block_size=64",
+    "int4:block_size=64",
+    "fp8:block_size=64",
+    "sign:block_size=64",
+    "qsgd:block_size=64",
+    "terngrad:block_size=64",
+)
+STEPS = 3
+SPOILED = 1  # a step
+
+
+@dataclass
+class Samples(Observer):
+    """Takes samples of everything in every step."""
+
+    steps: list[Tensors] = field(default_factory=list)
+
+    def encoded(self, bucket: EncodedBucket) -> Callable[[], None]:
+        samples = list(bucket.samples(Sampler(7, share=1)))
+        found = {f"gradient {i}": each.gradient for i, each in enumerate(samples)}
+        found |= {f"compensated {i}": each.compensated for i, each in enumerate(samples)}
+
+        def finished() -> None:
+            for i, each in enumerate(samples):
+                assert each.residual is not None
+                found.update({f"sent {i}": each.sent(), f"residual {i}": each.residual()})
+            self.steps.append(found)
+
+        return finished
+
+
+@dataclass
+class Ran:
+    gradients: list[Tensors] = field(default_factory=list)
+    residuals: list[Tensors] = field(default_factory=list)
+    units: set[type] = field(default_factory=set)
+    samples: list[Tensors] = field(default_factory=list)
+    wire: list[str] = field(default_factory=list)  # digests of all that was sent
+
+
+def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[str, Any]) -> Ran:
+    ran, samples = Ran(), Samples()
+    settings = {"min_compress_numel": 0, "ddp": {"bucket_cap_mb": 0.004}, **settings}
+    with compressed(rank, Fed(SHAPES), codec, **settings) as (model, reducer):
+        if sampled:
+            reducer.observe(samples)
+        for step in range(STEPS):
+            given = feed(rank.rank, step, SHAPES)
+            if spoiled and step == SPOILED and rank.rank == 1:
+                given["first"][5, 7] = torch.nan
+                given["odd"][3] = torch.inf
+            ran.gradients.append(backward(model, given))
+            ran.residuals.append(residuals(reducer))
+        ran.samples = samples.steps
+        plans = reducer._plans.values()
+        ran.units = {type(unit) for _, groups in plans for g in groups for unit in g.units}
+    return ran
+
+
+def run(
+    codec: str,
+    size: int,
+    *,
+    tables: bool,
+    spoiled: bool = False,
+    sampled: bool = False,
+    **settings: Any,
+) -> list[Ran]:
+    sent: dict[int, list[str]] = {rank: [] for rank in range(size)}
+    begin: Any = Channel._begin
+
+    def recorded(channel: Channel, op: str, of: Tensor, *arguments: Any) -> Any:
+        if channel.name != "control":
+            payload = of.contiguous().view(torch.uint8).numpy().tobytes()
+            sent[channel.group.rank()].append(f"{op} {hashlib.sha256(payload).hexdigest()}")
+        return begin(channel, op, of, *arguments)
+
+    with in_tables() if tables else nullcontext(), patch.object(Channel, "_begin", recorded):
+        ranks = run_threads(lambda rank: train(rank, codec, spoiled, sampled, settings), size)
+    for rank, ran in enumerate(ranks):
+        ran.wire = sent[rank]
+    return ranks
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    """To the bit; which of what is not finite is NaN is not looked at."""
+    assert a.keys() == b.keys()
+    return all(
+        torch.equal(a[n].isfinite(), b[n].isfinite())
+        and torch.equal(*(x[n].where(x[n].isfinite(), 0).view(torch.int32) for x in (a, b)))
+        for n in a
+    )
+
+
+def check(codec: str, size: int, commit: str, *, spoiled: bool = False) -> None:
+    keeps = not codec.startswith("terngrad")  # error feedback diverges with it
+    settings = {"commit": commit, "error_feedback": keeps, "spoiled": spoiled}
+    eager = run(codec, size, tables=False, **settings)
+    tables = run(codec, size, tables=True, **settings)
+    for before, after in zip(eager, tables, strict=True):
+        assert after.units == {TableUnit}
+        assert before.units == {BlockUnit}
+        assert all(map(same, after.gradients, before.gradients))
+        assert all(map(same, after.residuals, before.residuals))
+        assert all(residual.isfinite().all() for residual in after.residuals[-1].values())
+        assert keeps or not after.residuals[-1]
+        assert not keeps or any(r.any() for r in after.residuals[-1].values())
+        if not spoiled:
+            assert after.wire == before.wire
+        else:
+            assert not after.gradients[SPOILED]["first"].isfinite().all()
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+def test_samples_are_those_of_tiles(commit: str) -> None:
+    settings = {"commit": commit, "error_feedback": True, "sampled": True}
+    eager = run("qsgd:block_size=64", 3, tables=False, **settings)
+    tables = run("qsgd:block_size=64", 3, tables=True, **settings)
+    for before, after in zip(eager, tables, strict=True):
+        assert len(after.samples) == len(before.samples) > 0
+        assert all(after.samples)
+        assert all(map(same, after.samples, before.samples))
+
+
+@pytest.mark.parametrize("codec", ["int8:block_size=64", "qsgd:block_size=64"])
+def test_steps_are_those_of_tiles(codec: str) -> None:
+    check(codec, 3, "immediate")
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+def test_what_is_not_finite_keeps_its_residual(commit: str) -> None:
+    check("int8:block_size=64", 3, commit, spoiled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_steps_of_every_codec_are_those_of_tiles(
+    codec: str, size: int, commit: str, spoiled: bool
+) -> None:
+    check(codec, size, commit, spoiled=spoiled)

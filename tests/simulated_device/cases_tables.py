@@ -1,0 +1,83 @@
+"""Whole buckets and Triton's kernels, interpreted in the memory of the simulated accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from reducer.feeding import Fed, Tensors, backward, compressed, digest, feed, gradients, held
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from simulated_device.device import install
+from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+from lightning_dist.kernels.triton import passes
+from lightning_dist.reducer import plan
+from lightning_dist.reducer.table_unit import TableUnit
+
+sim = install()
+_turn = threading.RLock()  # the interpreter's state is the process's
+SHAPES = {"first": (40, 48), "odd": (257,)}
+
+
+def _on_host(argument: Any) -> Any:
+    """A CPU tensor of the same memory."""
+    if not isinstance(argument, Tensor):
+        return argument
+    memory = (ctypes.c_uint8 * argument.nbytes).from_address(argument.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return flat.view(argument.dtype).view(argument.shape)
+
+
+@contextmanager
+def tables() -> Iterator[None]:
+    """Kernels that wait for their stream, and run on the host."""
+    launch = passes._launch
+
+    def interpreted(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        torch.accelerator.current_stream().synchronize()
+        with _turn:
+            launch(kernel, *map(_on_host, arguments), **constants)
+
+    with (
+        patch.object(plan, "available_on", lambda device: device.type == "sim"),
+        patch.object(passes, "_launch", interpreted),
+    ):
+        yield
+
+
+def steps(rank: Rank, codec: str, commit: str) -> tuple[list[str], set[type]]:
+    device = rank.accelerator if isinstance(rank, SimulatedRank) else torch.device("cpu")
+    digests = []
+    settings: dict[str, Any] = {"min_compress_numel": 0, "error_feedback": True, "commit": commit}
+    settings["ddp"] = {"bucket_cap_mb": 0.004}
+    with compressed(rank, Fed(SHAPES).to(device), codec, **settings) as (model, reducer):
+        for step in range(3):
+            given: Tensors = {n: x.to(device) for n, x in feed(rank.rank, step, SHAPES).items()}
+            backward(model, given)
+            found = gradients(model)
+            digests.append(digest(to_cpu([*(found[n] for n in sorted(found)), *held(reducer)])))
+        plans = reducer._plans.values()
+        units = {type(unit) for _, groups in plans for group in groups for unit in group.units}
+    return digests, units
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize(("codec", "size"), [("int8:block_size=64", 3), ("qsgd:block_size=64", 2)])
+def test_steps_are_those_of_gloo_on_the_cpu(codec: str, size: int, commit: str) -> None:
+    expected = [
+        digests for digests, _ in run_threads(lambda rank: steps(rank, codec, commit), size)
+    ]
+    with delays(size), tables():
+        found = run_on_devices(lambda rank: steps(rank, codec, commit), size)
+    assert [digests for digests, _ in found] == expected
+    assert {unit for _, units in found for unit in units} == {TableUnit}
