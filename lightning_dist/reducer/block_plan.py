@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.exchange.rounds import (
     AllGather,
@@ -54,7 +53,7 @@ def _units(
 def _compile(
     codec: BlockCodec, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
 ) -> None:
-    on_accelerator, ranks = is_accelerator(planner.network.device), planner.network.world_size
+    on_accelerator, ranks = planner.on_accelerator, planner.network.world_size
     for dtype in dtypes:
         fits = {codec, *(fitted(codec, numel, ranks=ranks, dtype=dtype) for numel in sizes)}
         for plan in (planner.blocks(fit, dtype) for fit in fits if on_accelerator or fit == codec):

@@ -141,7 +141,7 @@ class Planner:
 
     def _compile_intra(self, codec: Codec, dtype: torch.dtype, intra: IntraLevel) -> None:
         kernels, ranks = self._intra_kernels_of(dtype, intra, self._intra_codec), intra.topology
-        if is_accelerator(self.network.device):
+        if self.on_accelerator:
             summed = sum_of(kernels.up.passes, dtype=dtype) if self._tables else None
             if summed is not None:
                 like = torch.ones((), device=self.network.device)
@@ -151,6 +151,10 @@ class Planner:
         elif compute_dtype(dtype) == dtype:
             self.fuse_kernels(kernels.up, dtype, received=ranks.world_size)
             self.fuse_kernels(kernels.down, dtype)
+
+    @property
+    def on_accelerator(self) -> bool:
+        return is_accelerator(self.network.device)
 
     @property
     def is_fused(self) -> bool:

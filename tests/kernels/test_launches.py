@@ -100,6 +100,7 @@ def without_network(counts: Counter[str], launch: Callable[..., None]) -> Iterat
 
     with (
         in_tables(),
+        patch.object(plan, "unit_elements", lambda *arguments, **of: 1 << 62),  # whole buckets
         patch.object(passes, "_launch", launch),
         patch.object(eager_passes, "is_accelerator", bool),  # which has no cache to cut for
         patch.object(Channel, "_begin", begin),
@@ -162,3 +163,12 @@ def test_what_a_step_launches_was_compiled_at_set_up(
             step(planner, codec, sizes, Counter())
     assert len({name for name, *_ in launched}) >= 2
     assert launched <= compiled, launched - compiled
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("parameters", MODELS)
+def test_hierarchical(parameters: int, world_size: int, per_host: int, immediate: bool) -> None:
+    counts = counted("int8", parameters, world_size, per_host=per_host, immediate=immediate)
+    assert counts["launches"] <= 10, counts
+    assert counts["collectives"] <= 4, counts

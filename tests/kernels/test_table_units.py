@@ -80,8 +80,8 @@ def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[s
             ran.gradients.append(backward(model, given))
             ran.residuals.append(residuals(reducer))
         ran.samples = samples.steps
-        plans = reducer._plans.values()
-        ran.units = {type(unit) for _, groups in plans for g in groups for unit in g.units}
+        groups = reducer._plans.groups()
+        ran.units = {type(unit) for group in groups for unit in group.units}
     return ran
 
 

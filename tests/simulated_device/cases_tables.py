@@ -66,8 +66,8 @@ def steps(rank: Rank, codec: str, commit: str) -> tuple[list[str], set[type]]:
             backward(model, given)
             found = gradients(model)
             digests.append(digest(to_cpu([*(found[n] for n in sorted(found)), *held(reducer)])))
-        plans = reducer._plans.values()
-        units = {type(unit) for _, groups in plans for group in groups for unit in group.units}
+        groups = reducer._plans.groups()
+        units = {type(unit) for group in groups for unit in group.units}
     return digests, units
 
 
