@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.checks import require_compressible
-from lightning_dist.integrations.ddp import attach, connect_optimizers
-from lightning_dist.integrations.elastic_environment import FollowsLauncher
-from lightning_dist.integrations.process_group import init_process_group
+from lightning_dist.integrations.lightning.elastic.environment import FollowsLauncher
+from lightning_dist.integrations.lightning.process_group import init_process_group
+from lightning_dist.integrations.torch.checks import require_compressible
+from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import Topology
 

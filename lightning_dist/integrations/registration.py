@@ -46,7 +46,7 @@ def register_fabric(registry: Any) -> None:
 
 def lightning_strategy(**arguments: Any) -> Any:
     """A ``lightning_dist.CompressedDDPStrategy``."""
-    from lightning_dist.integrations.lightning import CompressedDDPStrategy
+    from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_dist.integrations.said_after import said_after
+from lightning_dist.integrations.profiler.log_if_slow import said_after
 
 
 def timers() -> set[threading.Timer]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.integrations.torch.ddp import compress_ddp
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.integrations.accelerate import residuals
-from lightning_dist.integrations.accelerate.attaching import require_attachable
+from lightning_dist.integrations.accelerate.attach import require_attachable
 from lightning_dist.integrations.accelerate.handler import CompressionHandler, handler_of
 from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_metrics import comm_metrics
-from lightning_dist.integrations.ddp import attach, connect_optimizers, reducer_of
+from lightning_dist.integrations.torch.ddp import attach, connect_optimizers, reducer_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.run_config import run_config
 from lightning_dist.settings import Settings

@@ -12,7 +12,7 @@ import torch
 
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.accelerate.handler import handler_of
-from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer
 
 if TYPE_CHECKING:
