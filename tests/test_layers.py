@@ -37,6 +37,7 @@ FORBIDDEN = {
     ),
     "console.py": ("torch", "lightning_dist"),
     "metrics.py": (),
+    "private.py": ("lightning_dist",),
     "shared_folder.py": ("torch", "lightning_dist"),
     "versions.py": ("torch.distributed",),
 }

@@ -19,6 +19,7 @@ from lightning_dist.integrations.lightning.elastic.environment import FollowsLau
 from lightning_dist.integrations.lightning.process_group import init_process_group
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
+from lightning_dist.private import loss_scale
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import Topology
 
@@ -67,7 +68,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         return getattr(self.precision, "scaler", None)
 
     def _grad_scale(self) -> Tensor | None:
-        return None if self._scaler is None else self._scaler._scale
+        return loss_scale(self._scaler)
 
     @property
     def topology(self) -> Topology | None:

@@ -14,6 +14,7 @@ from accelerate.utils import (
 
 from lightning_dist.integrations.accelerate.async_state.refusals import kind_of
 from lightning_dist.integrations.accelerate.handler import handler_of
+from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.topology.launcher import promised_ranks
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ def require_attachable(accelerator: Accelerator) -> None:
             "one CompressedDDPPlugin can be attached to an Accelerator, and one is attached "
             "already; attach it once, or give it in kwargs_handlers and do not attach it"
         )
-    prepared = accelerator._models
+    prepared = prepared_models(accelerator)
     if prepared:
         raise ValueError(
             "a CompressedDDPPlugin must be attached before accelerator.prepare, got an Accelerator "
             f"with a prepared {type(prepared[0]).__name__}; attach it right after Accelerator(...)"
         )
     _require_ddp(accelerator)
-    _require_no_hook(accelerator.ddp_handler)
+    _require_no_hook(ddp_handler(accelerator))
     if accelerator.num_processes == 1:
         _about_one_process()
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.accelerate import residuals
+from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.attach import require_attachable
 from lightning_dist.integrations.accelerate.handler import CompressionHandler, handler_of
 from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_metrics import comm_metrics
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers, reducer_of
+from lightning_dist.private import loss_scale
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.run_config import run_config
 from lightning_dist.settings import Settings
@@ -45,21 +46,20 @@ class Compression:
 
     def take_place(self) -> None:
         """Stand where Accelerate asks for the arguments of DDP, around those that are there."""
-        found = self._accelerator.ddp_handler
         if handler_of(self._accelerator) is None:
-            self._accelerator.ddp_handler = CompressionHandler(found, self)
+            found = private.ddp_handler(self._accelerator)
+            private.set_ddp_handler(self._accelerator, CompressionHandler(found, self))
 
     def compress(self, model: DistributedDataParallel) -> Reducer:
         """What the handler does when Accelerate has wrapped a model. Collective."""
         before = reducer_of(model.module)
         if before is not None:  # of a training that is over: Accelerate has wrapped it anew
             before.close()
-        init = self._accelerator.init_handler
         return attach(
             model,
             self._settings,
             grad_scale=self._grad_scale if self._accelerator.scaler else None,
-            timeout=None if init is None else init.timeout,
+            timeout=private.group_timeout(self._accelerator),
             one_of_several=True,
         )
 
@@ -154,8 +154,7 @@ class Compression:
             self.load(folder)
 
     def _grad_scale(self) -> Tensor | None:
-        scaler = self._accelerator.scaler
-        return None if scaler is None else scaler._scale
+        return loss_scale(self._accelerator.scaler)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float]]:

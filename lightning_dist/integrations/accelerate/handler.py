@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedDataParallelKwargs
 
+from lightning_dist.integrations.accelerate.private import ddp_handler
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
@@ -48,5 +50,5 @@ class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  
 
 def handler_of(accelerator: Accelerator) -> CompressionHandler | None:
     """Ours, if it is there."""
-    found = getattr(accelerator, "ddp_handler", None)
+    found = ddp_handler(accelerator)
     return found if isinstance(found, CompressionHandler) else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.accelerate.plugin import CompressedDDPPlugin
+from lightning_dist.integrations.accelerate.private import TRAINER
+from lightning_dist.private import require_names
 
 
 class CompressedDDPMixin:
@@ -26,6 +29,8 @@ class CompressedDDPMixin:
     """What the plugin does."""
 
     def __init__(self, *args: Any, compression: CompressedDDPPlugin, **kwargs: Any) -> None:
+        if "transformers" in sys.modules:
+            require_names("transformers", TRAINER)
         self._plugin = compression
         super().__init__(*args, **kwargs)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from typing_extensions import override
 
+from lightning_dist.integrations.lightning.private import MultiProcessingLauncher
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import Topology
 
@@ -30,7 +30,7 @@ class FitResults:
         return cls(topology, reducer.comm_stats(), reducer.comm_config())
 
 
-class ResultsLauncher(_MultiProcessingLauncher):
+class ResultsLauncher(MultiProcessingLauncher):
     """Brings them from local rank 0 to the process that called ``trainer.fit``."""
 
     @override

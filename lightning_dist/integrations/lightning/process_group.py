@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.store import attempt_store
 from lightning_dist.integrations.lightning.elastic.environment import launch_of
+from lightning_dist.integrations.lightning.private import group_timeout, init_process_group_over
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy
@@ -29,11 +29,5 @@ def init_process_group(strategy: DDPStrategy | FabricStrategy) -> None:
     if launch is None or dist.is_initialized():
         return
     assert strategy.cluster_environment is not None
-    device = strategy.root_device
-    _init_dist_connection(
-        strategy.cluster_environment,
-        strategy._get_process_group_backend(),
-        store=attempt_store(launch, timeout=strategy._timeout or default_pg_timeout),
-        timeout=strategy._timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+    timeout = group_timeout(strategy) or default_pg_timeout
+    init_process_group_over(attempt_store(launch, timeout=timeout), strategy)

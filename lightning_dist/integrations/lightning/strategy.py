@@ -27,6 +27,7 @@ from lightning_dist.integrations.lightning.process_group import init_process_gro
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.torch.checks import require_begun, require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
+from lightning_dist.private import loss_scale
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +107,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def _grad_scale(self) -> Tensor | None:
-        return None if self._scaler is None else self._scaler._scale
+        return loss_scale(self._scaler)
 
     @property
     def topology(self) -> Topology | None:

@@ -23,9 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
+from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.events import ErrorRecord
@@ -294,8 +296,7 @@ def _why_nothing(trainer: pl.Trainer) -> str:
 
 def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     """The DDP module of what Fabric or Accelerate have made."""
-    inner = getattr(model, "_forward_module", model)  # of Fabric
-    inner = getattr(inner, "_orig_mod", inner)  # of torch.compile
+    inner = before_compile(without_fabric(model))
     if not isinstance(inner, DistributedDataParallel):
         raise ValueError(
             f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "

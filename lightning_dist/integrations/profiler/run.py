@@ -12,7 +12,6 @@ from signal import Signals
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import is_accelerator
@@ -25,6 +24,7 @@ from lightning_dist.integrations.profiler.metadata import (
 )
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.measurement.device_clock import clock_of
+from lightning_dist.private import set_group_timeout
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import (
@@ -222,7 +222,7 @@ class ProfileRun:
             self._reducer.detach(self._session.recorder)
         if together:
             # Not before: ranks may come to the begin of a profile minutes apart.
-            _set_pg_timeout(timedelta(seconds=_TIMEOUT), self._group)
+            set_group_timeout(self._group, timedelta(seconds=_TIMEOUT))
             together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         if not together:
             with suppress(OSError):
@@ -230,7 +230,7 @@ class ProfileRun:
         self._session.close()
         if together:
             if self._apart:
-                _set_pg_timeout(timedelta(seconds=_GATHER_TIMEOUT), self._group)
+                set_group_timeout(self._group, timedelta(seconds=_GATHER_TIMEOUT))
                 path = self.folder / f"rank{self.metadata.rank}.jsonl"
                 problems += gather_records(path, ranks=self._apart, group=self._group)
             # Of a model that is profiled many times; where something went wrong it stays.

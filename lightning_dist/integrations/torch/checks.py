@@ -18,6 +18,7 @@ from lightning_dist.codecs import Codec, PowerSGD
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.private import communication_hooks
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
@@ -44,7 +45,7 @@ def require_ddp(model: nn.Module) -> None:
             "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
             "compressed step ends with the last one; leave it out"
         )
-    hooks = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
+    hooks = [hook.__qualname__ for hook, _ in communication_hooks(model)]
     if hooks:
         raise ValueError(
             f"a model takes one communication hook, and {hooks[0]} is registered already; remove "

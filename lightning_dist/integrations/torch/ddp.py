@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # its stubs lack it
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -34,6 +34,7 @@ from lightning_dist.integrations.torch.networks import Groups, network_for
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.private import loss_scale, name_before_compile
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
@@ -115,7 +116,7 @@ def compress_ddp(
     return attach(
         model,
         settings,
-        grad_scale=None if scaler is None else lambda: scaler._scale,
+        grad_scale=None if scaler is None else lambda: loss_scale(scaler),
         groups=groups,
     )
 
@@ -250,7 +251,7 @@ def _refuse_second_momentum(reducer: Reducer) -> None:
 
 def _plain(name: str) -> str:
     """Names as in a checkpoint, whether or not the module is wrapped by torch.compile."""
-    return name.replace("_orig_mod.", "")
+    return name_before_compile(name)
 
 
 def _shapes(module: nn.Module) -> str:

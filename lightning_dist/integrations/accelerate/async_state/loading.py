@@ -12,6 +12,7 @@ from lightning_dist.integrations.accelerate import residuals
 from lightning_dist.integrations.accelerate.async_state.files import as_seen_by
 from lightning_dist.integrations.accelerate.async_state.places import Source
 from lightning_dist.integrations.accelerate.async_state.restricted import problem_on_load
+from lightning_dist.integrations.accelerate.private import registered_objects
 from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _problem(path: str, accelerator: Accelerator, *, rank: int) -> ValueError | 
             "ranks share"
         )
     saved = sum(_OBJECT.fullmatch(name) is not None for name in names)
-    registered = len(accelerator._custom_objects)
+    registered = len(registered_objects(accelerator))
     if saved == registered:
         return None
     return ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.integrations.accelerate.async_state.folders import local
+from lightning_dist.integrations.accelerate.private import prepared_models
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -47,7 +48,7 @@ def require_separable(accelerator: Accelerator) -> None:
     kind = kind_of(accelerator)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise _not_separable(f"with {kind} they are not")
-    for model in accelerator._models:
+    for model in prepared_models(accelerator):
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise _not_separable("this model is divided over ranks (DTensor), which save together")
     if accelerator.project_configuration.save_on_each_node:

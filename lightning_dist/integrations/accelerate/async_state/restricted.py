@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import re
 
-from accelerate.utils.other import load
-
 from lightning_dist.checkpoint.restricted import problem_with
 from lightning_dist.integrations.accelerate.async_state.files import named_for
+from lightning_dist.integrations.accelerate.private import load_restricted
 
 _CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
 _PICKLED = re.compile(r"(custom_checkpoint_|optimizer|scheduler|dl_state_dict).*\.(pkl|bin)")
@@ -39,4 +38,6 @@ def problem_on_save(folder: str) -> ValueError | None:
 def _problem_with(folder: str, name: str) -> ValueError | None:
     path = os.path.join(folder, name)
     with open(path, "rb") as file:
-        return problem_with(file, path=path, load=load)  # Accelerate's allows arrays of NumPy
+        return problem_with(
+            file, path=path, load=load_restricted
+        )  # Accelerate's allows arrays of NumPy

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.integrations.accelerate import residuals
+from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.async_state.files import names_in, share_of
 from lightning_dist.integrations.accelerate.async_state.restricted import problem_on_save
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, base_for
@@ -90,7 +90,7 @@ def _write_own_objects(accelerator: Accelerator, folder: str) -> None:
     """Registered objects of the ranks for which accelerate does not do it."""
     if accelerator.num_processes == 1:
         return
-    for index, registered in enumerate(accelerator._custom_objects):
+    for index, registered in enumerate(private.registered_objects(accelerator)):
         state = registered.state_dict()  # on all ranks: it may be collective
         if not accelerator.is_main_process:
             torch.save(state, os.path.join(folder, f"custom_checkpoint_{index}.pkl"))
@@ -100,8 +100,10 @@ def _nbytes(accelerator: Accelerator) -> int:
     """About as much as this rank will write."""
     if not accelerator.is_main_process:
         return 0
-    tensors = [t for m in accelerator._models for t in (*m.parameters(), *m.buffers())]
-    for optimizer in accelerator._optimizers:
+    tensors = [
+        t for m in private.prepared_models(accelerator) for t in (*m.parameters(), *m.buffers())
+    ]
+    for optimizer in private.prepared_optimizers(accelerator):
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in tensors)

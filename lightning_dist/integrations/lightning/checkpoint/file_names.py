@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
 
 
@@ -64,13 +65,11 @@ class CheckpointNames(ModelCheckpoint):
         # Static, as in Lightning, whose versions call it on the object or on the class.
         known = callbacks_of(trainer) if isinstance(trainer, pl.Trainer) else []
         saved = (
-            c
-            for c in known
-            if (c._last_checkpoint_saved, c.last_model_path) == (filepath, linkpath)
+            c for c in known if (private.newest_saved(c), c.last_model_path) == (filepath, linkpath)
         )
         callback = next(saved, None)
         if callback is None or callback._session is None:
-            ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+            private.link_checkpoint(trainer, filepath, linkpath)
         else:
             callback._claim(trainer, linkpath)
             callback._session.link(filepath, linkpath, symbolic=True)

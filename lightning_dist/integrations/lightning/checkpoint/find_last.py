@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.integrations.lightning import private
 
 _PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to own a folder."""
@@ -152,7 +153,7 @@ def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True)
 
 def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     """Where ``callback`` keeps its checkpoints, also before its set-up."""
-    return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+    return private.checkpoint_folder(callback, trainer)
 
 
 def cannot_open(folder: str, error: Exception) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_dist.private import loads_by_itself
+
 
 def require_same_model(saved: Mapping[str, Tensor], model: nn.Module, path: str) -> None:
     """Raise ValueError unless names and shapes agree.
@@ -35,16 +37,7 @@ def _has_a_say(model: nn.Module) -> bool:
     """Whether parameters get their shape, or names their meaning, while a state is loaded."""
     if any(is_lazy(each) for each in chain(model.parameters(), model.buffers())):
         return True
-    methods = ("load_state_dict", "_load_from_state_dict")
-    return any(
-        bool(each._load_state_dict_pre_hooks)
-        or not all(_is_of_torch(getattr(type(each), name)) for name in methods)
-        for each in model.modules()
-    )
-
-
-def _is_of_torch(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+    return any(map(loads_by_itself, model.modules()))
 
 
 def _listed(what: str, names: list[str]) -> list[str]:

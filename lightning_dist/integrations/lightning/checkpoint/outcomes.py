@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -107,7 +108,7 @@ class Outcomes:
             self._files.keep(path)
         if back:
             self._files.wait()  # a later save that is under way may have removed it
-        return {path: score for path, score in back.items() if self._callback._fs.exists(path)}
+        return {path: score for path, score in back.items() if get_filesystem(path).exists(path)}
 
     def _forget(self, targets: list[str], *, kept: str, back: Scores) -> None:
         for target in targets:
@@ -118,4 +119,4 @@ class Outcomes:
         path = self._callback.last_model_path
         if not path or self._files.is_pending(path):
             return False
-        return not self._callback._fs.exists(path)
+        return not get_filesystem(path).exists(path)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import describe, verify
+from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
     without_manifest,
@@ -91,7 +92,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         if said is not None:
             raise problem or retold(said)
         if chosen != path:
-            self._trainer._checkpoint_connector._ckpt_path = chosen
+            private.set_loaded_path(self._trainer, chosen)
         return str(chosen)
 
     def _choose(self, path: str) -> str:

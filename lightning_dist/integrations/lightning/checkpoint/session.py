@@ -22,6 +22,7 @@ from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Scores
 from lightning_dist.integrations.lightning.checkpoint.find_last import cannot_open
 from lightning_dist.integrations.lightning.checkpoint.outcomes import Outcomes
@@ -135,7 +136,7 @@ class CheckpointSession:
         began, trainer = time.perf_counter(), self._trainer
         self.watch_optimizers()
         with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+            checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
             with self._as_checkpoint_io(resumable=not weights_only) as io:
                 trainer.strategy.save_checkpoint(checkpoint, path)
                 if self._checkpointer is not None and not trainer.is_global_zero:

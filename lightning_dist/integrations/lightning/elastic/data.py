@@ -20,6 +20,7 @@ from lightning_dist.elastic.plan import EpochPlan, Position, full_size
 from lightning_dist.elastic.sampling import Cursor
 from lightning_dist.elastic.state import ElasticState
 from lightning_dist.elastic.stateful import Remembered, StatefulLoader
+from lightning_dist.integrations.lightning import private
 
 FINDERS = (BatchSizeFinder, LearningRateFinder)
 """Callbacks that train a little and restore what they found: as such, or for a ``Tuner``."""
@@ -217,7 +218,8 @@ class ElasticData:
     def refresh(self) -> None:
         """Tell the trainer how long the present epoch is; a resumed one had another length."""
         loop = self._trainer.fit_loop
-        if not self.is_dealt or loop._combined_loader is None:
+        loader = private.combined_train_loader(self._trainer)
+        if not self.is_dealt or loader is None:
             return
         passes = len(self.plan())
         if loop.max_batches == passes:
@@ -227,7 +229,7 @@ class ElasticData:
         elif isinstance(self._trainer.val_check_interval, float):
             fraction = self._trainer.val_check_interval
             self._trainer.val_check_batch = max(1, int(passes * fraction))
-        loop._combined_loader.limits = [passes]
+        loader.limits = [passes]
         loop.max_batches = passes
 
     def close(self) -> None:
@@ -284,4 +286,4 @@ def is_trial(trainer: pl.Trainer) -> bool:
     """Whether this fit is not of the run: ``fast_dev_run``, or the search of a ``Tuner``."""
     inner: Any = trainer
     searches = (each for each in inner.callbacks if isinstance(each, FINDERS))
-    return bool(inner.fast_dev_run) or any(each._early_exit for each in searches)
+    return bool(inner.fast_dev_run) or any(map(private.is_searching, searches))

@@ -14,6 +14,7 @@ from lightning_dist.elastic.life import Life, stop_line
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.integrations.lightning.elastic.account import RunAccount
 from lightning_dist.integrations.lightning.elastic.signals import Preempted, notice_signals, requeue
+from lightning_dist.integrations.lightning.private import cluster_environment
 
 
 class RunLife(Life):
@@ -30,7 +31,7 @@ class RunLife(Life):
 
     def listen(self, trainer: pl.Trainer) -> None:
         """Begin to note signals."""
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(trainer)
         launcher: Any = trainer.strategy.launcher
 
         def end_the_others() -> None:
@@ -55,7 +56,7 @@ class RunLife(Life):
         is_saved = saved == trainer.global_step
         code = self.stop(reasons, is_saved=is_saved)
         if trainer.is_global_zero:
-            requeue(trainer._accelerator_connector.cluster_environment, reasons)
+            requeue(cluster_environment(trainer), reasons)
         say = rank_zero_info if is_saved else rank_zero_warn
         say(stop_line(trainer.global_step, reasons, saved=saved))
         self.leave()

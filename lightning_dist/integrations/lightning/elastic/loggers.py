@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from lightning_dist.integrations.lightning.private import (
+    set_tensorboard_version,
+    set_wandb_run,
+    tensorboard_version,
+    wandb_settings,
+)
 
 
 def identify(trainer: pl.Trainer, *, run_id: str) -> None:
@@ -17,13 +22,8 @@ def identify(trainer: pl.Trainer, *, run_id: str) -> None:
     for number, logger in enumerate(trainer.loggers):
         name = f"{run_id}-{number}" if number else run_id
         if isinstance(logger, WandbLogger):
-            _identify_wandb(logger, name)
-        elif isinstance(logger, TensorBoardLogger) and logger._version is None:
-            logger._version = name
-
-
-def _identify_wandb(logger: Any, name: str) -> None:
-    init = logger._wandb_init
-    if logger._experiment is None and init.get("id") is None:
-        init["id"] = logger._id = name
-        init["resume"] = "allow"
+            settings = wandb_settings(logger)
+            if settings is not None and settings.get("id") is None:
+                set_wandb_run(logger, name)
+        elif isinstance(logger, TensorBoardLogger) and tensorboard_version(logger) is None:
+            set_tensorboard_version(logger, name)

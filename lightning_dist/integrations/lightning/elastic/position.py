@@ -13,9 +13,9 @@ from lightning_dist.elastic.plan import Pass, Position
 from lightning_dist.elastic.seeds import derive_seed
 from lightning_dist.elastic.state import KEY, ElasticState, require_same_data
 from lightning_dist.elastic.vote import Vote
+from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.elastic.data import ElasticData
 from lightning_dist.integrations.lightning.elastic.resume import (
-    is_validation_due,
     place_at_epoch_begin,
     place_within_epoch,
 )
@@ -102,7 +102,7 @@ class ElasticPosition:
         if self._data.is_dealt:
             self._in_epoch = self._data.plan().after(self._processed).samples
         # A validation that is cut short begins anew, so it has to draw the same again.
-        due = is_validation_due(self._trainer)
+        due = private.is_validation_due(self._trainer)
         self._rng_of_step = rng.capture(self._trainer.strategy.root_device) if due else None
 
     def end_validation(self) -> None:
@@ -163,7 +163,7 @@ class ElasticPosition:
                 f"elastic: the training was stopped at step {state.total_steps} before its last "
                 "epoch; nothing is left to do"
             )
-        loop._combined_loader_states_to_load = []  # those of rank 0, if any
+        private.forget_loader_states(self._trainer)
         loop.setup_data()
         if data.goes_on_by_itself:
             return  # within an epoch, as Lightning counts it
@@ -199,7 +199,7 @@ class ElasticPosition:
             return self._data.resumed_loader
         done = self._processed
         accumulate = self._trainer.accumulate_grad_batches
-        beyond = done % accumulate if self._loop._should_accumulate() else 0
+        beyond = done % accumulate if private.is_accumulating(self._trainer) else 0
         return loader.state_after(done - beyond - self._before_iteration)
 
     def restore_metrics(self) -> None:
@@ -208,7 +208,7 @@ class ElasticPosition:
         if saved:
             own = saved[self._trainer.global_rank % len(saved)]
             metrics = {name: torch.tensor(value) for name, value in own.items()}
-            self._trainer._logger_connector._callback_metrics.update(metrics)
+            self._trainer.callback_metrics.update(metrics)
 
     def _logged(self) -> dict[str, float]:
         metrics = self._trainer.callback_metrics
@@ -242,5 +242,5 @@ class ElasticPosition:
             rng=[] if any("seed" in each for each in states) else states,
             loaders=[] if any(each is None for each in of_loaders) else of_loaders,
             metrics=metrics,
-            stopped=trainer.should_stop and self._loop._can_stop_early,
+            stopped=trainer.should_stop and private.may_stop_early(trainer),
         ).as_dict()

@@ -16,6 +16,7 @@ from lightning_dist.elastic.rates import scale_learning_rates
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
+from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.before_setup import EarlyCallback
 from lightning_dist.integrations.lightning.checkpoint.find_last import folder_of
 from lightning_dist.integrations.lightning.elastic.account import RunAccount
@@ -160,17 +161,17 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         if trainer.world_size > 1 and self._vote_group is None:
             self._vote_group = dist.new_group(backend="gloo")
         self._vote = Vote(self._vote_group)
-        inner: Any = trainer
-        inner._checkpoint_connector = RestartConnector(
-            inner._checkpoint_connector,
+        connector = RestartConnector(
+            private.checkpoint_connector(trainer),
             path=next(iter(found), None),
             weights_only=self._weights_only,
             on_loaded=lambda *loaded: self._take_up(trainer, *loaded),
             on_loops=self._place_loops,
         )
-        inner._signal_connector = NoticeConnector(
-            inner._signal_connector, lambda: self._life.listen(trainer)
-        )
+        private.set_checkpoint_connector(trainer, connector)
+        signals = private.signal_connector(trainer)
+        listening = NoticeConnector(signals, lambda: self._life.listen(trainer))
+        private.set_signal_connector(trainer, listening)
         warnings.filterwarnings("ignore", message=_UNRESUMABLE)  # our loaders are
 
     @override
@@ -183,7 +184,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         self._is_restricted = weights_only
         if weights_only:
             require_loadable_hparams(trainer)
-        path = str(trainer._checkpoint_connector._ckpt_path)
+        path = str(trainer.ckpt_path)
         if KEY in checkpoint:
             self._state = ElasticState.from_dict(checkpoint[KEY], path=path)
         elif checkpoint and self._last.found is not None:
@@ -283,7 +284,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
             return
         self._at.end_pass()
         self._life.beat()
-        if trainer.fit_loop._should_accumulate():
+        if private.is_accumulating(trainer):
             return
         self._account.stepped(trainer, self._at.total_samples)
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -299,7 +300,7 @@ class ElasticRestart(EarlyCallback, NewestCheckpoint):
         """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
         self._epoch_is_due = self._at is not None and self._is_due_after_epoch(trainer)
         # What waits for a metric (ReduceLROnPlateau) is not stepped in an epoch that was resumed.
-        trainer.fit_loop._restarting = False
+        private.end_restart(trainer.fit_loop)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

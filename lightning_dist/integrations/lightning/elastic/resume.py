@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.elastic.plan import Position
+from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.elastic.signals import NoticeConnector
 from lightning_dist.integrations.lightning.elastic.sources import restore_sources
 
 
-class RestartConnector(_CheckpointConnector):
+class RestartConnector(private.CheckpointConnector):
     """Loads the checkpoint that a restart goes on from, whatever the script asked for.
 
     Args:
@@ -29,7 +30,7 @@ class RestartConnector(_CheckpointConnector):
 
     def __init__(
         self,
-        usual: _CheckpointConnector,
+        usual: private.CheckpointConnector,
         *,
         path: str | None,
         weights_only: bool,
@@ -67,13 +68,12 @@ class RestartConnector(_CheckpointConnector):
 
 def restore_usual(trainer: pl.Trainer) -> None:
     """Give the trainer back what ElasticRestart has stood in for."""
-    inner: Any = trainer
-    connector, signals = inner._checkpoint_connector, inner._signal_connector
-    if hasattr(connector, "usual"):
-        inner._checkpoint_connector = connector.usual
-    if hasattr(signals, "usual"):
-        signals.usual._original_handlers = signals._original_handlers
-        inner._signal_connector = signals.usual
+    connector, signals = private.checkpoint_connector(trainer), private.signal_connector(trainer)
+    if isinstance(connector, RestartConnector):
+        private.set_checkpoint_connector(trainer, connector.usual)
+    if isinstance(signals, NoticeConnector):
+        private.give_back_handlers(signals, signals.usual)
+        private.set_signal_connector(trainer, signals.usual)
     restore_sources(trainer)
 
 
@@ -90,14 +90,11 @@ def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes:
     _set_all(batches, 0)
     _set(batches.total, passes)
     batches.is_last_batch = False
-    loop.epoch_loop._batches_that_stepped = steps
+    private.set_steps(trainer, steps)
     loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
     loop.epoch_loop.scheduler_progress.reset_on_run()
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-        # Not as a restart: a restarted loop asks first whether a validation is due at batch 0.
-        each._restarting = False  # the setter does not take it if the trainer counts steps
-        each._loaded_from_state_dict = False
-        each._resuming_from_checkpoint = True  # the iterator of the loader is fresh
+        private.begin_with_fresh_loader(each)
 
 
 def place_within_epoch(
@@ -134,17 +131,10 @@ def place_within_epoch(
     _set(validation.total, done)
     if not validated:  # "in the middle of it": Lightning then runs it, from its first batch
         validation.total.ready = validation.total.started = done + 1
-    due = is_validation_due(trainer)
+    due = private.is_validation_due(trainer)
     # Where a validation is due the loop passes the end of that batch again, which counts it.
-    loop.epoch_loop._batches_that_stepped = steps - due
+    private.set_steps(trainer, steps - due)
     return due and not validated
-
-
-def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Whether Lightning validates before it takes the next batch."""
-    loop = trainer.fit_loop
-    assert loop._data_fetcher is not None
-    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def _set_all(progress: Any, count: int) -> None:

@@ -9,17 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
+
+from lightning_dist.integrations.lightning.private import SignalConnector
 
 
 class Preempted(SIGTERMException):
     """The training has stopped on all ranks at one step; ends the process with a code."""
 
 
-class NoticeConnector(_SignalConnector):
+class NoticeConnector(SignalConnector):
     """Leaves signals to :class:`~lightning_dist.elastic.notice.Notices`.
 
     Lightning's own handler begins a broadcast from within the handler, on the ranks that got the
@@ -30,7 +31,7 @@ class NoticeConnector(_SignalConnector):
         start: installs the handlers.
     """
 
-    def __init__(self, usual: _SignalConnector, start: Callable[[], None]) -> None:
+    def __init__(self, usual: SignalConnector, start: Callable[[], None]) -> None:
         super().__init__(usual.trainer)
         self.usual = usual
         self._start = start

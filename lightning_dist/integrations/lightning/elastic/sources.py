@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from typing_extensions import override
 
 from lightning_dist.elastic.workers import keep_workers
+from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.elastic.data import ElasticData
 from lightning_dist.integrations.lightning.elastic.signals import notice_signals
 
 
-class KeptSource(_DataLoaderSource):
+class KeptSource(private.DataLoaderSource):
     """Loaders whose workers outlive a launcher's signal, as their process does.
 
     A source is asked whenever loaders are made, and before any of their workers begins: at the
@@ -25,7 +27,7 @@ class KeptSource(_DataLoaderSource):
         usual: the loop's own, which this stands in for.
     """
 
-    def __init__(self, usual: _DataLoaderSource, *, trainer: pl.Trainer) -> None:
+    def __init__(self, usual: private.DataLoaderSource, *, trainer: pl.Trainer) -> None:
         super().__init__(usual.instance, usual.name)
         self.usual = usual
         self._trainer = trainer
@@ -33,10 +35,12 @@ class KeptSource(_DataLoaderSource):
     @override
     def dataloader(self) -> Any:
         loaders = super().dataloader()
-        environment = self._trainer._accelerator_connector.cluster_environment
+        environment = private.cluster_environment(self._trainer)
+        seeded, rank = int(os.environ.get("PL_SEED_WORKERS", 0)), self._trainer.global_rank
         for loader in _each(loaders):
-            # Seeds of seed_everything(workers=True): Lightning adds them where nothing is yet.
-            _auto_add_worker_init_fn(loader, self._trainer.global_rank)
+            # seed_everything(workers=True): Lightning would not, where there is something already.
+            if seeded and getattr(loader, "worker_init_fn", loader) is None:
+                loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
             keep_workers(loader, notice_signals(environment))
         return loaders
 
@@ -44,7 +48,9 @@ class KeptSource(_DataLoaderSource):
 class ElasticSource(KeptSource):
     """The train dataloader, dealt."""
 
-    def __init__(self, usual: _DataLoaderSource, *, trainer: pl.Trainer, data: ElasticData) -> None:
+    def __init__(
+        self, usual: private.DataLoaderSource, *, trainer: pl.Trainer, data: ElasticData
+    ) -> None:
         super().__init__(usual, trainer=trainer)
         self._data = data
 
@@ -57,18 +63,20 @@ def place_sources(trainer: pl.Trainer, data: ElasticData) -> None:
     """Stand in for the sources of a fit; the train dataloader is dealt by ``data``."""
     fit: Any = trainer.fit_loop
     validation = fit.epoch_loop.val_loop
-    fit._data_source = ElasticSource(fit._data_source, trainer=trainer, data=data)
-    validation._data_source = KeptSource(validation._data_source, trainer=trainer)
+    train = ElasticSource(private.data_source(fit), trainer=trainer, data=data)
+    private.set_data_source(fit, train)
+    kept = KeptSource(private.data_source(validation), trainer=trainer)
+    private.set_data_source(validation, kept)
 
 
 def restore_sources(trainer: pl.Trainer) -> None:
     """Give the loops back what :func:`place_sources` has stood in for."""
     loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in loops:
-        source = loop._data_source
+        source = private.data_source(loop)
         if isinstance(source, KeptSource):
             source.usual.instance = source.instance
-            loop._data_source = source.usual
+            private.set_data_source(loop, source.usual)
 
 
 def _each(loaders: Any) -> list[Any]:
