@@ -134,7 +134,7 @@ def _register(lightning: object) -> None:
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.registration import NAMES
+    from lightning_dist.integrations.strategy_names import NAMES
     from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
     explain_wrong_strategies(package.__name__, NAMES)

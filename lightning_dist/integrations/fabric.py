@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.lightning.elastic.environment import FollowsLauncher
 from lightning_dist.integrations.lightning.process_group import init_process_group
+from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
 from lightning_dist.private import loss_scale
@@ -102,6 +103,4 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        from lightning_dist.integrations.registration import register_fabric
-
-        register_fabric(strategy_registry)
+        register(strategy_registry, cls)

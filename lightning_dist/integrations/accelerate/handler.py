@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate.utils import DistributedDataParallelKwargs
 
@@ -13,7 +14,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
 
-    from lightning_dist.integrations.accelerate.compression import Compression
+
+class CompressesModels(Protocol):
+    """What a plugin has attached to an Accelerator."""
+
+    def compress(self, model: DistributedDataParallel) -> object:
+        """Compress the gradients of a model that was wrapped."""
+
+    def saved_by_another(self) -> AbstractContextManager[None]:
+        """Leave residuals to whoever saves and loads meanwhile."""
 
 
 class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # no types
@@ -27,7 +36,7 @@ class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  
     """
 
     def __init__(
-        self, given: DistributedDataParallelKwargs | None, compression: Compression
+        self, given: DistributedDataParallelKwargs | None, compression: CompressesModels
     ) -> None:
         self._given = given or DistributedDataParallelKwargs()
         known = fields(DistributedDataParallelKwargs)

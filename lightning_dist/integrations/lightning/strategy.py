@@ -25,6 +25,7 @@ from lightning_dist.integrations.lightning.elastic.environment import FollowsLau
 from lightning_dist.integrations.lightning.fit_results import FitResults, ResultsLauncher
 from lightning_dist.integrations.lightning.process_group import init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_begun, require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
 from lightning_dist.private import loss_scale
@@ -238,6 +239,4 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        from lightning_dist.integrations.registration import register_lightning
-
-        register_lightning(strategy_registry)
+        register(strategy_registry, cls)
