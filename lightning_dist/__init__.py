@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from lightning_dist.elastic.meeting import init_process_group
     from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
-    from lightning_dist.integrations.lightning.elastic.environment import ElasticEnvironment
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
+    from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
@@ -59,7 +59,7 @@ _HOME = {
     "CompressedDDPStrategy": "integrations.lightning.strategy",
     "CompressionError": "metrics",
     "DGC": "codecs",
-    "ElasticEnvironment": "integrations.lightning.elastic.environment",
+    "ElasticEnvironment": "integrations.lightning.launcher",
     "ElasticLoop": "integrations.loop.loop",
     "ElasticRestart": "integrations.lightning.elastic.restart",
     "ExchangedVolume": "metrics",

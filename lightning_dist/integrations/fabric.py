@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.lightning.elastic.environment import FollowsLauncher
-from lightning_dist.integrations.lightning.process_group import init_process_group
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers

@@ -1,11 +1,15 @@
-"""What must hold before compression is attached to an Accelerator: a hook that would never run, or
-ranks that do not know of each other, are said then and not found out at the end.
+"""Where compression is attached to an Accelerator, and what must hold before.
+
+A hook that would never run, or ranks that do not know of each other, are said then and not found
+out at the end.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -13,15 +17,17 @@ from accelerate.utils import (
 )
 
 from lightning_dist.integrations.accelerate.async_state.refusals import kind_of
-from lightning_dist.integrations.accelerate.handler import handler_of
 from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
+from lightning_dist.integrations.refusals import second_hook
 from lightning_dist.topology.launcher import promised_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.nn.parallel import DistributedDataParallel
 
 log = logging.getLogger(__name__)
 
+_PLUGIN = "the CompressedDDPPlugin"
 _TWO_ON_CPU = (
     "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
     "train.py"
@@ -70,22 +76,17 @@ def _require_no_hook(given: DistributedDataParallelKwargs | None) -> None:
     no_hook = DDPCommunicationHookType.NO
     for name, default in (("comm_hook", no_hook), ("comm_wrapper", no_hook)):
         if getattr(given, name) != default:
-            raise ValueError(
-                f"a model takes one communication hook and the CompressedDDPPlugin registers its "
-                f"own, got DistributedDataParallelKwargs({name}={getattr(given, name)}); leave it "
-                "out, or the plugin"
-            )
+            got = f"DistributedDataParallelKwargs({name}={getattr(given, name)})"
+            raise second_hook(got, owner=_PLUGIN, remedy="leave it out, or the plugin")
     if given.comm_state_option:
         raise ValueError(
             "comm_state_option belongs to a hook of torch and cannot take effect beside a "
             f"CompressedDDPPlugin, got {given.comm_state_option}; leave it out"
         )
     if type(given).register_comm_hook is not DistributedDataParallelKwargs.register_comm_hook:
-        raise ValueError(
-            "a model takes one communication hook and the CompressedDDPPlugin registers its own, "
-            f"got a {type(given).__name__} with a register_comm_hook of its own; use a "
-            "DistributedDataParallelKwargs, or leave the plugin out"
-        )
+        got = f"a {type(given).__name__} with a register_comm_hook of its own"
+        remedy = "use a DistributedDataParallelKwargs, or leave the plugin out"
+        raise second_hook(got, owner=_PLUGIN, remedy=remedy)
 
 
 def _about_one_process() -> None:
@@ -104,3 +105,51 @@ def _about_one_process() -> None:
         "several: 'accelerate launch --cpu --num_processes 2' starts one; write '%s'",
         _TWO_ON_CPU,
     )
+
+
+class CompressesModels(Protocol):
+    """What a plugin has attached to an Accelerator."""
+
+    def compress(self, model: DistributedDataParallel) -> object:
+        """Compress the gradients of a model that was wrapped."""
+
+    def saved_by_another(self) -> AbstractContextManager[None]:
+        """Leave residuals to whoever saves and loads meanwhile."""
+
+
+class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # no types
+    """The user's arguments of DDP, and a hook of ours.
+
+    Not in ``kwargs_handlers``: Accelerate takes none but its own classes there.
+
+    Args:
+        given: the user's, or None.
+        compression: is told of every model.
+    """
+
+    def __init__(
+        self, given: DistributedDataParallelKwargs | None, compression: CompressesModels
+    ) -> None:
+        self._given = given or DistributedDataParallelKwargs()
+        known = fields(DistributedDataParallelKwargs)
+        super().__init__(**{field.name: getattr(self._given, field.name) for field in known})
+        self.compression = compression
+
+    def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self._given.to_dict(*args, **kwargs)
+        return found
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of DDP that differ from the defaults of Accelerate."""
+        found: dict[str, Any] = self._given.to_kwargs()
+        return found
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Called for every model that was wrapped, before torch.compile."""
+        self.compression.compress(model)
+
+
+def handler_of(accelerator: Accelerator) -> CompressionHandler | None:
+    """Ours, if it is there."""
+    found = ddp_handler(accelerator)
+    return found if isinstance(found, CompressionHandler) else None

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.integrations.accelerate import private, residuals
-from lightning_dist.integrations.accelerate.attach import require_attachable
-from lightning_dist.integrations.accelerate.handler import CompressionHandler, handler_of
+from lightning_dist.integrations.accelerate.attach import (
+    CompressionHandler,
+    handler_of,
+    require_attachable,
+)
 from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_metrics import comm_metrics
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers, reducer_of

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from lightning_dist.integrations.accelerate.handler import handler_of
+from lightning_dist.integrations.accelerate.attach import handler_of
 
 _ENTRIES = ("prepare", "prepare_model")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.accelerate.handler import handler_of
+from lightning_dist.integrations.accelerate.attach import handler_of
 from lightning_dist.integrations.accelerate.private import prepared_models
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 
-class EarlyCallback:
+class BeforeSetup:
     """A callback that our strategies call when ranks are known and loggers have not begun."""
 
     def before_setup(self, trainer: pl.Trainer) -> None:

@@ -19,11 +19,10 @@ from lightning_dist.integrations.arguments import (
     CompressionArguments,
 )
 from lightning_dist.integrations.comm_metrics import comm_metrics
-from lightning_dist.integrations.lightning.before_setup import EarlyCallback
-from lightning_dist.integrations.lightning.checkpoint.session_io import IntoCheckpointer
-from lightning_dist.integrations.lightning.elastic.environment import FollowsLauncher
+from lightning_dist.integrations.lightning.before_setup import BeforeSetup
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import FitResults, ResultsLauncher
-from lightning_dist.integrations.lightning.process_group import init_process_group
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_begun, require_compressible
@@ -75,7 +74,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
             return
         trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyCallback):
+            if isinstance(callback, BeforeSetup):
                 callback.before_setup(trainer)
 
     @override
@@ -205,7 +204,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
-        if not isinstance(io, IntoCheckpointer) or not io.sharded:
+        if not isinstance(io, CheckpointerIO) or not io.sharded:
             return reducer.state_dict()
         from lightning_dist.checkpoint.plan import Striped
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def said_after(seconds: float, say: Callable[[str], None], text: str) -> Iterator[None]:
+def log_if_slow(seconds: float, say: Callable[[str], None], text: str) -> Iterator[None]:
     """Call ``say`` with ``text`` if this is not over after so many seconds, from a thread."""
     timer = threading.Timer(seconds, say, [text])
     timer.daemon = True  # nobody waits for it where the process ends meanwhile

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.profiler.log_if_slow import said_after
+from lightning_dist.integrations.profiler.log_if_slow import log_if_slow
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
     run_metadata,
@@ -103,7 +103,7 @@ class ProfileRun:
                 "this model is profiled already, and one CommProfiler at a time can see its "
                 "gradients; leave one out, or let the other end first"
             )
-        with said_after(_TIMEOUT, on_problem, _WAITING):
+        with log_if_slow(_TIMEOUT, on_problem, _WAITING):
             self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
         rank = dist.get_rank()
         folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""

@@ -3,15 +3,22 @@
 The lowest rank that writes a file has accelerate's name for it. Where another rank writes one with
 the same name, it is that rank's own state: ``custom_checkpoint_0.pkl`` of rank 1 is kept as
 ``custom_checkpoint_0.rank1.pkl``. Accelerate by itself does not read those.
+
+``accelerator.load_state`` reads optimizers, schedulers and loaders with the restricted unpickler,
+but registered objects without it: those are read with it here first, which runs no code of theirs.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from lightning_dist.checkpoint.restricted import problem_with
+from lightning_dist.integrations.accelerate.private import load_restricted
 
 
 def named_for(rank: int, name: str) -> str:
@@ -55,3 +62,33 @@ def as_seen_by(rank: int, folder: str) -> Iterator[str]:
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(Path(folder, own.get(name, name)).resolve())
         yield str(view)
+
+
+_CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
+_PICKLED = re.compile(r"(custom_checkpoint_|optimizer|scheduler|dl_state_dict).*\.(pkl|bin)")
+
+
+def problem_on_load(folder: str, *, rank: int) -> ValueError | None:
+    """Why registered objects of ``rank`` are not loaded from ``folder``; None if they may be."""
+    names = set(os.listdir(folder))
+    for name in sorted(filter(_CUSTOM.fullmatch, names)):
+        own = named_for(rank, name)
+        if problem := _problem_with(folder, own if own in names else name):
+            return problem
+    return None
+
+
+def problem_on_save(folder: str) -> ValueError | None:
+    """Why what was written to ``folder`` could not be loaded; None if it could be."""
+    for name in sorted(filter(_PICKLED.fullmatch, os.listdir(folder))):
+        if problem := _problem_with(folder, name):
+            return problem
+    return None
+
+
+def _problem_with(folder: str, name: str) -> ValueError | None:
+    path = os.path.join(folder, name)
+    with open(path, "rb") as file:
+        return problem_with(
+            file, path=path, load=load_restricted
+        )  # Accelerate's allows arrays of NumPy

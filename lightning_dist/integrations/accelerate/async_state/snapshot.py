@@ -13,8 +13,11 @@ from torch import Tensor
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.integrations.accelerate import private, residuals
-from lightning_dist.integrations.accelerate.async_state.files import names_in, share_of
-from lightning_dist.integrations.accelerate.async_state.restricted import problem_on_save
+from lightning_dist.integrations.accelerate.async_state.files import (
+    names_in,
+    problem_on_save,
+    share_of,
+)
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, base_for
 from lightning_dist.integrations.ranks import Ranks
 

@@ -20,7 +20,7 @@ from lightning_dist.integrations.lightning.checkpoint.find_last import (
 )
 from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO, is_http
 from lightning_dist.integrations.lightning.checkpoint.model_match import require_same_model
-from lightning_dist.integrations.told_errors import retold, told
+from lightning_dist.integrations.ranks import describe_error, error_from
 
 
 class ResumeCheckpointIO(AsyncTorchCheckpointIO):
@@ -87,10 +87,10 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 chosen = self._choose(path)
             except (CheckpointError, OSError, ValueError) as error:
                 problem = error
-        said = None if problem is None else told(problem)
-        chosen, said = self._trainer.strategy.broadcast((chosen, said))
-        if said is not None:
-            raise problem or retold(said)
+        described = None if problem is None else describe_error(problem)
+        chosen, described = self._trainer.strategy.broadcast((chosen, described))
+        if described is not None:
+            raise problem or error_from(described)
         if chosen != path:
             private.set_loaded_path(self._trainer, chosen)
         return str(chosen)

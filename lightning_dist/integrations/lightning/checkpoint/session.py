@@ -23,11 +23,10 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Scores
+from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Outcomes, Scores
 from lightning_dist.integrations.lightning.checkpoint.find_last import cannot_open
-from lightning_dist.integrations.lightning.checkpoint.outcomes import Outcomes
 from lightning_dist.integrations.lightning.checkpoint.report import drain, line, log_metrics
-from lightning_dist.integrations.lightning.checkpoint.session_io import IntoCheckpointer
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 
 
 class CheckpointSession:
@@ -149,10 +148,10 @@ class CheckpointSession:
             self._stalls[path] = self.metrics.stall_s
 
     @contextmanager
-    def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[IntoCheckpointer]:
+    def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[CheckpointerIO]:
         """Let the strategy add what it keeps, and save into our checkpointer."""
         strategy = self._trainer.strategy
-        io = IntoCheckpointer(
+        io = CheckpointerIO(
             self._checkpointer,
             step=self._trainer.global_step,
             sharded=self._sharded,

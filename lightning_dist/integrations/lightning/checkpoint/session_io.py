@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_dist.checkpoint.plan import Striped
 
 
-class IntoCheckpointer(TorchCheckpointIO):
+class CheckpointerIO(TorchCheckpointIO):
     """Stands in for a strategy's CheckpointIO while it saves.
 
     Args:

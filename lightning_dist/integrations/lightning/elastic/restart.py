@@ -17,17 +17,13 @@ from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.before_setup import EarlyCallback
+from lightning_dist.integrations.lightning.before_setup import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.find_last import folder_of
 from lightning_dist.integrations.lightning.elastic.account import RunAccount
 from lightning_dist.integrations.lightning.elastic.data import (
     ElasticData,
     is_trial,
     require_plain_trainer,
-)
-from lightning_dist.integrations.lightning.elastic.environment import (
-    FollowsLauncher,
-    follow_launcher,
 )
 from lightning_dist.integrations.lightning.elastic.life import RunLife
 from lightning_dist.integrations.lightning.elastic.position import ElasticPosition
@@ -38,11 +34,15 @@ from lightning_dist.integrations.lightning.elastic.saves import (
 )
 from lightning_dist.integrations.lightning.elastic.signals import NoticeConnector
 from lightning_dist.integrations.lightning.elastic.sources import place_sources
+from lightning_dist.integrations.lightning.launcher import (
+    FollowsLauncher,
+    follow_launcher,
+)
 
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class ElasticRestart(EarlyCallback, NewestCheckpoint):
+class ElasticRestart(BeforeSetup, NewestCheckpoint):
     """Saves, and goes on by itself from the newest whole checkpoint of ``dirpath`` at every start.
 
     Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,

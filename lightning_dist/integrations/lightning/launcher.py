@@ -1,4 +1,4 @@
-"""Devices and nodes as the launcher has them, whatever the script says.
+"""Process group, devices and nodes as the launcher has them, whatever the script says.
 
 A job that goes on with fewer or more ranks runs the same script, in which ``devices`` and
 ``num_nodes`` are those of the first start.
@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.store import attempt_store
+from lightning_dist.integrations.lightning.private import group_timeout, init_process_group_over
 
 
 class ElasticEnvironment(TorchElasticEnvironment):
@@ -125,3 +129,20 @@ def _report(given: list[torch.device], num_nodes: int, launch: Launch) -> None:
         told.append(f"{launch.nodes} nodes, not num_nodes={num_nodes}")
     if told:
         rank_zero_info(f"lightning_dist follows the launcher: {' and '.join(told)}.")
+
+
+def init_process_group(strategy: Any) -> None:
+    """Make the group as ``strategy`` would, over a store of this start's own.
+
+    Nothing happens where torchrun did not start this rank, or where the group is there. Call it
+    before the strategy's own set-up, which does nothing once there is a group.
+
+    Raises:
+        TimeoutError: ranks did not come within the strategy's ``timeout``.
+    """
+    launch = launch_of(strategy.cluster_environment)
+    if launch is None or dist.is_initialized():
+        return
+    assert strategy.cluster_environment is not None
+    timeout = group_timeout(strategy) or default_pg_timeout
+    init_process_group_over(attempt_store(launch, timeout=timeout), strategy)
