@@ -87,7 +87,9 @@ def is_there(owner: str, name: str) -> bool:
 
 def _sets(method: Any, name: str) -> bool:
     function = inspect.unwrap(method) if inspect.isfunction(method) else None
-    if function is None or name not in (*function.__code__.co_names, *function.__code__.co_consts):
+    if not inspect.isfunction(function):  # one wrapped by another may be C's
+        return False
+    if name not in (*function.__code__.co_names, *function.__code__.co_consts):
         return False
     stores = _STORES if function.__name__ == "__init__" else _STORES[:1]
     code = dis.get_instructions(function)
