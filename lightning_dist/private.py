@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -118,9 +118,9 @@ def require_torch() -> None:
 
 
 # An optimizer is told the scale by the scaler, a gradient hook is not: get_scale() waits for a GPU.
-def loss_scale(scaler: GradScaler | None) -> Tensor | None:
-    """The factor by which gradients are multiplied, on the device; None before the first step."""
-    return None if scaler is None else scaler._scale
+def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | None:
+    """Tells the factor of gradients, on the device; None from it before the first step."""
+    return None if scaler is None else lambda: scaler._scale
 
 
 # DDP says in its logging data how many hooks it has, and not which.

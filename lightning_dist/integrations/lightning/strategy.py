@@ -9,8 +9,6 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
-from torch.amp import GradScaler
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import (
@@ -18,7 +16,7 @@ from lightning_dist.integrations.arguments import (
     CONFIG_KEY,
     CompressionArguments,
 )
-from lightning_dist.integrations.comm_metrics import comm_metrics
+from lightning_dist.integrations.comm_report import comm_metrics
 from lightning_dist.integrations.lightning.before_setup import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import FitResults, ResultsLauncher
@@ -27,7 +25,7 @@ from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_begun, require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
-from lightning_dist.private import loss_scale
+from lightning_dist.private import loss_scale_of
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -97,17 +95,10 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         self._reducer = attach(
             model,
             self._settings,
-            grad_scale=self._grad_scale if self._scaler else None,
+            grad_scale=loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
             continue_from=self._reducer,
             timeout=self._timeout,
         )
-
-    @property
-    def _scaler(self) -> GradScaler | None:
-        return getattr(self.precision_plugin, "scaler", None)
-
-    def _grad_scale(self) -> Tensor | None:
-        return loss_scale(self._scaler)
 
     @property
     def topology(self) -> Topology | None:

@@ -34,7 +34,7 @@ from lightning_dist.integrations.torch.networks import Groups, network_for
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import loss_scale, name_before_compile
+from lightning_dist.private import loss_scale_of, name_before_compile
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
@@ -116,7 +116,7 @@ def compress_ddp(
     return attach(
         model,
         settings,
-        grad_scale=None if scaler is None else lambda: loss_scale(scaler),
+        grad_scale=loss_scale_of(scaler),
         groups=groups,
     )
 
@@ -229,6 +229,14 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
                     "gradients; leave it out, or use another optimizer"
                 )
             optimizer.attach(reducer)
+
+
+def connect_to_own(optimizer: Any, reducers: Iterable[Reducer]) -> None:
+    """:func:`connect_optimizers`, with those ``reducers`` that have parameters of ``optimizer``."""
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for reducer in reducers:
+        if not own.isdisjoint(reducer.names):
+            connect_optimizers([optimizer], reducer)
 
 
 def _refuse_second_momentum(reducer: Reducer) -> None:
