@@ -21,7 +21,6 @@ from lightning_dist.integrations.lightning.checkpoint.file_names import (
 )
 from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
-    folder_of,
     list_in,
 )
 from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
@@ -31,6 +30,7 @@ from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_supported,
     weights_may_change,
 )
+from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
 
 _PATIENCE = 120.0
@@ -152,7 +152,7 @@ class AsyncCheckpoint(CheckpointNames):
             session = CheckpointSession(
                 self.settings, callback=self, trainer=trainer, sharded=sharded, group=self._group
             )
-            session.open(folder_of(self, trainer))
+            session.open(checkpoint_folder(self, trainer))
             self._session = session
             self._last.release()  # the session keeps the folder
 
@@ -270,6 +270,6 @@ class AsyncCheckpoint(CheckpointNames):
 
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        folder, usual = folder_of(self, trainer), super()._find_last_checkpoints
+        folder, usual = checkpoint_folder(self, trainer), super()._find_last_checkpoints
         found = self._last.find(trainer, folder, lambda: list_in(folder, usual(trainer)))
         return set() if found is None else {found}

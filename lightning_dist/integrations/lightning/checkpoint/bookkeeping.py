@@ -28,7 +28,7 @@ class Displaced:
         self._by: dict[str, dict[str, Tensor]] = {}
 
     def note(self, path: str, *, before: Scores, after: Scores) -> None:
-        """A save of ``path`` has been asked for, and changed the books so."""
+        """A save of ``path`` has been asked for, and changed ``best_k_models`` so."""
         self._by[path] = {
             old: score for old, score in before.items() if old not in after or old == path
         }
@@ -52,7 +52,7 @@ def forget(callback: ModelCheckpoint, path: str, *, kept: str, back: Scores | No
     """Take ``path`` out of the paths that users read.
 
     Args:
-        callback: whose books they are.
+        callback: whose paths they are.
         path: where a file should have been.
         kept: the newest checkpoint that is there, or an empty string.
         back: what is among the best again.
@@ -89,7 +89,7 @@ class Outcomes:
 
     Args:
         files: what the saves were asked of.
-        callback: whose books say what is there.
+        callback: whose paths say what is there.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class Outcomes:
         fatal = [event for event in self._failed if is_fatal(event)] if raises else []
         if fatal:
             self._failed = [event for event in self._failed if event not in fatal]
-            self._correct_books(fatal, last)
+            self._correct(fatal, last)
             raise_all(failure(event, last) for event in fatal)
 
     def warn(self, last: Committed | None) -> None:
         """Say what failed; on this rank alone, since the training is over."""
         failed, self._failed = self._failed, []
-        self._correct_books(failed, last)
+        self._correct(failed, last)
         for event in failed:
             rank_zero_warn(failure(event, last))
 
-    def _correct_books(self, failed: Iterable[Failed], last: Committed | None) -> None:
+    def _correct(self, failed: Iterable[Failed], last: Committed | None) -> None:
         targets = [event.target for event in failed]
         self._forget(targets, kept=last.target if last else "", back=self._back(targets))
 

@@ -85,7 +85,7 @@ class CheckpointNames(ModelCheckpoint):
             session = callback._session
             if callback is self and session is not None:
                 session.claim(path)
-            elif session is not None and session.is_doomed(path):
+            elif session is not None and session.is_pending_deletion(path):
                 session.keep(path)
                 session.wait()
 
@@ -93,10 +93,8 @@ class CheckpointNames(ModelCheckpoint):
     def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:
         sessions = [c._session for c in callbacks_of(trainer) if c._session is not None]
         pending = any(session.is_pending(filepath) for session in sessions)
-        doomed = self._session is not None and self._session.is_doomed(filepath)
-        decision = trainer.is_global_zero and (
-            pending or (not doomed and self._fs.exists(filepath))
-        )
+        going = self._session is not None and self._session.is_pending_deletion(filepath)
+        decision = trainer.is_global_zero and (pending or (not going and self._fs.exists(filepath)))
         return trainer.strategy.reduce_boolean_decision(decision, all=False)
 
     @override

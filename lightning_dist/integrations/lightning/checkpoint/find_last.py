@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -17,7 +16,6 @@ from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
-from lightning_dist.integrations.lightning import private
 
 _PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to own a folder."""
@@ -149,11 +147,6 @@ def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True)
         except (CheckpointError, OSError) as error:
             rank_zero_warn(f"passing over a damaged checkpoint: {error}")
     return best
-
-
-def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Where ``callback`` keeps its checkpoints, also before its set-up."""
-    return private.checkpoint_folder(callback, trainer)
 
 
 def cannot_open(folder: str, error: Exception) -> str:

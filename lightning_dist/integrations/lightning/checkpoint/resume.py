@@ -1,13 +1,19 @@
-"""Which checkpoint a training goes on from: the same one on all ranks, verified by rank 0."""
+"""The checkpoint that a training goes on from: the same one on all ranks, verified by rank 0, and
+of the same model.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -19,8 +25,8 @@ from lightning_dist.integrations.lightning.checkpoint.find_last import (
     without_manifest,
 )
 from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO, is_http
-from lightning_dist.integrations.lightning.checkpoint.model_match import require_same_model
 from lightning_dist.integrations.ranks import describe_error, error_from
+from lightning_dist.private import loads_by_itself
 
 
 class ResumeCheckpointIO(AsyncTorchCheckpointIO):
@@ -114,3 +120,47 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 f"{path} was saved by {origin.ranks} ranks and is loaded by "
                 f"{self._trainer.world_size}"
             )
+
+
+def require_same_model(saved: Mapping[str, Tensor], model: nn.Module, path: str) -> None:
+    """Raise ValueError unless names and shapes agree.
+
+    A module that has a say in what it loads is not asked in advance: no error then.
+    """
+    if _has_a_say(model):
+        return
+    state = model.state_dict()
+    differences = [
+        *_listed("only in the checkpoint", sorted(saved.keys() - state.keys())),
+        *_listed("only in the model", sorted(state.keys() - saved.keys())),
+        *_listed("of another shape", _reshaped(saved, state)),
+    ]
+    if differences:
+        raise ValueError(
+            f"{path} is a checkpoint of another model; parameters and buffers "
+            f"{'; '.join(differences)}. Give another folder, or the path of a checkpoint of this "
+            "model, or set strict_loading=False on the module"
+        )
+
+
+def _has_a_say(model: nn.Module) -> bool:
+    """Whether parameters get their shape, or names their meaning, while a state is loaded."""
+    if any(is_lazy(each) for each in chain(model.parameters(), model.buffers())):
+        return True
+    return any(map(loads_by_itself, model.modules()))
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"{what}: {shown}"] if names else []
+
+
+def _reshaped(saved: Mapping[str, Tensor], model: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} {tuple(saved[name].shape)} for {tuple(value.shape)}"
+        for name, value in model.items()
+        if name in saved
+        and isinstance(value, Tensor)
+        and isinstance(saved[name], Tensor)
+        and saved[name].shape != value.shape
+    ]

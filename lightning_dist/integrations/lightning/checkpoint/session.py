@@ -55,7 +55,7 @@ class CheckpointSession:
         self._sharded = sharded
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
-        self._doomed: set[str] = set()  # files that stay for now, but not for a user
+        self._pending_deletions: set[str] = set()  # files that stay for now, but not for a user
         self._watched: list[Optimizer] = []
         self._outcomes = Outcomes(self, settings, callback=callback, trainer=trainer)
         self._idle = Metrics()
@@ -173,7 +173,7 @@ class CheckpointSession:
     def remove(self, path: str) -> None:
         """Remove ``path`` after this trigger's link is made: `last` may still be what it is."""
         self._removals.append(path)
-        self._doomed.add(path)
+        self._pending_deletions.add(path)
 
     def flush_removals(self) -> None:
         """Ask for them, once there is a save behind which they are done."""
@@ -181,26 +181,28 @@ class CheckpointSession:
             return
         removals, self._removals = self._removals, []
         if self._checkpointer is None or not self._checkpointer.is_first:
-            self._doomed = set()
+            self._pending_deletions = set()
             return
         for path in removals:
             self._checkpointer.remove(path)
-        self._doomed = set(filter(self._checkpointer.is_removing, self._doomed))
+        self._pending_deletions = set(
+            filter(self._checkpointer.is_removing, self._pending_deletions)
+        )
 
     def keep(self, path: str) -> None:
         """Do not remove ``path`` after all."""
-        self._doomed.discard(path)
+        self._pending_deletions.discard(path)
         self._removals = [each for each in self._removals if each != path]
         if self._checkpointer is not None and self._checkpointer.is_first:
             self._checkpointer.keep(path)
 
-    def is_doomed(self, path: str) -> bool:
+    def is_pending_deletion(self, path: str) -> bool:
         """Whether ``path`` is there only until a later checkpoint is."""
-        return path in self._doomed
+        return path in self._pending_deletions
 
     def claim(self, path: str) -> None:
-        """``path`` is about to be written, so it is not doomed any more."""
-        self._doomed.discard(path)
+        """``path`` is about to be written, so it is not going any more."""
+        self._pending_deletions.discard(path)
         self._removals = [each for each in self._removals if each != path]
 
     def is_pending(self, path: str) -> bool:

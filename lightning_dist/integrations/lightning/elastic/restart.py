@@ -18,7 +18,6 @@ from lightning_dist.elastic.state import KEY, ElasticState
 from lightning_dist.elastic.vote import Vote
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.before_setup import BeforeSetup
-from lightning_dist.integrations.lightning.checkpoint.find_last import folder_of
 from lightning_dist.integrations.lightning.elastic.account import RunAccount
 from lightning_dist.integrations.lightning.elastic.data import (
     ElasticData,
@@ -38,6 +37,7 @@ from lightning_dist.integrations.lightning.launcher import (
     FollowsLauncher,
     follow_launcher,
 )
+from lightning_dist.integrations.lightning.private import checkpoint_folder
 
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -155,7 +155,7 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
         self._state = self._data = self._at = None
         self._has_begun = False
         self._life.open()
-        self._account.join(trainer, folder_of(self, trainer), seed=self._seed)
+        self._account.join(trainer, checkpoint_folder(self, trainer), seed=self._seed)
         found = self._find_last_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
         if trainer.world_size > 1 and self._vote_group is None:
@@ -177,7 +177,7 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == "fit" and not is_trial(trainer):
-            self._account.identify(trainer, folder_of(self, trainer))
+            self._account.identify(trainer, checkpoint_folder(self, trainer))
 
     def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any], weights_only: bool) -> None:
         """Know where to go on, before anything is restored."""
@@ -239,7 +239,7 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             scale_learning_rates(trainer.optimizers, schedulers, factor=factor)
         self._at.restore_metrics()
-        self._take_books(
+        self._take_over(
             trainer,
             run=self._account.run_id,
             resumed=self._resumed_own,

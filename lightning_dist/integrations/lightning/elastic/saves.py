@@ -14,7 +14,7 @@ from lightning_dist.checkpoint.disk.scan import saved_by
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import forget
-from lightning_dist.integrations.lightning.checkpoint.find_last import folder_of
+from lightning_dist.integrations.lightning.private import checkpoint_folder
 
 _PATIENCE = 5.0
 """Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
@@ -71,22 +71,22 @@ class NewestCheckpoint(AsyncCheckpoint):
         self._patience = _PATIENCE
 
     def _require_own_folder(self, trainer: pl.Trainer) -> None:
-        own = folder_of(self, trainer)
+        own = checkpoint_folder(self, trainer)
         for other in trainer.checkpoint_callbacks:
             if other is self or not isinstance(other, ModelCheckpoint):
                 continue
-            if folder_of(other, trainer) == own:
+            if checkpoint_folder(other, trainer) == own:
                 raise ValueError(
                     f"{type(other).__name__} saves into {own} too, and a start would go on from "
                     "its checkpoints; give it a folder of its own with dirpath="
                 )
 
-    def _take_books(
+    def _take_over(
         self, trainer: pl.Trainer, *, run: str, resumed: str | None, weights_only: bool
     ) -> None:
         """Keep the newest that ``run`` has saved here, and remove the rest at the next save.
 
-        What the books in ``resumed`` say is not enough: a killed process may not have removed what
+        What ``resumed`` says is not enough: a killed process may not have removed what
         they left out, and what is newer was damaged. Collective.
         """
         if self._session is None:
@@ -94,7 +94,7 @@ class NewestCheckpoint(AsyncCheckpoint):
         self._session.save_for(run, weights_only=weights_only)
         own: list[tuple[str, int]] = []
         if trainer.is_global_zero:
-            found = saved_by(run, folder_of(self, trainer), resumed=resumed)
+            found = saved_by(run, checkpoint_folder(self, trainer), resumed=resumed)
             own = [(each.path, each.origin.step) for each in found if each.origin]
         own = trainer.strategy.broadcast(own)
         newest = own[-1][1] if own else 0  # later steps were passed over: they do not count
