@@ -8,7 +8,6 @@ else of the package goes through the functions. How names are verified is in
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -286,26 +285,18 @@ def begin_with_fresh_loader(loop: Any) -> None:
 
 
 # Loggers take these when they are made, before anybody knows which run it is.
-def tensorboard_version(logger: Any) -> Any:
-    """The version of a TensorBoardLogger; None if it is to choose one."""
-    return logger._version
-
-
 def set_tensorboard_version(logger: Any, version: str) -> None:
-    """Choose it."""
-    logger._version = version
-
-
-def wandb_settings(logger: Any) -> Mapping[str, Any] | None:
-    """The arguments with which a WandbLogger will begin its run; None once it has begun."""
-    settings: Mapping[str, Any] = logger._wandb_init
-    return settings if logger._experiment is None else None
+    """Let a TensorBoardLogger to which its user gave no version have this one."""
+    if logger._version is None:
+        logger._version = version
 
 
 def set_wandb_run(logger: Any, run_id: str) -> None:
-    """Let a WandbLogger go on with the run ``run_id``, or begin it."""
-    logger._id = run_id
-    logger._wandb_init.update(id=run_id, resume="allow")
+    """Let a WandbLogger to which its user gave no run go on with ``run_id``, or begin it."""
+    settings: dict[str, Any] = logger._wandb_init
+    if logger._experiment is None and settings.get("id") is None:
+        logger._id = run_id
+        settings.update(id=run_id, resume="allow")
 
 
 # Fabric's `module` is the one that the user gave, without DDP.

@@ -5,12 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lightning_dist.integrations.lightning.private import (
-    set_tensorboard_version,
-    set_wandb_run,
-    tensorboard_version,
-    wandb_settings,
-)
+from lightning_dist.integrations.lightning.private import set_tensorboard_version, set_wandb_run
 
 
 def identify(trainer: pl.Trainer, *, run_id: str) -> None:
@@ -22,8 +17,6 @@ def identify(trainer: pl.Trainer, *, run_id: str) -> None:
     for number, logger in enumerate(trainer.loggers):
         name = f"{run_id}-{number}" if number else run_id
         if isinstance(logger, WandbLogger):
-            settings = wandb_settings(logger)
-            if settings is not None and settings.get("id") is None:
-                set_wandb_run(logger, name)
-        elif isinstance(logger, TensorBoardLogger) and tensorboard_version(logger) is None:
+            set_wandb_run(logger, name)
+        elif isinstance(logger, TensorBoardLogger):
             set_tensorboard_version(logger, name)
