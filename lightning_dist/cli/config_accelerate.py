@@ -57,6 +57,8 @@ def load(path: Path) -> Any:
         raise FileNotFoundError(f"there is no file {path}; lightning-dist config writes one")
     try:
         return read_configuration(str(path))
+    except ImportError:  # of Accelerate itself
+        raise
     except Exception as error:  # of any class: its reader takes the content as it comes
         raise ValueError(f"accelerate cannot read {path}: {error}") from error
 
