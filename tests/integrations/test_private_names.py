@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from importlib import import_module
+from importlib import import_module, reload
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,12 @@ def test_names_that_are_removed_are_missed(monkeypatch: pytest.MonkeyPatch) -> N
         require_names("lightning", dict(of_lightning.NAMES))
     with pytest.raises(ImportError, match=r"GradScaler\._scale"):
         require_names("torch", dict(of_torch.NAMES))
+
+
+def test_an_adapter_is_not_imported_without_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ModelCheckpoint, "_save_topk_checkpoint")
+    with pytest.raises(ImportError, match=r"lightning .* has no .*\._save_topk_checkpoint, which"):
+        reload(of_lightning)
 
 
 def own_names() -> set[str]:
