@@ -7,14 +7,14 @@ from typing import Any
 
 from lightning_dist.codecs import CODECS
 
-_NAME = "compressed_ddp"
+NAME = "compressed_ddp"
 NAMES: dict[str, dict[str, Any]] = {
-    _NAME: {"start_method": "popen"},
-    f"{_NAME}_spawn": {"start_method": "spawn"},
-    f"{_NAME}_fork": {"start_method": "fork"},
-    f"{_NAME}_notebook": {"start_method": "fork"},
-    f"{_NAME}_find_unused_parameters_true": {"find_unused_parameters": True},
-    **{f"{_NAME}_{codec}": {"codec": codec} for codec in CODECS},
+    NAME: {"start_method": "popen"},
+    f"{NAME}_spawn": {"start_method": "spawn"},
+    f"{NAME}_fork": {"start_method": "fork"},
+    f"{NAME}_notebook": {"start_method": "fork"},
+    f"{NAME}_find_unused_parameters_true": {"find_unused_parameters": True},
+    **{f"{NAME}_{codec}": {"codec": codec} for codec in CODECS},
 }
 """``compressed_ddp`` by start method, with unused parameters, and by codec: arguments by name."""
 
