@@ -23,29 +23,28 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
 
-Table = Mapping[str, Sequence[str]]
-"""Names by their owner, ``"module"`` or ``"module:Class"``."""
+Table = Mapping[str, str]
+"""Names, with spaces between them, by their owner, ``"module"`` or ``"module:Class"``."""
 
 NAMES: Table = {
-    "torch.amp.grad_scaler:GradScaler": ("_scale",),
-    "torch.nn:Module": ("_load_from_state_dict", "_load_state_dict_pre_hooks"),
-    "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks",),
-    "torch.optim.lr_scheduler:LRScheduler": ("_last_lr",),
-    "torch.optim.lr_scheduler:SequentialLR": ("_schedulers",),
-    "torch.utils.data:DataLoader": ("_iterator",),
-    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": ("_shutdown_workers",),
-    "torch.distributed.distributed_c10d": ("_set_pg_timeout",),
+    "torch.amp.grad_scaler:GradScaler": "_scale",
+    "torch.nn:Module": "_load_from_state_dict _load_state_dict_pre_hooks",
+    "torch.nn.parallel:DistributedDataParallel": "_comm_hooks",
+    "torch.optim.lr_scheduler:LRScheduler": "_last_lr",
+    "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
+    "torch.utils.data:DataLoader": "_iterator",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
+    "torch.distributed.distributed_c10d": "_set_pg_timeout",
 }
 AGENT: Table = {
-    "torch.distributed.launcher.api": ("LocalElasticAgent",),
+    "torch.distributed.launcher.api": "LocalElasticAgent",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
-        "_monitor_workers",
-        "_remaining_restarts",
+        "_monitor_workers _remaining_restarts"
     ),
-    "torch.distributed.run": ("get_args_parser",),
+    "torch.distributed.run": "get_args_parser",
 }
 """Names of torchrun."""
-COMPILED: Table = {"torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",)}
+COMPILED: Table = {"torch._dynamo.eval_frame:OptimizedModule": "_orig_mod"}
 """Names that only torch.compile brings, which takes long to import."""
 
 _STORES = ("STORE_ATTR", "LOAD_CONST")
@@ -62,7 +61,7 @@ def require_names(package: str, table: Table) -> None:
     if id(table) in _verified:
         return
     for owner, names in table.items():
-        for name in names:
+        for name in names.split():
             if not is_there(owner, name):
                 where = owner.replace(":", ".")
                 raise ImportError(

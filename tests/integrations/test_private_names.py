@@ -34,7 +34,9 @@ def tables() -> Iterator[tuple[str, Table]]:
 
 
 def entries() -> list[tuple[str, str]]:
-    return [(owner, name) for _, table in tables() for owner, of in table.items() for name in of]
+    return [
+        (owner, name) for _, table in tables() for owner, of in table.items() for name in of.split()
+    ]
 
 
 def test_every_name_is_there() -> None:
@@ -44,7 +46,7 @@ def test_every_name_is_there() -> None:
         except ImportError:
             continue
         for owner, names in table.items():
-            assert [name for name in names if not is_there(owner, name)] == [], owner
+            assert [name for name in names.split() if not is_there(owner, name)] == [], owner
 
 
 def test_a_name_that_is_gone_is_said_with_the_versions_that_have_it() -> None:
@@ -52,7 +54,7 @@ def test_a_name_that_is_gone_is_said_with_the_versions_that_have_it() -> None:
         for owner in table:
             where = owner.replace(":", ".")
             with pytest.raises(ImportError, match=rf"{package} .*has no {where}\._gone") as error:
-                require_names(package, {owner: ("_gone",)})
+                require_names(package, {owner: "_gone"})
             assert re.search(rf"install {package}(\[.*\])?[<>=]", str(error.value))
 
 
@@ -165,7 +167,7 @@ def architecture() -> str:
     lines = []
     for _, table in tables():
         for owner, of in table.items():
-            names = ", ".join(f"`{name}`" for name in of)
+            names = ", ".join(f"`{name}`" for name in of.split())
             line = f"- `{owner.replace(':', '.')}`: {names}"
             lines += textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False)
     return "\n".join(lines)

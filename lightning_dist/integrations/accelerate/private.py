@@ -16,28 +16,21 @@ if TYPE_CHECKING:
 
 NAMES: Table = {
     "accelerate:Accelerator": (
-        "_custom_objects",
-        "_models",
-        "_optimizers",
-        "ddp_handler",
-        "init_handler",
-        "prepare_model",
+        "_custom_objects _models _optimizers ddp_handler init_handler prepare_model"
     ),
-    "accelerate.utils.other": ("load",),
+    "accelerate.utils.other": "load",
 }
 COMMANDS: Table = {
-    "accelerate.commands.config.config": ("get_user_input",),
-    "accelerate.commands.config.config_args": ("load_config_from_file",),
-    "accelerate.commands.config.default": ("write_basic_config",),
-    "accelerate.commands.launch": ("launch_command_parser",),
+    "accelerate.commands.config.config": "get_user_input",
+    "accelerate.commands.config.config_args": "load_config_from_file",
+    "accelerate.commands.config.default": "write_basic_config",
+    "accelerate.commands.launch": "launch_command_parser",
 }
 """Names of the command line, which a training does not import."""
 TRAINER: Table = {
     "transformers:Trainer": (
-        "_load_optimizer_and_scheduler",
-        "_save_optimizer_and_scheduler",
-        "_wrap_model",
-        "create_accelerator_and_postprocess",
+        "_load_optimizer_and_scheduler _save_optimizer_and_scheduler _wrap_model "
+        "create_accelerator_and_postprocess"
     ),
 }
 """Methods that ``CompressedDDPMixin`` overrides."""

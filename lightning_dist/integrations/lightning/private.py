@@ -27,101 +27,52 @@ _CONNECTORS = f"{_PYTORCH}.trainer.connectors"
 
 NAMES: Table = {
     f"{_PYTORCH}.callbacks:ModelCheckpoint": (
-        "_ModelCheckpoint__resolve_ckpt_dir",
-        "_ModelCheckpoint__warn_if_dir_not_empty",
-        "_enable_version_counter",
-        "_every_n_train_steps",
-        "_find_last_checkpoints",
-        "_fs",
-        "_last_checkpoint_saved",
-        "_last_global_step_saved",
-        "_link_checkpoint",
-        "_monitor_candidates",
-        "_remove_checkpoint",
-        "_save_checkpoint",
-        "_save_last_checkpoint",
-        "_save_topk_checkpoint",
-        "_should_remove_checkpoint",
-        "_should_save_on_exception",
-        "_update_best_and_save",
-        "file_exists",
+        "_ModelCheckpoint__resolve_ckpt_dir _ModelCheckpoint__warn_if_dir_not_empty "
+        "_enable_version_counter _every_n_train_steps _find_last_checkpoints _fs "
+        "_last_checkpoint_saved _last_global_step_saved _link_checkpoint _monitor_candidates "
+        "_remove_checkpoint _save_checkpoint _save_last_checkpoint _save_topk_checkpoint "
+        "_should_remove_checkpoint _should_save_on_exception _update_best_and_save "
+        "file_exists"
     ),
-    f"{_PYTORCH}.callbacks:BatchSizeFinder": ("_early_exit",),
-    f"{_PYTORCH}.callbacks:LearningRateFinder": ("_early_exit",),
-    f"{_PYTORCH}:Trainer": ("_accelerator_connector", "_checkpoint_connector", "_signal_connector"),
-    f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": ("cluster_environment",),
+    f"{_PYTORCH}.callbacks:BatchSizeFinder": "_early_exit",
+    f"{_PYTORCH}.callbacks:LearningRateFinder": "_early_exit",
+    f"{_PYTORCH}:Trainer": "_accelerator_connector _checkpoint_connector _signal_connector",
+    f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": "cluster_environment",
     f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": (
-        "_ckpt_path",
-        "_loaded_checkpoint",
-        "dump_checkpoint",
-        "restore_loops",
-        "resume_start",
+        "_ckpt_path _loaded_checkpoint dump_checkpoint restore_loops resume_start"
     ),
-    f"{_CONNECTORS}.data_connector:_DataLoaderSource": ("dataloader", "instance", "name"),
+    f"{_CONNECTORS}.data_connector:_DataLoaderSource": "dataloader instance name",
     f"{_CONNECTORS}.signal_connector:_SignalConnector": (
-        "_get_current_signal_handlers",
-        "_original_handlers",
-        "register_signal_handlers",
+        "_get_current_signal_handlers _original_handlers register_signal_handlers"
     ),
     f"{_PYTORCH}.loops.fit_loop:_FitLoop": (
-        "_can_stop_early",
-        "_combined_loader",
-        "_combined_loader_states_to_load",
-        "_data_fetcher",
-        "_data_source",
-        "_loaded_from_state_dict",
-        "_restarting",
-        "_resuming_from_checkpoint",
-        "_should_accumulate",
-        "epoch_loop",
-        "epoch_progress",
-        "max_batches",
-        "setup_data",
+        "_can_stop_early _combined_loader _combined_loader_states_to_load _data_fetcher "
+        "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint "
+        "_should_accumulate epoch_loop epoch_progress max_batches setup_data"
     ),
     f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop": (
-        "_batches_that_stepped",
-        "_loaded_from_state_dict",
-        "_restarting",
-        "_resuming_from_checkpoint",
-        "_should_check_val_fx",
-        "automatic_optimization",
-        "batch_progress",
-        "scheduler_progress",
-        "val_loop",
+        "_batches_that_stepped _loaded_from_state_dict _restarting _resuming_from_checkpoint "
+        "_should_check_val_fx automatic_optimization batch_progress scheduler_progress "
+        "val_loop"
     ),
     f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
-        "_data_source",
-        "_loaded_from_state_dict",
-        "_restarting",
-        "_resuming_from_checkpoint",
-        "batch_progress",
+        "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint batch_progress"
     ),
-    f"{_PYTORCH}.loggers:TensorBoardLogger": ("_version",),
-    f"{_PYTORCH}.loggers:WandbLogger": ("_experiment", "_id", "_wandb_init"),
+    f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
+    f"{_PYTORCH}.loggers:WandbLogger": "_experiment _id _wandb_init",
     f"{_PYTORCH}.strategies:DDPStrategy": (
-        "_configure_launcher",
-        "_get_process_group_backend",
-        "_launcher",
-        "_start_method",
-        "_timeout",
-        "configure_ddp",
-        "load_optimizer_state_dict",
-        "save_checkpoint",
+        "_configure_launcher _get_process_group_backend _launcher _start_method _timeout "
+        "configure_ddp load_optimizer_state_dict save_checkpoint"
     ),
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
-        "get_extra_results",
-        "update_main_process_results",
+        "get_extra_results update_main_process_results"
     ),
-    "lightning.fabric.connector:_Connector": ("__init__",),
+    "lightning.fabric.connector:_Connector": "__init__",
     "lightning.fabric.strategies.ddp:DDPStrategy": (
-        "_configure_launcher",
-        "_get_process_group_backend",
-        "_setup_distributed",
-        "_timeout",
-        "setup_module",
+        "_configure_launcher _get_process_group_backend _setup_distributed _timeout setup_module"
     ),
-    "lightning.fabric.utilities.distributed": ("_init_dist_connection",),
-    "lightning.fabric.wrappers:_FabricModule": ("_forward_module",),
+    "lightning.fabric.utilities.distributed": "_init_dist_connection",
+    "lightning.fabric.wrappers:_FabricModule": "_forward_module",
 }
 
 require_names("lightning", NAMES)
