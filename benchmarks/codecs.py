@@ -113,7 +113,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.thread_time() - start_s
 
 
-_WARM = 300  # steps until the C library's allocator has finished; plain DDP moves until then too
+_WARM = 300  # steps until the C library's allocator has settled; plain DDP moves until then too
 _TIMEOUT_S = 600.0
 
 
@@ -186,7 +186,7 @@ KERNELS = Table(
         ("codec", "`{codec}`"),
         ("error feedback", "{error_feedback!y}"),
         ("kernels", "{mode}"),
-        ("encode, GB/s", "{encode_gb_s:,.1f}"),
+        ("encode and commit, GB/s", "{encode_gb_s:,.1f}"),
         ("% of copy", "{encode_limit_pct:,.0f}"),
         ("decode, GB/s", "{decode_gb_s:,.1f}"),
         ("% of copy", "{decode_limit_pct:,.0f}"),
@@ -204,6 +204,7 @@ MEMORY = Table(
     has="residual_bytes_per_element",
     columns=[
         ("ranks", "{world_size}"),
+        ("commit", "{commit}"),
         ("residual, bytes per element", "{residual_bytes_per_element:,.1f}"),
         ("payload buffers, bytes per element", "{buffer_bytes_per_element:,.1f}"),
         ("resident set after warm-up", "{resident_mb_warm:.0f} MB"),

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_FORK_SERVERS = pytest.StashKey[dict[str, list[str]]]()
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("ci")
@@ -97,15 +100,31 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the fork servers of all workers in the process that runs them, or those of this one."""
+    words: dict[str, list[str]] | None = getattr(config, "workerinput", {}).get("fork_servers")
+    if words is None:
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        words = {
+            name: stack.enter_context(fork_server(*modules))
+            for name, modules in (("quick", EVERYTHING), ("torch", TORCH))
+        }
+    config.stash[_FORK_SERVERS] = words
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["fork_servers"] = node.config.stash[_FORK_SERVERS]
+
+
 @pytest.fixture(scope="session")
-def quick_python() -> Iterator[list[str]]:
+def quick_python(pytestconfig: pytest.Config) -> list[str]:
     """Words to start a script with in the place of ``sys.executable``: it is a fork then."""
-    with fork_server(*EVERYTHING) as words:
-        yield words
+    return pytestconfig.stash[_FORK_SERVERS]["quick"]
 
 
 @pytest.fixture(scope="session")
-def torch_python() -> Iterator[list[str]]:
+def torch_python(pytestconfig: pytest.Config) -> list[str]:
     """The same of a process that has not imported this package, Lightning or Accelerate."""
-    with fork_server(*TORCH) as words:
-        yield words
+    return pytestconfig.stash[_FORK_SERVERS]["torch"]

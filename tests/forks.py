@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from processes import environment_of
@@ -28,30 +30,43 @@ TORCH = (
 
 @contextmanager
 def fork_server(*modules: str) -> Iterator[list[str]]:
-    """Words to use in the place of ``sys.executable``, while the server runs.
+    """Words to use in the place of ``sys.executable``. The server starts when they are first used.
 
     All forks of a server have its hash seed: see `with_seeds`.
 
     Args:
         modules: imported with all of their public names before the first fork.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(path)
-            listener.listen()  # clients may come while it still imports
-            server = subprocess.Popen(
-                [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno()), *modules],
-                env=environment_of({}),
-                stdin=subprocess.PIPE,  # its end, however this process ends, is that of the server
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
-        try:
-            yield [sys.executable, "-IS", str(HERE / "fork_client.py"), path]
-        finally:
-            server.kill()  # what it started ends with its own client
-            server.wait()
+    with ExitStack() as stack:
+        path = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "socket")
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(path)
+        listener.listen()  # clients may come while it still imports
+        end, ended = os.pipe()
+        starts = threading.Thread(
+            target=_serve_when_asked, args=(listener, end, modules), daemon=True
+        )
+        starts.start()
+        stack.callback(os.close, end)
+        stack.callback(starts.join)
+        stack.callback(os.close, ended)
+        yield [sys.executable, "-IS", str(HERE / "fork_client.py"), path]
+
+
+def _serve_when_asked(listener: socket.socket, end: int, modules: Sequence[str]) -> None:
+    """Until the other end of the pipe ``end`` is closed."""
+    ready, _, _ = select.select([listener, end], [], [])
+    if end in ready:
+        return
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno()), *modules],
+        env=environment_of({}),
+        stdin=subprocess.PIPE,  # its end, however this process ends, is that of the server
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    ) as server:
+        select.select([end], [], [])
+        server.kill()  # what it started ends with its own client
 
 
 def with_seeds(*servers: list[str]) -> list[str]:
