@@ -25,12 +25,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dist.versions
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.wait_limit import WaitLimit
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.measurement import exposure
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import route, tree_of
+from lightning_dist.topology.groups import levels_of, tree_of
 
 TIMEOUT = timedelta(seconds=20)
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
@@ -99,9 +98,10 @@ class Rank:
         """For ``compress_ddp``; with ``tree`` those of its levels too."""
         found = [self.group("payload"), self.group("flags")]
         if tree is not None:
-            way = route(tree_of(tree), self.rank, leader=leader)
-            found += [self.group(f"level {i}", of.members) for i, of in enumerate(way.levels)]
-            found += [self.group("outer", way.outer)] if way.outer else []
+            of_levels = [
+                level.group_of(self.rank) for level in levels_of(tree_of(tree), leader=leader)
+            ]
+            found += [self.group(f"level {i}", of) for i, of in enumerate(of_levels) if of]
         return found
 
 

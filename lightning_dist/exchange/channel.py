@@ -1,15 +1,24 @@
-"""A process group that payloads travel over, and somebody who may watch them."""
+"""A process group that payloads travel over, with a limit of waits, and somebody who may watch."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.exchange.wait_limit import WaitLimit
+from lightning_dist.exchange import traffic
+from lightning_dist.exchange.traffic import Sent
+from lightning_dist.topology import Topology
+
+_SLICE = 0.1
+"""Seconds of one wait, after which a thread that waits sees that it is to give up."""
 
 
 class PendingWork(Protocol):
@@ -34,6 +43,54 @@ class Watch(Protocol):
         """The calling thread begins to wait for one; what is returned is called after that."""
 
 
+class WaitLimit:
+    """Limit of every wait for a collective, shared by the channels of a network.
+
+    gloo cannot abort a collective: one whose peer is silent stays under way until the peer's socket
+    closes. What can be bounded is the wait for it. Such a collective is left behind, with its
+    group. On an accelerator waiting orders streams and does not block: there the backend's own
+    timeout bounds it.
+
+    Args:
+        seconds: of one wait; None: as long as the process group's own timeout.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """End all waits, those of now within a tenth of a second, with an error."""
+        self._given_up.set()
+
+    def wait(self, work: dist.Work, *, what: str) -> object:
+        """Until ``work`` has ended.
+
+        Args:
+            what: it is, for the message.
+
+        Raises:
+            RuntimeError: the limit has passed, or somebody has given up; or what became of
+                ``work``.
+        """
+        start = time.monotonic()
+        while True:
+            if self._given_up.is_set():
+                raise RuntimeError(f"gave up waiting for {what}")
+            left = _SLICE if self.seconds is None else start + self.seconds - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(
+                    f"no answer from the other ranks within {self.seconds:g} s in {what}: a rank "
+                    "is gone, hangs, or is slower than that"
+                )
+            try:
+                # Whole milliseconds count, and none of them means no limit.
+                return work.wait(timedelta(seconds=max(min(left, _SLICE), 0.001)))
+            except RuntimeError:
+                if work.is_completed():
+                    return work.wait()  # since then, or with an error of its own
+
+
 class Channel:
     """The collectives that exchanges are made of, asynchronous.
 
@@ -54,22 +111,13 @@ class Channel:
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> PendingWork:
         """Sum over all ranks, or another ``op`` of them, in place."""
-        world = self.group.size()
-        return self._begin(
-            "all_reduce",
-            tensor,
-            2 * (world - 1) * tensor.nbytes // world,
-            lambda: dist.all_reduce(tensor, op=op, group=self.group, async_op=True),
-        )
+        count = partial(traffic.ring_allreduce, tensor.nbytes)
+        return self._begin("all_reduce", count, dist.all_reduce, tensor, op=op)
 
     def all_gather(self, output: Tensor, own: Tensor) -> PendingWork:
         """``own (N,)`` of every rank -> ``output (W * N,)``."""
-        return self._begin(
-            "all_gather",
-            own,
-            (self.group.size() - 1) * own.nbytes,
-            lambda: dist.all_gather_single(output, own, group=self.group, async_op=True),
-        )
+        count = partial(traffic.ring_all_gather, own.nbytes)
+        return self._begin("all_gather", count, dist.all_gather_single, output, own)
 
     def all_to_all(
         self,
@@ -79,35 +127,33 @@ class Channel:
         own_sizes: Sequence[int] | None = None,
     ) -> PendingWork:
         """Part ``r`` of ``own`` -> rank ``r``; equal parts, or ``own_sizes`` elements each."""
-        if own_sizes is None:
-            kept = own.nbytes // self.group.size()
-        else:
-            kept = own_sizes[self.group.rank()] * own.element_size()
-        return self._begin(
-            "all_to_all",
-            own,
-            own.nbytes - kept,
-            lambda: dist.all_to_all_single(
-                output, own, output_sizes, own_sizes, group=self.group, async_op=True
-            ),
-        )
+        count = partial(traffic.all_to_all, own.nbytes)
+        if own_sizes is not None:
+            count = partial(traffic.scatter, [size * own.element_size() for size in own_sizes])
+        sizes = output_sizes, own_sizes
+        return self._begin("all_to_all", count, dist.all_to_all_single, output, own, *sizes)
 
     def broadcast(self, tensor: Tensor, *, owner: int) -> PendingWork:
         """``tensor`` of rank ``owner`` of the group -> all."""
-        others = self.group.size() - 1 if self.group.rank() == owner else 0
-        return self._begin(
-            "broadcast",
-            tensor,
-            others * tensor.nbytes,
-            lambda: dist.broadcast(tensor, group_src=owner, group=self.group, async_op=True),
-        )
+        size = self.group.size()
+        shares = [tensor.nbytes if rank == owner else 0 for rank in range(size)]
+        count = partial(traffic.broadcasts, shares)
+        return self._begin("broadcast", count, dist.broadcast, tensor, group_src=owner)
 
     def _begin(
-        self, op: str, of: Tensor, sent: int, launch: Callable[[], dist.Work]
+        self,
+        name: str,
+        count: Callable[[Topology], Sent],
+        launch: Callable[..., dist.Work],
+        of: Tensor,
+        *others: Any,
+        **arguments: Any,
     ) -> PendingWork:
-        watch = self.watch
-        see = None if watch is None else watch.launches(op, group=self.name, sent=sent)
-        work = launch()
+        watch, see = self.watch, None
+        if watch is not None:
+            anywhere = Topology(("",) * self.group.size(), self.group.rank())
+            see = watch.launches(name, group=self.name, sent=count(anywhere).total)
+        work = launch(of, *others, group=self.group, async_op=True, **arguments)
         if see is not None:
             see(work)
         blocks = of.device.type == "cpu"  # who waits; elsewhere a stream is ordered behind it
@@ -115,7 +161,7 @@ class Channel:
             return work
         limit = self.limit if blocks else None
         return _Launched(
-            work, f"{op} of group {self.name!r}", limit, None if see is None else watch
+            work, f"{name} of group {self.name!r}", limit, None if see is None else watch
         )
 
 

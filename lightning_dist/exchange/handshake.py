@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dist.topology.hosts import ranks_by
+
 Facts = Mapping[str, Any]
 
 
@@ -34,15 +36,14 @@ def require_equal(facts: list[Facts]) -> None:
     """
     lines = []
     for key in dict.fromkeys(key for of_rank in facts for key in of_rank):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(facts):
-            ranks_of.setdefault(repr(of_rank.get(key)), []).append(rank)
-        if len(ranks_of) > 1:
-            values = "; ".join(
-                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                for value, ranks in ranks_of.items()
+        values = [repr(of_rank.get(key)) for of_rank in facts]
+        groups = ranks_by(values)
+        if len(groups) > 1:
+            said = "; ".join(
+                f"{values[ranks[0]]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                for ranks in groups
             )
-            lines.append(f"  {key}: {values}")
+            lines.append(f"  {key}: {said}")
     if lines:
         raise ValueError(
             "all ranks must compress in the same way, but they differ in\n"

@@ -59,12 +59,9 @@ def scatter(shares: Sequence[int], topology: Topology) -> Sent:
     return Sent(sum(n for same, n in to if same), sum(n for same, n in to if not same))
 
 
-def spread(shares: Sequence[int], topology: Topology) -> Sent:
-    """Every owner's share to all: a ring where they are equal, else broadcasts."""
-    own = shares[topology.rank]
-    if len(set(shares)) == 1:
-        return ring_all_gather(own, topology)
-    return scatter([own] * len(shares), topology)
+def broadcasts(shares: Sequence[int], topology: Topology) -> Sent:
+    """``shares[r]`` bytes of every rank ``r`` to all others."""
+    return scatter([shares[topology.rank]] * len(shares), topology)
 
 
 def _to_next(nbytes: int, topology: Topology) -> Sent:

@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.exchange.rounds import Exchange, TwoShot
-from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.keys import UnitKeys
@@ -66,18 +65,6 @@ class BlockUnit(CommUnit):
         return self.kernels.codec.finite(self.exchange.own)
 
     @override
-    def start(self) -> None:
-        self.exchange.start()
-
-    @override
-    def start_second(self) -> None:
-        self.exchange.start_second()
-
-    @override
-    def wait(self) -> None:
-        self.exchange.wait()
-
-    @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
         for tile, own in zip(self.tiles, self._own, strict=True):
             rows, columns, block = tile.grad.shape
@@ -128,16 +115,6 @@ class BlockUnit(CommUnit):
                 row = tile.state[0][self._rank : self._rank + 1]
                 self.kernels.server_feedback(row, scale, shards, mean)
             tile.store()
-
-    @property
-    @override
-    def sent(self) -> Sent:
-        return self.exchange.sent
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self.exchange.nbytes
 
     def _keys_of(self, tile: Tile) -> Tensor | None:
         return None if self._keys is None else self._keys.encode[:, tile.columns]

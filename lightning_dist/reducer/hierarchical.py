@@ -10,8 +10,8 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,12 @@ from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.tiles import Tile, columns_of
+from lightning_dist.reducer.geometry import Grid
+from lightning_dist.reducer.network import IntraLevel
+from lightning_dist.reducer.scratch import PayloadMemory
+from lightning_dist.reducer.shares import Cut, shares_of
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.tiles import Tile, columns_of, tile_of
 from lightning_dist.reducer.unit import CommUnit, decode_all, staggered
 
 
@@ -41,56 +46,77 @@ class HierarchicalUnit(CommUnit):
     """Parts of one bucket.
 
     Args:
-        parts: for every rank of the host, what it is responsible for, in the bucket.
-        own: this rank's part, in the share.
-        share: flat, the mean of the host and then of all hosts.
-        inter: the units of ``share``; none on ranks that leave the way between hosts to others.
+        cuts: the parts, each with the share of every rank of the host.
+        inter: slices of a flat share, the share -> units of a flat exchange between hosts; not
+            called on ranks that leave the way between hosts to others.
+        share_dtype: of the mean of the host.
+        memory: that units take turns with inside the host.
+        padded: all shares travel as the largest, where all ranks have one: a single collective
+            brings them back.
     """
+
+    exchange: ReduceScatterAllGather
 
     def __init__(
         self,
-        intra_kernels: IntraKernels,
-        exchange: ReduceScatterAllGather,
+        cuts: Sequence[Cut],
+        bucket: Tensor,
         *,
-        parts: Sequence[Sequence[Tile]],
-        own: Sequence[Tile],
-        share: Tensor,
-        inter: Sequence[CommUnit],
+        intra: IntraLevel,
+        kernels: IntraKernels,
+        inter: Callable[[Sequence[ParameterSlice], Tensor], Sequence[CommUnit]],
+        share_dtype: torch.dtype,
+        memory: PayloadMemory,
+        padded: bool,
     ) -> None:
-        self._intra_kernels, self._exchange, self._share, self._inter = (
-            intra_kernels,
-            exchange,
-            share,
-            inter,
+        self._kernels, codec, world = kernels, kernels.up.codec, intra.topology.world_size
+        owned = [shares_of(cuts, position) for position in range(world)]
+        blocks = [sum(-(-part.numel // codec.block) for part in parts) for parts in owned]
+        memory.restart()
+        self.exchange = ReduceScatterAllGather(
+            codec.planes(bucket.dtype),
+            [max(blocks)] * world if padded and intra.level.owners == world else blocks,
+            channel=intra.data,
+            topology=intra.topology,
+            device=bucket.device,
+            allocate=memory.take,
         )
+        slices = _one_after_the_other(owned[intra.topology.rank])
+        self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=share_dtype)
+        self._inter = inter(slices, self._share) if slices else ()
         # What goes up to every owner, and the place to which its result comes down.
-        self._parts = [
-            (tile, columns_of(payload, tile.columns))
-            for tiles, payload in zip(parts, exchange.own, strict=True)
-            for tile in tiles
-        ]
-        self._own = [
-            (
-                tile,
-                [columns_of(payload, tile.columns) for payload in exchange.received],
-                columns_of(exchange.mine, tile.columns),
-            )
-            for tile in own
-        ]
-        self._one = torch.ones((), dtype=torch.float32, device=share.device)
-        self._true = torch.ones((), dtype=torch.bool, device=share.device)
+        flats = [[part.of(bucket) for part in parts] for parts in owned]
+        is_copied = codec.lossless and codec.block == 1  # the payload is the elements
+        own = [self._share] if is_copied else [part.of(self._share) for part in slices]
+        self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
+        self._places: list[Tensor] = []  # and where, in the payloads
+        self._parts: list[tuple[Tile, Sequence[Payload]]] = []
+        for some, payload in zip(flats, self.exchange.payloads, strict=True):
+            if is_copied:
+                sizes = [len(flat) for flat in some]
+                self._flats += some
+                self._places += payload[0].view(-1)[: sum(sizes)].split_with_sizes(sizes)
+            else:
+                self._parts += _tiles(some, codec.block, [payload])
+        # What every rank said of the share, and last where its result is encoded.
+        payloads = [*self.exchange.received, self.exchange.own]
+        self._own = list(_tiles(own, codec.block, payloads))
+        self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
+        self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
     @override
     def begin(self) -> None:
-        for tile, payload in self._parts:
-            self._encode(self._intra_kernels.up, tile, payload)
-        self._exchange.start()
+        if self._flats:
+            torch._foreach_copy_(self._places, self._flats)
+        for tile, (payload,) in self._parts:
+            self._encode(self._kernels.up, tile, payload)
+        self.exchange.start()
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
-        self._exchange.wait()
-        for tile, received, _ in self._own:
-            self._decode(self._intra_kernels.up, tile, received)
+        self.exchange.wait()
+        for tile, (*received, _) in self._own:
+            self._decode(self._kernels.up, tile, received)
         for unit in staggered(self._inter):
             unit.encode(scale, step=step)
 
@@ -112,7 +138,7 @@ class HierarchicalUnit(CommUnit):
 
     @override
     def wait(self) -> None:
-        self._exchange.wait()
+        self.exchange.wait()
         for unit in self._inter:
             unit.wait()
 
@@ -125,20 +151,22 @@ class HierarchicalUnit(CommUnit):
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
         decode_all(self._inter, scale)
-        for tile, _, mine in self._own:
-            self._encode(self._intra_kernels.down, tile, mine)
-        self._exchange.spread()
+        for tile, (*_, own) in self._own:
+            self._encode(self._kernels.down, tile, own)
+        self.exchange.start_second()
 
     @override
     def finish(self) -> None:
-        self._exchange.wait()
-        for tile, result in self._parts:
-            self._decode(self._intra_kernels.down, tile, [result])
+        self.exchange.wait()
+        if self._flats:
+            torch._foreach_copy_(self._flats, self._places)
+        for tile, results in self._parts:
+            self._decode(self._kernels.down, tile, results)
 
     @property
     @override
     def sent(self) -> Sent:
-        return sum((unit.sent for unit in self._inter), self._exchange.sent)
+        return sum((unit.sent for unit in self._inter), self.exchange.sent)
 
     @property
     @override
@@ -153,3 +181,26 @@ class HierarchicalUnit(CommUnit):
         own = payloads[0]  # of no use where nothing is kept
         kernels.decode_and_commit(tile.grad, (), self._one, None, own, payloads)
         tile.store()
+
+
+def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:
+    """``parts`` as they lie in a tensor of their own."""
+    found, offset = [], 0
+    for part in parts:
+        found.append(replace(part, offset=offset))
+        offset += part.numel
+    return found
+
+
+def _tiles(
+    flats: Sequence[Tensor], block: int, payloads: Sequence[Payload]
+) -> Iterator[tuple[Tile, Sequence[Payload]]]:
+    """Flat tensors that follow each other in each of ``payloads``, with their places there."""
+    first = 0
+    for flat in flats:
+        grid = Grid(len(flat), 1, block)
+        for span in grid.spans(grid.blocks_per_row):
+            columns = slice(first + span.first, first + span.last)
+            tile = tile_of("", [flat], span, columns=columns, numbers=flat.new_empty(0))
+            yield tile, [columns_of(payload, columns) for payload in payloads]
+        first += grid.blocks_per_row

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.wait_limit import WaitLimit
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Tree, route, rows_of
+from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
@@ -60,37 +59,32 @@ class Network:
 
 @dataclass(frozen=True)
 class IntraLevel:
-    """A group that reduces among itself before its ``owners`` go on ``inter`` the groups."""
+    """The group of a :class:`~lightning_dist.topology.groups.Level` that this rank is in."""
 
     data: Channel  # payloads
     topology: Topology  # of the group
-    owners: int  # the first of the group: all with a shard each, or one leader with everything
-    weight: float  # of each member's value, so that the mean over groups is the mean over ranks
-    beyond: int  # ranks that share one owner's part on the levels outside this one
-    inter: Network | None  # None on ranks that do not go on
+    level: Level
+    inter: Network | None  # where its owners go on; None on ranks that do not
 
 
 def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup) -> Network:
     """``network`` with the groups of ``tree``, made from the inside out. Collective."""
     topology = network.topology
     network = replace(network, row_of=rows_of(tree, world_size=topology.world_size))
-    way = route(tree, topology.rank, leader=leader)
-    groups = [new_group(level.members) for level in way.levels]
-    outer = new_group(way.outer) if way.outer else None
-    inter = None
-    if outer is not None:
-        channel = Channel(outer, name=_name(len(groups)), limit=network.limit)
-        inter = replace(network, data=channel, topology=topology.among(way.outer))
-    for number, level in reversed(list(enumerate(way.levels))):
+    levels = dict(enumerate(levels_of(tree, leader=leader)))
+    own = {number: level.group_of(topology.rank) for number, level in levels.items()}
+    members = {number: ranks for number, ranks in own.items() if ranks is not None}
+    groups = {number: new_group(ranks) for number, ranks in members.items()}
+    outermost, found = max(levels), network
+    for number in reversed(groups):
         channel = Channel(groups[number], name=_name(number), limit=network.limit)
-        inside = topology.among(level.members)
-        intra = IntraLevel(channel, inside, level.owners, level.weight, level.beyond, inter)
-        inter = replace(network, data=channel, topology=inside, intra=intra)
-    return replace(
-        network,
-        intra=intra,
-        topology=replace(topology, intra_group=groups[0], inter_group=outer),
-    )
+        inside, intra = topology.among(members[number]), None
+        if number < outermost:
+            inter = found if number + 1 in groups else None
+            intra = IntraLevel(channel, inside, levels[number], inter)
+        found = replace(network, data=channel, topology=inside, intra=intra)
+    places = replace(topology, intra_group=groups[0], inter_group=groups.get(outermost))
+    return replace(network, intra=found.intra, topology=places)
 
 
 def _name(level: int) -> str:

@@ -5,7 +5,7 @@ bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one ker
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, Literal
 
@@ -26,17 +26,16 @@ from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.block_plan import BlockPlan
 from lightning_dist.reducer.fitting import fitted, sends_more
 from lightning_dist.reducer.flush import owed
-from lightning_dist.reducer.fragments import fragments
-from lightning_dist.reducer.hierarchical import IntraKernels
+from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
 from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import IntraLevel, Network
-from lightning_dist.reducer.scratch import PayloadMemory, Scratch
-from lightning_dist.reducer.share_plan import SharePlan
+from lightning_dist.reducer.scratch import PayloadMemory
+from lightning_dist.reducer.shares import Cut, fragments, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
-from lightning_dist.reducer.unit_sizes import unit_elements
+from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET, unit_elements
 
 
 class Planner:
@@ -65,7 +64,7 @@ class Planner:
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
         self._sparse: SparsePasses | None = None  # compiled
-        self._scratch = Scratch(network.device)
+        self._scratch = PayloadMemory(network.device)
         self._immediate = immediate
         self._payloads = PayloadMemory(network.device) if immediate else None
         self._inter = None
@@ -144,7 +143,7 @@ class Planner:
         if not isinstance(codec, BlockCodec) or codec.lossless:
             return codec
         intra, ranks = self.network.intra, self.network.rows.count
-        shares = self._cut(part, 1 if intra is None else intra.owners * intra.beyond)
+        shares = self._cut(part, 1 if intra is None else intra.level.owners * intra.level.beyond)
         wide = dtype if intra is None else _share_dtype(codec, dtype)
         more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
         return raw_beside(codec) if more else codec
@@ -191,9 +190,7 @@ class Planner:
             return [
                 unit
                 for intra_codec, some in by_intra_codec.items()
-                for unit in self._shares(codec, intra, dtype, intra_codec).units(
-                    some, bucket, share_dtype=_share_dtype(codec, dtype)
-                )
+                for unit in self._hierarchical(codec, some, bucket, intra, intra_codec)
             ]
         if isinstance(codec, BlockCodec):
             ranks, dtype = self.network.world_size, bucket.dtype
@@ -225,33 +222,59 @@ class Planner:
         """Elements of the shares of ``part`` among so many ranks of a host."""
         if parts == 1 or part.name in self._whole:
             return [part.numel]
-        most = unit_elements(self.network.rows.count)
-        found = fragments(
-            part.name, part.numel, members=parts, owners=parts, most=most, whole=False
-        )
-        return [end - start for cut in found for start, end in cut.shares if end > start]
+        found = fragments(part.name, part.numel, owners=parts, most=self._most(), whole=False)
+        return [end - start for cut in found for start, end in cut if end > start]
 
     def _intra_of(self, part: ParameterSlice, intra: IntraLevel, dtype: torch.dtype) -> BlockCodec:
         """The codec inside a host, or none where its blocks would be mostly padding."""
-        intra_codec, shares = self._intra_codec, self._cut(part, intra.owners)
+        intra_codec, shares = self._intra_codec, self._cut(part, intra.level.owners)
         sent = sum(row_bytes(intra_codec.planes(dtype), -(-n // intra_codec.block)) for n in shares)
         return NoCompression() if sent > part.numel * dtype.itemsize else intra_codec
 
-    def _shares(
-        self, codec: Codec, intra: IntraLevel, dtype: torch.dtype, intra_codec: BlockCodec
-    ) -> SharePlan:
+    def _hierarchical(
+        self,
+        codec: Codec,
+        slices: Sequence[ParameterSlice],
+        bucket: Tensor,
+        intra: IntraLevel,
+        intra_codec: BlockCodec,
+    ) -> list[HierarchicalUnit]:
+        return [
+            HierarchicalUnit(
+                cuts,
+                bucket,
+                intra=intra,
+                kernels=self._intra_kernels_of(bucket.dtype, intra, intra_codec),
+                inter=lambda slices, share: self._inter_units(codec, slices, share),
+                share_dtype=_share_dtype(codec, bucket.dtype),
+                memory=self._scratch,
+                padded=self._most() == WHOLE_BUCKET,
+            )
+            for cuts in self._cuts(codec, slices, intra, intra_codec)
+        ]
+
+    def _cuts(
+        self,
+        codec: Codec,
+        slices: Sequence[ParameterSlice],
+        intra: IntraLevel,
+        intra_codec: BlockCodec,
+    ) -> Iterator[Sequence[Cut]]:
+        """What travels together inside a host, and who owns which part of it."""
         kinds = memory_of(codec, self._error_feedback).kinds
         elementwise = isinstance(codec, BlockCodec) and codec.block == intra_codec.block == 1
-        return SharePlan(
-            intra_kernels=self._intra_kernels_of(dtype, intra, intra_codec),
-            intra=intra,
-            inter=lambda slices, share: self._inter_units(codec, slices, share),
-            scratch=self._scratch,
+        return units_of_shares(
+            slices,
+            level=intra.level,
+            most=self._most(),
             whole=self._whole,
             separate=bool(kinds) or not elementwise,
-            most=unit_elements(self.network.rows.count),
             together=isinstance(codec, PowerSGD),
         )
+
+    def _most(self) -> int:
+        """Elements of a share on the way between hosts."""
+        return unit_elements(self.network.rows.count, device=self.network.device.type)
 
     def _inter_units(
         self, codec: Codec, slices: Sequence[ParameterSlice], share: Tensor
@@ -269,7 +292,7 @@ class Planner:
                     factors=Factors(mean=weight),
                     world_size=intra.topology.world_size,
                 )
-                for weight in (intra.weight, 1.0)
+                for weight in (intra.level.weight, 1.0)
             )
             self._intra_kernels_by_codec[intra_codec, dtype] = IntraKernels(up, down)
         return self._intra_kernels_by_codec[intra_codec, dtype]

@@ -48,7 +48,7 @@ class Reducer:
     """Averages flat tensors made of named slices over the ranks of a network, compressed.
 
     A step is :meth:`start` for every tensor, then :meth:`finish`. Adapters make the tensors:
-    DistributedDataParallel's buckets come from ``integrations.ddp_buckets``.
+    DistributedDataParallel's buckets come from ``integrations.torch.buckets``.
 
     Args:
         names: name of every parameter that a slice may be of.

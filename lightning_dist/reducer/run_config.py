@@ -40,4 +40,4 @@ def _between(network: Network) -> dict[str, Any]:
 def _exchange(network: Network) -> str:
     if network.intra is None:
         return "flat"
-    return "leader" if network.intra.owners == 1 else "hierarchical"
+    return "leader" if network.intra.level.owners == 1 else "hierarchical"

@@ -1,73 +1,37 @@
-"""Memory that exchanges take turns with."""
+"""Memory of payloads, with which exchanges take turns."""
 
 from __future__ import annotations
-
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 
-class Buffers:
-    """uint8 buffers by key, each as large as it ever had to be."""
+class PayloadMemory:
+    """uint8 buffers that are used again at the turn after the next.
+
+    Tensors take turns with the memory of their payloads (one is decoded before the next but one is
+    encoded), and so do consecutive units with that of the exchange inside a host, where
+    ``staggered`` and ``decode_all`` let at most two work at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[Hashable, Tensor] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._turn = self._taken = 0
 
-    def get(self, key: Hashable, size: int) -> Tensor:
-        """The buffer of ``key``, of at least ``size`` bytes."""
+    def restart(self, turn: int | None = None) -> None:
+        """Give out the memory of ``turn`` (0 or 1) from its beginning; None: the other one."""
+        self._turn, self._taken = 1 - self._turn if turn is None else turn, 0
+
+    def take(self, size: int) -> Tensor:
+        """Flat uint8 memory of ``size`` bytes, for the next exchange of the turn."""
+        key, self._taken = (self._turn, self._taken), self._taken + 1
         found = self._buffers.get(key)
         if found is None or len(found) < size:  # exchanges of before keep the smaller one
             found = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._buffers[key] = found
-        return found
+        return found[:size]
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-class Scratch:
-    """Two sets of buffers, for consecutive units in turn.
-
-    ``staggered`` and ``decode_all`` in ``unit.py`` let at most two units work inside a host at
-    once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._buffers = Buffers(device)
-        self._turn = 0
-
-    def take(self, *sizes: int) -> list[Tensor]:
-        """For the next unit: uint8 buffers of at least ``sizes`` bytes each."""
-        self._turn = 1 - self._turn
-        return [self._buffers.get((self._turn, i), size) for i, size in enumerate(sizes)]
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffers.nbytes
-
-
-class PayloadMemory:
-    """Sets of buffers for the payloads of tensors that take turns with them.
-
-    With two turns a tensor is decoded before the next but one is encoded.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._buffers = Buffers(device)
-        self._turn = self._number = 0
-
-    def restart(self, turn: int) -> None:
-        """Give out the memory of ``turn`` from its begin; before every plan of a tensor."""
-        self._turn, self._number = turn, 0
-
-    def take(self, size: int) -> Tensor:
-        """Flat uint8 memory of ``size`` bytes, for the next exchange of the tensor."""
-        self._number += 1
-        return self._buffers.get((self._turn, self._number), size)[:size]
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffers.nbytes

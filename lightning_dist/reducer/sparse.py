@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.all_gather_v import AllGatherV
-from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
@@ -25,6 +23,8 @@ from lightning_dist.reducer.unit import CommUnit
 
 class SparseUnit(CommUnit):
     """All parameters of one bucket that the codec compresses. Indices count from its start."""
+
+    exchange: AllGatherV
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class SparseUnit(CommUnit):
         compiled: SparsePasses | None = None,
     ) -> None:
         self._codec, self._slices, self._bucket = codec, slices, bucket
-        self._exchange = AllGatherV(channel=network.data, topology=network.topology)
+        self.exchange = AllGatherV(
+            channel=network.data, topology=network.topology, device=bucket.device
+        )
         self._share = 1.0 / network.world_size
         dtype = compute_dtype(bucket.dtype)
         self._residuals = [
@@ -64,23 +66,11 @@ class SparseUnit(CommUnit):
             for s in self._slices
         ]
         places, values = zip(*chosen, strict=True)
-        self._own: Payload = torch.cat(places), torch.cat(values)
+        self.exchange.own = torch.cat(places), torch.cat(values)
 
     @override
     def finite(self) -> Tensor:
-        return self._own[1].isfinite().all()
-
-    @override
-    def start(self) -> None:
-        self._exchange.start(self._own)
-
-    @override
-    def start_second(self) -> None:
-        self._exchange.start_second()
-
-    @override
-    def wait(self) -> None:
-        self._exchange.wait()
+        return self.exchange.own[1].isfinite().all()
 
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
@@ -99,7 +89,7 @@ class SparseUnit(CommUnit):
 
     def _said(self, places: Tensor) -> Tensor:
         """What the own payload says of these elements of the bucket, which ascend."""
-        indices, values = self._own
+        indices, values = self.exchange.own
         at = torch.searchsorted(places, indices.to(places.dtype)).clamp_(max=len(places) - 1)
         found = places[at] == indices
         # To a place behind the last where it is not asked for: an accelerator waits for a mask.
@@ -110,22 +100,16 @@ class SparseUnit(CommUnit):
     def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
         if self._residuals:
-            self._passes.scatter(self._compensated, self._own, weight=-1.0)
+            self._passes.scatter(self._compensated, self.exchange.own, weight=-1.0)
         for part, residual in zip_longest(self._slices, self._residuals):
             self._passes.keep(part.of(self._compensated), residual, scale)
         # In rank order: within one payload places are distinct.
-        for payload in self._exchange.payloads:
+        for payload in self.exchange.payloads:
             self._passes.scatter(self._compensated, payload, weight=self._share)
         if self._compensated is not self._bucket:
             for part in self._slices:
                 part.of(self._bucket).copy_(part.of(self._compensated))
-        self._exchange.release()
-        self._own = ()
-
-    @property
-    @override
-    def sent(self) -> Sent:
-        return self._exchange.sent
+        self.exchange.release()
 
     @property
     @override

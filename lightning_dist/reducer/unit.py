@@ -10,6 +10,7 @@ from itertools import zip_longest
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
+from lightning_dist.exchange.rounds import Exchange
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.slices import ParameterSlice
@@ -22,6 +23,8 @@ class CommUnit(ABC):
     what is needed to compute the new state, and no state has changed.
     """
 
+    exchange: Exchange
+
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
         """Where a host reduces among itself first: begin that, asynchronous."""
 
@@ -33,17 +36,17 @@ class CommUnit(ABC):
     def finite(self) -> Tensor:
         """0-d bool: whether what was encoded is finite. Between :meth:`encode` and the exchange."""
 
-    @abstractmethod
     def start(self) -> None:
         """First collective, asynchronous."""
+        self.exchange.start()
 
-    @abstractmethod
     def start_second(self) -> None:
         """Second collective, where there is one; waits for the first."""
+        self.exchange.start_second()
 
-    @abstractmethod
     def wait(self) -> None:
         """Until the last collective has landed."""
+        self.exchange.wait()
 
     @abstractmethod
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
@@ -60,14 +63,14 @@ class CommUnit(ABC):
         """Where the mean came to one rank of the host: until the bucket has it too."""
 
     @property
-    @abstractmethod
     def sent(self) -> Sent:
         """Bytes of the step, known after :meth:`wait`."""
+        return self.exchange.sent
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the buffers held between steps."""
+        return self.exchange.nbytes
 
 
 def staggered(units: Sequence[CommUnit]) -> Iterator[CommUnit]:

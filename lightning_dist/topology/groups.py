@@ -8,40 +8,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 Tree: TypeAlias = "tuple[Any, ...]"  # of ranks, or of trees
+Ranks: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Level:
-    """One group of ranks that reduce among themselves before anything leaves it.
+    """Groups of ranks that reduce at the same time, each of them by itself.
 
-    ``members`` are ranks. The first ``owners`` of them go on with what the group has reduced: all,
-    each with its shard, or only the leader with everything.
+    The first ``owners`` ranks of a group go on to the next level with what the group has reduced:
+    all, each with its share, or only the leader with everything. At the outermost level nobody
+    goes on.
     """
 
-    members: tuple[int, ...]
-    position: int  # of this rank among them
+    groups: tuple[Ranks, ...]
     owners: int
-    weight: float  # of every member's value: the mean over all groups is the mean over all ranks
-    beyond: int  # ranks that share what one owner takes on, at the levels outside this one
+    weight: float  # of every rank's value: the mean over all groups is the mean over all ranks
+    beyond: int = 1  # ranks that share what one owner takes on, at the levels outside this one
 
-    @property
-    def goes_on(self) -> bool:
-        return self.position < self.owners
+    def group_of(self, rank: int) -> Ranks | None:
+        """The group that ``rank`` is in; None where it did not go on from the level inside."""
+        return next((group for group in self.groups if rank in group), None)
 
 
-@dataclass(frozen=True)
-class Route:
-    """The way of one rank's gradient: through ``levels``, then between ``outer``.
-
-    ``outer`` is empty for a rank that leaves the rest of the way to a leader.
-    """
-
-    levels: tuple[Level, ...]
-    outer: tuple[int, ...]
+def levels_of(tree: Tree, *, leader: bool) -> list[Level]:
+    """The levels of ``tree`` from the inside out; ``leader``: one rank goes on where all could."""
+    trees, found = [tree], list[Level]()
+    while isinstance(trees[0][0], tuple):
+        groups = innermost(trees[0])  # the other trees differ from it by their ranks alone
+        sizes = {len(group) for group in groups}
+        owners = 1 if leader or len(sizes) > 1 else min(sizes)
+        weight = len(groups) / sum(map(len, groups))
+        found.append(Level(tuple(g for tree in trees for g in innermost(tree)), owners, weight))
+        trees = [_without_innermost(tree, at) for tree in trees for at in range(owners)]
+    outermost = Level(tuple(trees), owners=0, weight=1 / len(tree))
+    beyond = [math.prod(outer.owners for outer in found[i + 1 :]) for i in range(len(found))]
+    inner = [replace(level, beyond=ranks) for level, ranks in zip(found, beyond, strict=True)]
+    return [*inner, outermost]
 
 
 def tree_of(groups: Sequence[Any]) -> Tree:
@@ -88,66 +94,21 @@ def require_cover(tree: Tree, *, world_size: int) -> None:
         )
 
 
-def innermost(tree: Tree) -> list[tuple[int, ...]]:
+def innermost(tree: Tree) -> list[Ranks]:
     """The groups of ranks, in order."""
     if not isinstance(tree[0], tuple):
         return [tree]
     return [group for branch in tree for group in innermost(branch)]
 
 
-def depth(tree: Tree) -> int:
-    """Groups that a rank is in, if it goes on at every level: 2 for hosts of ranks."""
-    return next(_depths(tree))
-
-
-def rows_of(tree: Tree, *, world_size: int) -> tuple[int, ...]:
+def rows_of(tree: Tree, *, world_size: int) -> Ranks:
     """The outermost branch of every rank."""
     rows = [0] * world_size
     for row, branch in enumerate(tree):
-        for group in innermost(branch) if isinstance(branch, tuple) else [(branch,)]:
+        for group in innermost(branch if isinstance(branch, tuple) else (branch,)):
             for rank in group:
                 rows[rank] = row
     return tuple(rows)
-
-
-def route(tree: Tree, rank: int, *, leader: bool) -> Route:
-    """The way of ``rank`` through ``tree``; ``leader``: one rank goes on where all could."""
-    owners = list(_owners(tree, leader=leader))
-    levels: list[Level] = []
-    while isinstance(tree[0], tuple):
-        groups = innermost(tree)
-        members = next(group for group in groups if rank in group)
-        inside = len(levels)
-        level = Level(
-            members=members,
-            position=members.index(rank),
-            owners=owners[inside],
-            weight=len(groups) / sum(map(len, groups)),
-            beyond=math.prod(owners[inside + 1 :]),
-        )
-        levels.append(level)
-        if not level.goes_on:
-            return Route(tuple(levels), ())
-        tree = _without_innermost(tree, level.position)
-    return Route(tuple(levels), tree)
-
-
-def groups_of(tree: Tree, *, leader: bool) -> list[tuple[int, ...]]:
-    """Every group on the way of any rank, once, in an order that is the same on all."""
-    if not isinstance(tree[0], tuple):
-        return [tree]
-    found = innermost(tree)
-    for position in range(next(_owners(tree, leader=leader))):
-        found += groups_of(_without_innermost(tree, position), leader=leader)
-    return list(dict.fromkeys(found))
-
-
-def _owners(tree: Tree, *, leader: bool) -> Iterator[int]:
-    """Of every level from the inside out; the same on all ranks."""
-    while isinstance(tree[0], tuple):
-        sizes = {len(group) for group in innermost(tree)}
-        yield 1 if leader or len(sizes) > 1 else min(sizes)
-        tree = _without_innermost(tree, 0)
 
 
 def _without_innermost(tree: Tree, position: int) -> Tree:

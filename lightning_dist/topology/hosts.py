@@ -65,14 +65,19 @@ class Topology:
 
     def by_host(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every host, hosts in the order of their first rank."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            ranks_of.setdefault(host, []).append(rank)
-        return tuple(map(tuple, ranks_of.values()))
+        return ranks_by(self.hosts)
 
     def describe(self) -> str:
         """``2 hosts x 4 ranks``, or the counts where they differ."""
         return describe_counts([len(ranks) for ranks in self.by_host()])
+
+
+def ranks_by(keys: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every key, keys in the order of their first rank."""
+    found: dict[object, list[int]] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(key, []).append(rank)
+    return tuple(map(tuple, found.values()))
 
 
 def describe_counts(counts: Sequence[int]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_dist.topology.hosts import ranks_by
+
 _LOCAL_SIZES = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI",
     "MV2_COMM_WORLD_LOCAL_SIZE": "MVAPICH2",
@@ -71,7 +73,7 @@ def contradiction(hosts: Sequence[str], claims: Sequence[Mapping[str, Any] | Non
         return None
     said = [claim for claim in claims if claim is not None]
     nodes = [claim["node"] for claim in said]
-    if None not in nodes and _groups(nodes) != _groups(hosts):
+    if None not in nodes and ranks_by(nodes) != ranks_by(hosts):
         return (
             f"{said[0]['launcher']} says that ranks 0 to {len(hosts) - 1} are on nodes {nodes}, "
             f"the names of their hosts are {list(hosts)}"
@@ -85,10 +87,3 @@ def contradiction(hosts: Sequence[str], claims: Sequence[Mapping[str, Any] | Non
                 f"of rank {rank}, but {here} ranks give the name {hosts[rank]!r}"
             )
     return None
-
-
-def _groups(keys: Sequence[object]) -> list[list[int]]:
-    found: dict[object, list[int]] = {}
-    for rank, key in enumerate(keys):
-        found.setdefault(key, []).append(rank)
-    return list(found.values())

@@ -27,6 +27,7 @@ LENGTHS: list[Lengths] = [
     (4, 4, 4),
     (0, 0, 0, 13),
 ]
+CPU = torch.device("cpu")
 LENGTH = 8  # bytes in which a rank tells its own
 
 
@@ -35,18 +36,19 @@ def payload(rank: int, length: int, dtypes: Sequence[torch.dtype]) -> Payload:
     return tuple((torch.arange(length) + 16 * rank).to(dtype) for dtype in dtypes)
 
 
-def run(exchange: AllGatherV, own: Payload) -> list[Payload]:
-    exchange.start(own)
+def run(exchange: AllGatherV, own: Payload) -> Sequence[Payload]:
+    exchange.own = own
+    exchange.start()
     exchange.start_second()
     exchange.wait()
     return exchange.payloads
 
 
 def make(rank: Rank) -> AllGatherV:
-    return AllGatherV(channel=Channel(rank.group("data")), topology=rank.topology())
+    return AllGatherV(channel=Channel(rank.group("data")), topology=rank.topology(), device=CPU)
 
 
-def require(found: list[Payload], lengths: Lengths, dtypes: Sequence[torch.dtype]) -> None:
+def require(found: Sequence[Payload], lengths: Lengths, dtypes: Sequence[torch.dtype]) -> None:
     assert len(found) == len(lengths)
     for rank, (received, length) in enumerate(zip(found, lengths, strict=True)):
         for plane, expected in zip(received, payload(rank, length, dtypes), strict=True):
@@ -58,7 +60,7 @@ def require(found: list[Payload], lengths: Lengths, dtypes: Sequence[torch.dtype
 def test_every_rank_receives_every_payload_in_rank_order(lengths: Lengths) -> None:
     dtypes = (torch.int32, torch.bfloat16)
 
-    def body(rank: Rank) -> tuple[list[Payload], int]:
+    def body(rank: Rank) -> tuple[Sequence[Payload], int]:
         exchange = make(rank)
         found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
         return found, exchange.sent.total
@@ -84,7 +86,7 @@ def test_every_rank_receives_every_payload_in_rank_order(lengths: Lengths) -> No
 def test_any_planes(dtypes: tuple[torch.dtype, ...]) -> None:
     lengths = (5, 0, 3)
 
-    def body(rank: Rank) -> tuple[list[Payload], int]:
+    def body(rank: Rank) -> tuple[Sequence[Payload], int]:
         exchange = make(rank)
         found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
         return found, exchange.sent.total
@@ -110,7 +112,7 @@ def test_lengths_change_from_step_to_step() -> None:
     steps: list[Lengths] = [(3, 1), (0, 0), (0, 8), (0, 0), (2, 2)]
     dtypes = (torch.int32, torch.float32)
 
-    def body(rank: Rank) -> list[tuple[list[Payload], int]]:
+    def body(rank: Rank) -> list[tuple[Sequence[Payload], int]]:
         exchange = make(rank)
         seen = []
         for lengths in steps:
@@ -130,12 +132,13 @@ def test_many_in_flight_do_not_mix() -> None:
     dtypes = (torch.int32, torch.bfloat16)
     of_each: list[Lengths] = [(n % 4, (n * 2) % 5, (n * 3) % 7) for n in range(8)]
 
-    def body(rank: Rank) -> list[list[Payload]]:
+    def body(rank: Rank) -> list[Sequence[Payload]]:
         exchanges: list[AllGatherV] = []
         channel, topology = Channel(rank.group("data")), rank.topology()
         for lengths in of_each:
-            exchanges.append(AllGatherV(channel=channel, topology=topology))
-            exchanges[-1].start(payload(rank.rank, lengths[rank.rank], dtypes))
+            exchanges.append(AllGatherV(channel=channel, topology=topology, device=CPU))
+            exchanges[-1].own = payload(rank.rank, lengths[rank.rank], dtypes)
+            exchanges[-1].start()
         for exchange in exchanges:
             exchange.start_second()
         for exchange in exchanges:

@@ -12,7 +12,7 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
-from lightning_dist.exchange.traffic import Sent, scatter, spread
+from lightning_dist.exchange.traffic import Sent, broadcasts, ring_all_gather, scatter
 from lightning_dist.exchange.wire import row_bytes
 
 FLOAT = (Plane(torch.float32, 3),)
@@ -43,23 +43,29 @@ def payload_of(planes: Sequence[Plane], blocks: int, *, by: int, to: int, salt: 
 
 def memory(planes: Sequence[Plane], blocks: Sequence[int], rank: int) -> list[Tensor]:
     """Larger than needed and not zero: what was there before does not matter."""
-    sizes = ReduceScatterAllGather.sizes(planes, blocks, rank=rank)
+    of_ranks = [row_bytes(planes, count) for count in blocks]
+    sizes = [sum(of_ranks), len(of_ranks) * of_ranks[rank]]
     return [torch.full((size + 40,), 0xAB, dtype=torch.uint8) for size in sizes]
 
 
 def make(
     rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], of: Sequence[Tensor]
 ) -> ReduceScatterAllGather:
-    channel = Channel(rank.group("inside"))
+    ready = iter(of)
     return ReduceScatterAllGather(
-        planes, blocks, channel=channel, topology=rank.topology(), send=of[0], receive=of[1]
+        planes,
+        blocks,
+        channel=Channel(rank.group("inside")),
+        topology=rank.topology(),
+        device=torch.device("cpu"),
+        allocate=lambda size: next(ready)[:size],
     )
 
 
 def begin(
     shares: ReduceScatterAllGather, rank: Rank, planes: Sequence[Plane], *, salt: int = 0
 ) -> None:
-    for owner, payload in enumerate(shares.own):
+    for owner, payload in enumerate(shares.payloads):
         blocks = payload[0].shape[1]
         values = payload_of(planes, blocks, by=rank.rank, to=owner, salt=salt)
         for plane, value in zip(payload, values, strict=True):
@@ -77,10 +83,10 @@ def reduce(
         expected = payload_of(planes, blocks, by=sender, to=rank.rank, salt=salt)
         assert all(map(torch.equal, payload, expected))
     for plane, total in zip(
-        shares.mine, answer(planes, blocks, rank.rank, rank.size, salt), strict=True
+        shares.own, answer(planes, blocks, rank.rank, rank.size, salt), strict=True
     ):
         plane.copy_(total)
-    shares.spread()
+    shares.start_second()
 
 
 def answer(planes: Sequence[Plane], blocks: int, owner: int, size: int, salt: int) -> list[Tensor]:
@@ -96,7 +102,7 @@ def finish(
     salt: int,
 ) -> None:
     shares.wait()
-    for owner, payload in enumerate(shares.results):
+    for owner, payload in enumerate(shares.payloads):
         expected = answer(planes, blocks[owner], owner, rank.size, salt)
         assert all(map(torch.equal, payload, expected))
 
@@ -163,13 +169,14 @@ def test_two_exchanges_may_be_under_way() -> None:
 def test_bytes_are_those_of_the_formulas(blocks: list[int], per_host: int) -> None:
     of_ranks = [row_bytes(SCALED, count) for count in blocks]
 
-    def body(rank: Rank) -> tuple[Sent, tuple[int, int]]:
-        sizes = ReduceScatterAllGather.sizes(SCALED, blocks, rank=rank.rank)
+    def body(rank: Rank) -> Sent:
         shares = make(rank, SCALED, blocks, memory(SCALED, blocks, rank.rank))
-        expected = scatter(of_ranks, rank.topology()) + spread(of_ranks, rank.topology())
-        assert shares.sent == expected
-        return shares.sent, sizes
+        if len(set(of_ranks)) == 1:
+            results = ring_all_gather(of_ranks[0], rank.topology())
+        else:
+            results = broadcasts(of_ranks, rank.topology())
+        assert shares.sent == scatter(of_ranks, rank.topology()) + results
+        return shares.sent
 
     ranks = run_threads(body, len(blocks), ranks_per_host=per_host)
-    assert [sizes for _, sizes in ranks] == [(sum(of_ranks), len(blocks) * own) for own in of_ranks]
-    assert sum(sent.total for sent, _ in ranks) == 2 * (len(blocks) - 1) * sum(of_ranks)
+    assert sum(sent.total for sent in ranks) == 2 * (len(blocks) - 1) * sum(of_ranks)

@@ -17,10 +17,10 @@ from lightning_dist.exchange.rounds import AllGather, AllReduce, TwoShot
 from lightning_dist.exchange.traffic import (
     Sent,
     all_to_all,
+    broadcasts,
     ring_all_gather,
     ring_allreduce,
     scatter,
-    spread,
 )
 from lightning_dist.topology import Topology, this_host
 
@@ -85,7 +85,7 @@ def test_shares_of_any_size() -> None:
         Sent(intra=0, inter=30),
         Sent(intra=30, inter=30),
     ]
-    assert [spread(shares, topology) for topology in world("aabb")] == [
+    assert [broadcasts(shares, topology) for topology in world("aabb")] == [
         Sent(intra=10, inter=20),
         Sent(intra=20, inter=40),
         Sent(intra=30, inter=60),
@@ -93,16 +93,10 @@ def test_shares_of_any_size() -> None:
     ]
 
 
-def test_equal_shares_are_spread_by_a_ring() -> None:
-    equal = [spread([10] * 4, topology) for topology in world("aabb")]
-    assert equal == [Sent(intra=30), Sent(inter=30)] * 2
-    assert [scatter([10] * 4, t) for t in world("aabb")] == [Sent(intra=10, inter=20)] * 4
-
-
 @given(st.text("ab", min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_all_shares_reach_all_other_ranks(hosts: str, random: Random) -> None:
     shares = [random.choice([0, 8, 24]) for _ in hosts]
-    for way in (scatter, spread):
+    for way in (scatter, broadcasts):
         total = sum(way(shares, topology).total for topology in world(hosts))
         assert total == (len(hosts) - 1) * sum(shares)
 

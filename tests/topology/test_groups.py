@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from trees import EXAMPLES, ranks_of, routes, trees
+from trees import EXAMPLES, ranks_of, trees, way_of, ways_of
 
 from lightning_dist.topology.groups import (
     Tree,
     blocks_of,
-    groups_of,
     innermost,
+    levels_of,
     require_cover,
-    route,
     rows_of,
     tree_of,
 )
@@ -31,15 +30,15 @@ even = ((0, 1), (2, 3))
 @example(EXAMPLES[6], False)
 def test_the_weights_along_the_way_give_the_mean(tree: Tree, leader: bool) -> None:
     """Whoever goes on between the outermost groups has the mean of all ranks there."""
-    ways = routes(tree, leader=leader)
+    ways = ways_of(tree, leader=leader)
     values = [float(3**rank) for rank in range(len(ways))]
     now = dict(enumerate(values))
     for depth in range(max(len(way.levels) for way in ways)):
         reduced = {}
         for rank, way in enumerate(ways):
-            if len(way.levels) > depth and way.levels[depth].goes_on:
-                level = way.levels[depth]
-                reduced[rank] = level.weight * sum(now[member] for member in level.members)
+            if len(way.levels) > depth and way.goes_on(rank, depth):
+                level, members = way.levels[depth], way.members[depth]
+                reduced[rank] = level.weight * sum(now[member] for member in members)
         now = reduced
     mean = sum(values) / len(values)
     assert now
@@ -50,17 +49,17 @@ def test_the_weights_along_the_way_give_the_mean(tree: Tree, leader: bool) -> No
 
 @every_tree
 def test_all_members_of_a_group_know_the_same_group(tree: Tree, leader: bool) -> None:
-    ways = routes(tree, leader=leader)
+    ways = ways_of(tree, leader=leader)
     for rank, way in enumerate(ways):
-        for depth, level in enumerate(way.levels):
-            assert level.members[level.position] == rank
-            for position, member in enumerate(level.members):
-                theirs = ways[member].levels[depth]
-                assert theirs.position == position
-                facts = (level.members, level.owners, level.weight, level.beyond)
-                assert facts == (theirs.members, theirs.owners, theirs.weight, theirs.beyond)
+        for depth, (level, members) in enumerate(zip(way.levels, way.members, strict=True)):
+            assert rank in members
+            for member in members:
+                assert ways[member].members[depth] == members
+                assert ways[member].levels[depth] == level
         assert all(ways[peer].outer == way.outer for peer in way.outer)
-        assert (rank in way.outer) == all(level.goes_on for level in way.levels)
+        goes_on = [way.goes_on(rank, depth) for depth in range(len(way.levels))]
+        assert (rank in way.outer) == all(goes_on)
+        assert all(goes_on[:-1])
 
 
 @every_tree
@@ -68,7 +67,7 @@ def test_the_outer_groups_join_all_branches_and_share_the_gradient(
     tree: Tree, leader: bool
 ) -> None:
     """``owners * beyond`` of the innermost level is how many parts a gradient is in outside."""
-    ways, rows = routes(tree, leader=leader), rows_of(tree, world_size=len(ranks_of(tree)))
+    ways, rows = ways_of(tree, leader=leader), rows_of(tree, world_size=len(ranks_of(tree)))
     outers = {way.outer for way in ways if way.outer}
     for outer in outers:
         assert [rows[rank] for rank in outer] == list(range(len(tree)))
@@ -84,25 +83,26 @@ def test_the_outer_groups_join_all_branches_and_share_the_gradient(
 
 @pytest.mark.parametrize("leader", [False, True])
 def test_uneven_groups_have_leaders(leader: bool) -> None:
-    ways = routes(((0, 1, 2), (3,)), leader=leader)
+    ways = ways_of(((0, 1, 2), (3,)), leader=leader)
     assert [way.levels[0].owners for way in ways] == [1] * 4
     assert [way.outer for way in ways] == [(0, 3), (), (), (0, 3)]
     assert [way.levels[0].weight for way in ways] == [2 / 4] * 4
 
 
 def test_the_two_forms_of_even_groups() -> None:
-    assert [way.outer for way in routes(even, leader=False)] == [(0, 2), (1, 3)] * 2
-    assert [way.outer for way in routes(even, leader=True)] == [(0, 2), (), (0, 2), ()]
+    assert [way.outer for way in ways_of(even, leader=False)] == [(0, 2), (1, 3)] * 2
+    assert [way.outer for way in ways_of(even, leader=True)] == [(0, 2), (), (0, 2), ()]
 
 
 def test_only_the_uneven_level_has_leaders() -> None:
     """Pairs within, three pairs in one site and one in the other."""
     tree = (((0, 1), (2, 3), (4, 5)), ((6, 7),))
-    way = route(tree, 3, leader=False)
-    assert [(level.members, level.owners) for level in way.levels] == [((2, 3), 2), ((1, 3, 5), 1)]
+    way = way_of(tree, 3, leader=False)
+    assert way.members == [(2, 3), (1, 3, 5)]
+    assert [level.owners for level in way.levels] == [2, 1]
     assert way.outer == ()
     assert [level.weight for level in way.levels] == [4 / 8, 2 / 4]
-    assert route(tree, 1, leader=False).outer == (1, 7)
+    assert way_of(tree, 1, leader=False).outer == (1, 7)
     assert [level.beyond for level in way.levels] == [1, 1]
 
 
@@ -173,10 +173,10 @@ def test_blocks() -> None:
 @every_tree
 @example(EXAMPLES[2], False)
 @example(EXAMPLES[6], False)
-def test_the_groups_are_those_on_the_ways_of_all_ranks(tree: Tree, leader: bool) -> None:
-    """Each once, so that every rank makes every group and in one order."""
-    wanted = set()
-    for way in routes(tree, leader=leader):
-        wanted |= {level.members for level in way.levels} | ({way.outer} if way.outer else set())
-    found = groups_of(tree, leader=leader)
-    assert Counter(found) == Counter(wanted)
+def test_the_ranks_that_go_on_are_in_a_group_of_the_next_level(tree: Tree, leader: bool) -> None:
+    """Once each, and in no group besides; all ranks begin, nobody goes on from the outermost."""
+    here = set(ranks_of(tree))
+    for level in levels_of(tree, leader=leader):
+        assert sorted(rank for group in level.groups for rank in group) == sorted(here)
+        here = {rank for group in level.groups for rank in group[: level.owners]}
+    assert not here

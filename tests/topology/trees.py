@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_dist.topology.groups import Route, Tree, innermost, route
+from lightning_dist.topology.groups import Level, Ranks, Tree, innermost, levels_of
 
 EXAMPLES: list[Tree] = [
     ((0, 1), (2, 3)),
@@ -50,6 +51,28 @@ def ranks_of(tree: Tree) -> list[int]:
     return sorted(rank for group in innermost(tree) for rank in group)
 
 
-def routes(tree: Tree, *, leader: bool) -> list[Route]:
+@dataclass(frozen=True)
+class Way:
+    """The groups that a rank is in: one of each of ``levels``, and of the outermost, if any."""
+
+    levels: list[Level]
+    members: list[Ranks]  # of this rank's group, at each of ``levels``
+    outer: Ranks
+
+    def goes_on(self, rank: int, depth: int) -> bool:
+        return self.members[depth].index(rank) < self.levels[depth].owners
+
+
+def way_of(tree: Tree, rank: int, *, leader: bool) -> Way:
+    *levels, outermost = levels_of(tree, leader=leader)
+    found = [(level, group) for level in levels if (group := level.group_of(rank))]
+    return Way(
+        [level for level, _ in found],
+        [group for _, group in found],
+        outermost.group_of(rank) or (),
+    )
+
+
+def ways_of(tree: Tree, *, leader: bool) -> list[Way]:
     """Of every rank."""
-    return [route(tree, rank, leader=leader) for rank in ranks_of(tree)]
+    return [way_of(tree, rank, leader=leader) for rank in ranks_of(tree)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Tree, blocks_of, innermost, require_cover, route
+from lightning_dist.topology.groups import Tree, blocks_of, innermost, levels_of, require_cover
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
@@ -69,9 +68,9 @@ def _declared(settings: Settings, *, world_size: int) -> Tree | None:
 
 def picture(settings: Settings, tree: Tree) -> str:
     """``2 hosts x 4 ranks, between hosts: int8 on 1/4 of the gradient per rank``."""
-    way = route(tree, innermost(tree)[0][0], leader=settings.hierarchical == "leader")
-    parts = math.prod(level.owners for level in way.levels)
-    nested = len(way.levels) > 1
+    inner = levels_of(tree, leader=settings.hierarchical == "leader")[0]
+    parts = inner.owners * inner.beyond
+    nested = isinstance(tree[0][0], tuple)
     text = describe_counts([len(group) for group in innermost(tree)])
     if nested:
         text += f" in {len(tree)} groups"

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts, require_equal
-from lightning_dist.exchange.wait_limit import WaitLimit
 from lightning_dist.integrations.torch.checks import finds_unused
 from lightning_dist.integrations.torch.grouping import topology_of, view_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import this_host
-from lightning_dist.topology.groups import Tree, depth, groups_of
+from lightning_dist.topology.groups import Tree, levels_of
 from lightning_dist.topology.launcher import claim
 
 Groups = Sequence[dist.ProcessGroup]
@@ -88,12 +87,13 @@ def _made(
     like: dist.ProcessGroup, tree: Tree, *, leader: bool, timeout: timedelta | None
 ) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
-    wanted = groups_of(tree, leader=leader)
+    levels = levels_of(tree, leader=leader)
+    wanted = list(dict.fromkeys(ranks for level in levels for ranks in level.groups))
     found = {ranks: _new_group(like, ranks, timeout=timeout) for ranks in wanted}
     if like.size() < dist.get_world_size():
         # torch names such a group by how many this process has made before: ranks that have made
         # fewer would never meet the others in the next one.
-        for _ in range(sum(like.rank() in ranks for ranks in wanted), depth(tree)):
+        for _ in range(sum(like.rank() in ranks for ranks in wanted), len(levels)):
             _new_group(like, [like.rank()], timeout=timeout)
     return lambda ranks: found[tuple(ranks)]
 
