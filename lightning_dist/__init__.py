@@ -22,10 +22,13 @@ if TYPE_CHECKING:
         FP8,
         FP16,
         QSGD,
+        BlockCodec,
         Codec,
         Int4,
         Int8,
         NoCompression,
+        Payload,
+        Plane,
         PowerSGD,
         RandomK,
         Sign,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
         after_steps,
         by_name,
         by_size,
+        register_codec,
         warmup,
     )
     from lightning_dist.elastic.meeting import init_process_group
@@ -53,6 +57,7 @@ _HOME = {
     "AsyncCheckpoint": "integrations.lightning.checkpoint.async_checkpoint",
     "AsyncTorchCheckpointIO": "integrations.lightning.checkpoint.io",
     "BF16": "codecs",
+    "BlockCodec": "codecs",
     "CODECS": "codecs",
     "Codec": "codecs",
     "CommProfiler": "integrations.profiler.comm_profiler",
@@ -69,6 +74,8 @@ _HOME = {
     "Int8": "codecs",
     "NoCompression": "codecs",
     "OneBitAdam": "onebit_adam",
+    "Payload": "codecs",
+    "Plane": "codecs",
     "PowerSGD": "codecs",
     "QSGD": "codecs",
     "RandomK": "codecs",
@@ -81,6 +88,7 @@ _HOME = {
     "by_size": "codecs",
     "compress_ddp": "integrations.torch.ddp",
     "init_process_group": "elastic.meeting",
+    "register_codec": "codecs",
     "warmup": "codecs",
 }
 
@@ -93,6 +101,7 @@ __all__ = [
     "QSGD",
     "AsyncCheckpoint",
     "AsyncTorchCheckpointIO",
+    "BlockCodec",
     "Codec",
     "CommProfiler",
     "CompressedDDPStrategy",
@@ -105,6 +114,8 @@ __all__ = [
     "Int8",
     "NoCompression",
     "OneBitAdam",
+    "Payload",
+    "Plane",
     "PowerSGD",
     "RandomK",
     "Sign",
@@ -117,6 +128,7 @@ __all__ = [
     "by_size",
     "compress_ddp",
     "init_process_group",
+    "register_codec",
     "warmup",
 ]
 

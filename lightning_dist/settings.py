@@ -14,11 +14,10 @@ from lightning_dist.codecs import (
     BlockCodec,
     Codec,
     NoCompression,
-    PowerSGD,
-    Threshold,
     after_steps,
     resolve_codec,
 )
+from lightning_dist.codecs.memory import KINDS
 from lightning_dist.codecs.policies import sized
 from lightning_dist.topology.groups import Tree, tree_of
 
@@ -85,10 +84,6 @@ class Settings:
         if commit not in ("auto", "immediate", "deferred"):
             raise ValueError(f"commit must be 'auto', 'immediate' or 'deferred', got {commit!r}")
         for leaf in resolved.leaves():
-            if not isinstance(leaf, BlockCodec | PowerSGD | Threshold):
-                raise ValueError(
-                    f"a codec of your own must be a lightning_dist.codecs.BlockCodec, got {leaf}"
-                )
             _check_feedback(leaf, error_feedback)
         return cls(
             codec=resolved,
@@ -134,18 +129,14 @@ def _by_level(
             "a codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
             f"keys {sorted(codec)}"
         )
-    intra = resolve_codec(codec["intra"])
-    if not isinstance(intra, BlockCodec) or not _fits_inside(type(intra)):
-        listed = ", ".join(name for name, kind in CODECS.items() if _fits_inside(kind))
+    intra = resolve_codec(codec["intra"]).inside_host()
+    if intra is None:
+        listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
             f"inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
             f"one of {listed}, got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
-
-
-def _fits_inside(kind: type[Codec]) -> bool:
-    return issubclass(kind, BlockCodec) and kind.exchange != "gather" and not kind.stochastic
 
 
 def _check_grouping(
@@ -171,6 +162,12 @@ def _is_count(value: object) -> bool:
 
 
 def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> None:
+    kinds = codec.memory(error_feedback).kinds
+    if not set(kinds) <= set(KINDS):
+        raise ValueError(
+            f"a memory keeps state of the kinds {', '.join(KINDS)}, got {kinds} of codec {codec}; "
+            "rename them in its `kinds`"
+        )
     if error_feedback is True and not codec.contraction:
         raise ValueError(
             f"error feedback diverges with codec {codec}: it may lose more than it is given "

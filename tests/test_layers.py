@@ -201,6 +201,32 @@ def test_the_checker_lets_the_rest_pass() -> None:
     assert violations(source, "reducer") == []
 
 
+def asked_for_codecs(source: str) -> Iterator[str]:
+    """Calls of isinstance and issubclass with a class of `codecs/`."""
+    modules = [ast.parse(file.read_text()) for file in (PACKAGE / "codecs").glob("*.py")]
+    classes = {n.name for m in modules for n in m.body if isinstance(n, ast.ClassDef)}
+    names = classes - {"MomentumCorrection"}  # a memory, of which C++ is told the momentum
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "isinstance",
+            "issubclass",
+        ):
+            asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+            if asked & names:
+                yield ast.unparse(node)
+
+
+def test_nobody_asks_which_codec_it_has() -> None:
+    """A codec says in methods what others must know of it, so that one of a user's own can."""
+    found = {
+        str(file.relative_to(PACKAGE)): asked
+        for file in PACKAGE.rglob("*.py")
+        if file.parent.name != "codecs" and (asked := [*asked_for_codecs(file.read_text())])
+    }
+    assert found == {}
+    assert [*asked_for_codecs("isinstance(codec, BlockCodec | PowerSGD)")]
+
+
 def loaded_after(statement: str, python: Sequence[str] = (sys.executable,)) -> set[str]:
     """Modules that an interpreter has loaded after ``statement``."""
     code = f"{statement}\nimport sys\nprint(*sys.modules)"

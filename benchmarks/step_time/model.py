@@ -113,12 +113,13 @@ def curve(found: Mapping[str, float], *, ranks_per_host: int, **network: Any) ->
 @cache
 def _sent(name: str) -> tuple[str, float]:
     """Exchange of a codec, and its bytes per element."""
-    from lightning_dist.codecs import BlockCodec, resolve_codec
+    from lightning_dist.codecs import resolve_codec
 
     codec = resolve_codec(name)
-    if not isinstance(codec, BlockCodec):
+    nbytes = codec.payload_bytes((1024, 1024))
+    if nbytes is None or codec.whole_tensors:
         raise ValueError(f"codec must send a fixed number of bytes per element, got {name!r}")
-    return codec.exchange, codec.wire_bytes(codec.block << 10) / (codec.block << 10)
+    return codec.exchange, nbytes / 1024**2
 
 
 def main(argv: list[str] | None = None) -> None:

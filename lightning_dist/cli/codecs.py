@@ -14,8 +14,8 @@ from lightning_dist.console import print_table
 if TYPE_CHECKING:
     from lightning_dist.codecs import Codec
 
-_NUMEL = 1 << 20
-"""A tensor so large that its last block does not matter."""
+_WIDTH = 1 << 10
+"""Of a matrix so large that its last block does not matter."""
 
 
 @reported
@@ -40,20 +40,19 @@ def codecs(
     columns = ("codec", "options", "bytes", "residual", "for")
     print_table(columns, map(_cells, rows), right=("bytes",), fold=("options", "for"))
     typer.echo(
-        "bytes: of a payload, per float32 element, which has 4; n/a where gradients decide. "
+        f"bytes: of a payload of a {_WIDTH} x {_WIDTH} matrix, per float32 element, which has 4; "
+        "n/a where gradients decide. "
         "residual: yes if the codec keeps one, 4 bytes per element, unless error_feedback says no"
     )
 
 
 def describe(codec: Codec) -> dict[str, Any]:
     """A codec with its own options, for programs."""
-    from lightning_dist.codecs import BlockCodec
-
-    nbytes = codec.wire_bytes(_NUMEL) / _NUMEL if isinstance(codec, BlockCodec) else None
+    nbytes = codec.payload_bytes((_WIDTH, _WIDTH))
     return {
         "name": codec.name,
         "options": {field.name: getattr(codec, field.name) for field in fields(codec)},
-        "bytes_per_element": nbytes,
+        "bytes_per_element": None if nbytes is None else nbytes / _WIDTH**2,
         "keeps_residual": codec.keeps_residual,
         "exchange": codec.exchange,
         "use": codec.use,

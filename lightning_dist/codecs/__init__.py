@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from lightning_dist.codecs.base import BlockCodec, Codec, Payload, Plane
 from lightning_dist.codecs.cast import BF16, FP16
@@ -10,6 +11,7 @@ from lightning_dist.codecs.dgc import DGC
 from lightning_dist.codecs.fp8 import FP8
 from lightning_dist.codecs.int4 import Int4
 from lightning_dist.codecs.int8 import Int8
+from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.none import NoCompression, Uncompressed
 from lightning_dist.codecs.options import parse_codec
 from lightning_dist.codecs.policies import (
@@ -22,13 +24,13 @@ from lightning_dist.codecs.powersgd import PowerSGD
 from lightning_dist.codecs.qsgd import QSGD
 from lightning_dist.codecs.randomk import RandomK
 from lightning_dist.codecs.sign import Sign
+from lightning_dist.codecs.table import CodecTable
 from lightning_dist.codecs.terngrad import TernGrad
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.codecs.topk import TopK
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec
-    for codec in (
+CODECS = CodecTable(
+    (
         NoCompression,
         FP16,
         BF16,
@@ -44,8 +46,28 @@ CODECS: dict[str, type[Codec]] = {
         Threshold,
         PowerSGD,
     )
-}
-"""The table of codecs: what ``codec="..."`` accepts, and what the laws in the tests run over."""
+)
+"""Codec classes by name: what ``codec="..."`` accepts, and what the laws in the tests run over."""
+
+_C = TypeVar("_C", bound=Codec)
+
+
+def register_codec(codec: type[_C]) -> type[_C]:
+    """Add a class of your own to :data:`CODECS`; to be used as a decorator.
+
+    From then on ``codec="name:option=value"`` is understood in every framework, and the strategy
+    ``compressed_ddp_<name>``, ``lightning-dist codecs`` and the benchmarks have it. Every rank must
+    register it. A package that is installed can have it registered where it is asked for, by an
+    entry point of the group ``lightning_dist.codecs``.
+
+    Args:
+        codec: a frozen dataclass with a default for every option.
+
+    Raises:
+        ValueError: it is no such class, or another codec has its name.
+    """
+    CODECS.add(codec)
+    return codec
 
 
 def resolve_codec(codec: str | Codec) -> Codec:
@@ -101,9 +123,12 @@ __all__ = [
     "QSGD",
     "BlockCodec",
     "Codec",
+    "ErrorFeedback",
     "Int4",
     "Int8",
+    "Memory",
     "NoCompression",
+    "NoMemory",
     "Payload",
     "Plane",
     "PowerSGD",
@@ -116,6 +141,7 @@ __all__ = [
     "after_steps",
     "by_name",
     "by_size",
+    "register_codec",
     "resolve_codec",
     "warmup",
 ]

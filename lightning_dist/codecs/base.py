@@ -11,13 +11,16 @@ one payload lie one after the other in one uint8 buffer.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 
 Payload: TypeAlias = tuple[Tensor, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -72,6 +75,12 @@ class Codec(ABC):
         whether every machine decodes the same bytes to the same bits.
     ``contraction``
         whether the codec loses less than it is given, without which error feedback diverges.
+    ``whole_tensors``
+        whether tensors must not be divided among the ranks of a host, because the codec looks at
+        their shape: one of the ranks then takes each of them as it is.
+    ``keeps_factors``
+        whether the codec's communication unit keeps two factors of each tensor between steps, equal
+        on all ranks, as that of ``powersgd``.
     """
 
     name: ClassVar[str]
@@ -82,6 +91,8 @@ class Codec(ABC):
     keeps_residual: ClassVar[bool] = False
     bit_exact: ClassVar[bool] = True
     fusable: ClassVar[bool] = False  # whether its passes can be compiled
+    whole_tensors: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = False
 
     @property
     def contraction(self) -> bool:
@@ -97,8 +108,36 @@ class Codec(ABC):
         """Norm of the sum of all ranks' gradients of a tensor to which each rank clips; 0: none."""
         return 0.0
 
+    @property
+    def accepts(self) -> tuple[str, str] | None:
+        """The tensors that are compressed and what makes them more, in words; said if none is."""
+        return None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element is encoded alone, so that tensors may be encoded as one."""
+        return False
+
+    def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
+        """The memory of the codec under the user's wish; ``"auto"`` is :attr:`keeps_residual`."""
+        keeps = self.keeps_residual if error_feedback == "auto" else error_feedback
+        return ErrorFeedback() if keeps and not self.lossless else NoMemory()
+
+    def inside_host(self) -> BlockCodec | None:
+        """The codec as the one inside hosts; None: it cannot be, as one that keeps something."""
+        return None
+
+    def payload_bytes(
+        self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
+    ) -> int | None:
+        """Bytes of the payload of one tensor at ``step``; None where the gradients decide."""
+        return None
+
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
-        """The codec of one parameter at synchronised step ``step`` (from 0); policies choose."""
+        """The codec of one parameter at synchronised step ``step`` (from 0).
+
+        Policies choose here, and a codec that depends on the shape is fitted to it.
+        """
         return self
 
     def phase(self, step: int) -> Hashable:
@@ -110,7 +149,7 @@ class Codec(ABC):
         return (0,)
 
     def leaves(self) -> tuple[Codec, ...]:
-        """Every codec that :meth:`for_tensor` may answer with."""
+        """Every codec that :meth:`for_tensor` may answer with, one for all that differ by shape."""
         return (self,)
 
 
@@ -129,6 +168,13 @@ class BlockCodec(Codec):
     fusable: ClassVar[bool] = True
 
     @property
+    def elementwise(self) -> bool:
+        return self.block == 1
+
+    def inside_host(self) -> BlockCodec | None:
+        return None if self.exchange == "gather" or self.stochastic else self
+
+    @property
     def native(self) -> Native | None:
         """The C++ passes of the codec; None: torch's compiler can make one loop of each."""
         return None
@@ -137,6 +183,13 @@ class BlockCodec(Codec):
     def block(self) -> int:
         """Elements that share side information and therefore stay together on one rank."""
         return 1
+
+    def smaller_blocks(self) -> Iterator[BlockCodec]:
+        """The codec itself, and then the same with smaller and smaller blocks, where it can.
+
+        One of them takes its place for a tensor that has few blocks for the number of ranks.
+        """
+        yield self
 
     @abstractmethod
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -177,3 +230,8 @@ class BlockCodec(Codec):
         """Bytes of the payload of ``numel`` elements (the last block counts whole)."""
         blocks = -(-numel // self.block)
         return blocks * sum(plane.bytes_per_block for plane in self.planes(dtype))
+
+    def payload_bytes(
+        self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
+    ) -> int | None:
+        return self.wire_bytes(math.prod(shape), dtype)

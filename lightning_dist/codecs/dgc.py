@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lightning_dist.codecs.base import Codec, Shape
+from lightning_dist.codecs.memory import Memory, MomentumCorrection
 from lightning_dist.codecs.topk import TopK
 
 _FEWER_EACH_STAGE = 4
@@ -71,6 +72,10 @@ class DGC(TopK):
     @property
     def local_clip(self) -> float:
         return self.clip
+
+    def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
+        plain = super().memory(error_feedback)
+        return MomentumCorrection(self.momentum) if self.momentum and plain.kinds else plain
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
         return self.leaves()[self.phase(step)]

@@ -1,5 +1,7 @@
 """What a rank remembers of its gradients: nothing, a residual, a momentum, or both.
 
+A codec chooses one in :meth:`Codec.memory`.
+
 ``x`` is the gradient of this step, ``compensated`` the gradient with what an earlier step did not
 send, ``sent`` the decoded payload; all ``(rows, B, block)`` in the compute dtype. They carry the
 GradScaler's ``scale``, the state does not: a change of the scale does not change its weight.
@@ -9,31 +11,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec
-
 State: TypeAlias = tuple[Tensor, ...]
+KINDS = ("residual", "momentum")
+"""Of state that a memory may keep."""
 
 
 class Memory(ABC):
     """One rule of what is sent and what is kept. Pure: the caller stores what :meth:`after` says.
 
-    ``kinds`` names the state tensors, each of the shape of the gradient.
+    Subclasses are frozen dataclasses. ``kinds`` names the state tensors, each of the shape of the
+    gradient: ``"residual"``, what is to be sent later, and ``"momentum"``.
     """
 
     kinds: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor: ...
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+        """The compensated gradient, which is encoded."""
 
     @abstractmethod
     def after(
         self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
-    ) -> State: ...
+    ) -> State:
+        """The new state, in the order of ``kinds``."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +113,3 @@ class MomentumCorrection(Memory):
         return (compensated - sent) / scale, torch.where(
             sent == 0, velocity, torch.zeros_like(sent)
         )
-
-
-def memory_of(codec: Codec, error_feedback: bool | Literal["auto"]) -> Memory:
-    """The memory of a codec under the user's wish."""
-    keeps = codec.keeps_residual if error_feedback == "auto" else error_feedback
-    if codec.lossless:
-        return Momentum(codec.momentum_correction) if codec.momentum_correction else NoMemory()
-    if not keeps:
-        return NoMemory()
-    if codec.momentum_correction:
-        return MomentumCorrection(codec.momentum_correction)
-    return ErrorFeedback()

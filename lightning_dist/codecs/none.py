@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.memory import Memory, Momentum, NoMemory
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,6 @@ class Uncompressed(NoCompression):
     @property
     def momentum_correction(self) -> float:
         return self.momentum
+
+    def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
+        return Momentum(self.momentum) if self.momentum else NoMemory()

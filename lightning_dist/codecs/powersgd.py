@@ -49,6 +49,8 @@ class PowerSGD(Codec):
     exchange: ClassVar[ExchangeName] = "allreduce"
     keeps_residual: ClassVar[bool] = True
     bit_exact: ClassVar[bool] = False
+    whole_tensors: ClassVar[bool] = True
+    keeps_factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         rank: object = self.rank
@@ -57,6 +59,10 @@ class PowerSGD(Codec):
                 f"powersgd: rank must be a whole number from 1 to 1024, got {rank!r}; 1 to 8 is "
                 "usual, more is closer to the gradient and more bytes"
             )
+
+    @property
+    def accepts(self) -> tuple[str, str]:
+        return "matrices (n, m) with rank * (n + m) < n * m", "lower the rank"
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
         n, m = matrix_shape(shape)
@@ -73,8 +79,9 @@ class PowerSGD(Codec):
         right = torch.randn(m, self.rank, generator=generator, dtype=torch.float64)
         return orthonormal(left).to(dtype), orthonormal(right).to(dtype)
 
-    def wire_bytes(self, shape: Shape, *, step: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the payload of one tensor at ``step``."""
+    def payload_bytes(
+        self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
+    ) -> int:
         n, m = matrix_shape(shape)
         rows = n + m if self.two_phase else (n, m)[step % 2]
         return rows * self.rank * dtype.itemsize

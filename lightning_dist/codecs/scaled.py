@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload
+
+_LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,12 @@ class ScaledBlocks(BlockCodec):
     @property
     def block(self) -> int:
         return self.block_size
+
+    def smaller_blocks(self) -> Iterator[BlockCodec]:
+        size = self.block_size
+        while size >= _LEAST_BLOCK:
+            yield replace(self, block_size=size)
+            size = size // 2 // _LEAST_BLOCK * _LEAST_BLOCK
 
     def finite(self, payload: Payload) -> Tensor:
         return payload[0].isfinite().all()

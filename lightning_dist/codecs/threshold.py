@@ -78,7 +78,3 @@ class Threshold(Codec):
         large = ~(size <= self.limit(x, scale)) | ~size.isfinite()
         indices = large.nonzero().flatten()
         return indices, x[indices].to(self.value_dtype)
-
-    def wire_bytes(self, chosen: int) -> int:
-        """Bytes of the payload of ``chosen`` elements."""
-        return chosen * (4 + self.value_dtype.itemsize)

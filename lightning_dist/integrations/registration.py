@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dist.integrations.strategy_names import NAMES, register
+from lightning_dist.codecs import CODECS
+from lightning_dist.integrations.strategy_names import NAME, NAMES, register
 from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
 
@@ -15,7 +16,14 @@ def register_all() -> None:
 
     register(StrategyRegistry, lightning_strategy)
     register(STRATEGY_REGISTRY, fabric_strategy)
+    CODECS.on_add(_register_codec)
     explain_wrong_strategies("lightning", NAMES)
+
+
+def _register_codec(codec: str) -> None:
+    """The strategy of a codec that was added after Lightning was imported."""
+    NAMES.setdefault(f"{NAME}_{codec}", {"codec": codec})
+    register_all()
 
 
 # Not the classes: their modules import Lightning, and may themselves be what imports it just now.

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.codecs import BlockCodec, PowerSGD, resolve_codec
+from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
-from lightning_dist.measurement.microbenchmark import WIDTH, BlockPasses, Passes, make_passes
+from lightning_dist.measurement.microbenchmark import WIDTH, Passes, make_passes
 
 NOT_COMPILED = "not compiled"
 """How ``CodecCost.source`` begins where no kernel is."""
@@ -51,7 +51,7 @@ def calibrate(
     Raises:
         ValueError: an unknown codec, or one whose bytes depend on the values.
     """
-    resolved = {name: resolve_codec(name) for name in codecs}
+    resolved = {name: _of_matrices(name) for name in codecs}
     for name, codec in resolved.items():
         _wire(name, codec)  # refuses before the others are measured
     device = torch.device(device)
@@ -83,7 +83,7 @@ def calibrate(
 def has_a_cost(codec: str) -> bool:
     """Whether :func:`calibrate` takes ``codec``, a name or a name with options."""
     try:
-        _wire(codec, resolve_codec(codec))
+        _wire(codec, _of_matrices(codec))
     except ValueError:
         return False
     return True
@@ -113,7 +113,7 @@ def _cost(
     seconds: Callable[[Passes], tuple[float, float]],
 ) -> CodecCost:
     wire, assumption = _wire(name, codec)
-    can_fuse = fused and isinstance(codec, BlockCodec) and codec.fusable and not codec.lossless
+    can_fuse = fused and codec.fusable and not codec.lossless
 
     def passes(received: int | None) -> Passes:
         return make_passes(
@@ -127,7 +127,6 @@ def _cost(
 
     linear = codec.exchange == "allreduce"
     one = passes(1)
-    is_fused = isinstance(one, BlockPasses) and one.kernels.is_fused
     elements = one.numel
     encode, decode_one = seconds(one)
     decode = 0.0
@@ -142,22 +141,26 @@ def _cost(
         encode / elements,
         min(decode, decode_one) / elements,
         max(decode_one - decode, 0.0) / elements,
-        source=f"{'compiled' if is_fused else NOT_COMPILED}, {where}",
+        source=f"{'compiled' if one.is_fused else NOT_COMPILED}, {where}",
         assumption=assumption,
     )
 
 
+def _of_matrices(name: str) -> Codec:
+    """The codec of large matrices, in its last stage."""
+    codec = resolve_codec(name)
+    return codec.for_tensor("", (WIDTH, WIDTH), step=codec.boundaries()[-1])
+
+
 def _wire(name: str, codec: Codec) -> tuple[float, str]:
-    if isinstance(codec, PowerSGD):
-        bytes_ = codec.wire_bytes((WIDTH, WIDTH), step=0)
-        return bytes_ / WIDTH**2, f"matrices of {WIDTH} x {WIDTH}; a profile does not say"
-    if not isinstance(codec, BlockCodec):
+    nbytes = codec.payload_bytes((WIDTH, WIDTH))
+    if nbytes is None:
         raise ValueError(
             f"codec must have a size that does not depend on the gradient, got {name!r}; leave it "
             f"out, or use one of {', '.join(CANDIDATES)}"
         )
-    elements = codec.block << 10
-    return codec.wire_bytes(elements) / elements, ""
+    matrices = f"matrices of {WIDTH} x {WIDTH}; a profile does not say"
+    return nbytes / WIDTH**2, matrices if codec.whole_tensors else ""
 
 
 def _clock_of_work(device: torch.device) -> DeviceClock:

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs import BlockCodec, Codec, Threshold
-from lightning_dist.codecs.base import Shape
+from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
@@ -72,7 +71,7 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
         group = planner.group(codec, slices, bucket)
         raw += times * group.raw_bytes
         intra, inter = intra + times * group.sent.intra, inter + times * group.sent.inter
-        known = known and not isinstance(codec, Threshold)
+        known = known and codec.payload_bytes(slices[0].shape) is not None
     return Expected(round(raw), Sent(round(intra), round(inter)) if known else None, since)
 
 
@@ -105,7 +104,7 @@ def _alike(
     for (codec, dtype, shape), alike in large.items():
         whole = ParameterSlice(alike[0], 0, shape)
         codec = planner.affordable(codec, whole, dtype)
-        enough = isinstance(codec, BlockCodec) and whole.numel > _ENOUGH
+        enough = not codec.whole_tensors and whole.numel > _ENOUGH
         part = ParameterSlice(alike[0], 0, (_ENOUGH,)) if enough else whole
         yield codec, [part], dtype, len(alike) * whole.numel / part.numel
 

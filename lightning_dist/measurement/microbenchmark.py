@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from functools import singledispatch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs import BlockCodec, Codec, PowerSGD, Threshold
-from lightning_dist.codecs.memory import memory_of
+from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.noise import block_keys
+from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
+from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
-from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.unit import CommUnit
 from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 from lightning_dist.topology import Topology
 
@@ -35,6 +33,7 @@ class Passes(ABC):
     """What a rank of two does with its gradient before and after the exchange."""
 
     numel: int
+    is_fused = False
 
     def prepare(self) -> None:  # noqa: B027  (most passes can be repeated as they are)
         """Before each encode, outside the time."""
@@ -72,7 +71,7 @@ class BlockPasses(Passes):
         self.blocks = UNIT_ELEMENTS // codec.block
         linear = codec.exchange == "allreduce"
         received = (1 if linear else 2) if received is None else received
-        self.memory = memory_of(codec, feedback)
+        self.memory = codec.memory(feedback)
         factors = Factors(0.5, 2.0) if linear else Factors(mean=0.5)
         self.kernels = Kernels(codec, memory=self.memory, factors=factors, world_size=2)
         if fused:
@@ -85,6 +84,7 @@ class BlockPasses(Passes):
                 immediate=True,
             )
             self.kernels.use(fused_passes(variant))
+        self.is_fused = self.kernels.is_fused
         generator = torch.Generator().manual_seed(_SEED)
         shape = (units, 1, self.blocks, codec.block)
         self.grad = torch.randn(shape, generator=generator).to(device)
@@ -151,20 +151,13 @@ class UnitPasses(Passes):
         rows = self.numel // WIDTH // matrices
         slices = [ParameterSlice(f"{i}", i * rows * WIDTH, (rows, WIDTH)) for i in range(matrices)]
         network = Network(_Nobody(), _Nobody(), Topology(("host",), 0), device)
-        whole: dict[str, Any] = {
-            "slices": slices,
-            "bucket": self.bucket,
-            "network": network,
-            "state": ReducerState(),
-            "error_feedback": feedback,
-        }
-        self.unit: CommUnit
-        if isinstance(codec, PowerSGD):
-            self.unit = LowRankUnit(codec, **whole)
-        else:
-            assert isinstance(codec, Threshold), codec
-            compiled = compiled_sparse_passes(device) if fused else None
-            self.unit = SparseUnit(codec, compiled=compiled, **whole)
+        planner = Planner(
+            network, ReducerState(), error_feedback=feedback, intra_codec=NoCompression()
+        )
+        if fused:
+            planner.fuse(codec, [self.bucket.dtype])
+        self.is_fused = planner.is_fused
+        self.units = planner.units(codec, slices, self.bucket)
         self.scale = torch.ones((), device=device)
         self.step = 0
 
@@ -175,13 +168,15 @@ class UnitPasses(Passes):
 
     @override
     def encode(self) -> None:
-        self.unit.encode(self.scale, step=self.step)
+        for unit in self.units:
+            unit.encode(self.scale, step=self.step)
 
     @override
     def decode(self) -> None:
-        self.unit.start()
-        self.unit.start_second()
-        self.unit.decode_and_commit(self.scale)
+        for unit in self.units:
+            unit.start()
+            unit.start_second()
+            unit.decode_and_commit(self.scale)
 
     @override
     def bytes_per_element(self) -> dict[str, float]:
@@ -212,6 +207,7 @@ class _Over:
         pass
 
 
+@singledispatch
 def make_passes(
     codec: Codec,
     *,
@@ -222,13 +218,19 @@ def make_passes(
     received: int | None = None,
 ) -> Passes:
     """The passes of any codec over so many units."""
-    if isinstance(codec, BlockCodec):
-        return BlockPasses(
-            codec,
-            feedback=feedback,
-            fused=fused,
-            device=device,
-            units=units,
-            received=received,
-        )
     return UnitPasses(codec, feedback=feedback, fused=fused, device=device, units=units)
+
+
+@make_passes.register(BlockCodec)
+def _block_passes(
+    codec: BlockCodec,
+    *,
+    feedback: bool,
+    fused: bool,
+    device: torch.device,
+    units: int,
+    received: int | None = None,
+) -> Passes:
+    return BlockPasses(
+        codec, feedback=feedback, fused=fused, device=device, units=units, received=received
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
 from lightning_dist.kernels.passes import Kernels, compute_dtype
 from lightning_dist.reducer.block_unit import BlockUnit
-from lightning_dist.reducer.fitting import rows_of
+from lightning_dist.reducer.fitting import fitted, rows_of
 from lightning_dist.reducer.geometry import Grid, Span
 from lightning_dist.reducer.keys import Place, UnitKeys
 from lightning_dist.reducer.network import Network
@@ -22,6 +22,30 @@ from lightning_dist.reducer.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.tiles import Tile, joined, tile_of
 from lightning_dist.reducer.unit_sizes import unit_elements
+from lightning_dist.reducer.units import compile_passes, units_of
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.plan import Planner
+
+
+@units_of.register(BlockCodec)
+def _units(
+    codec: BlockCodec, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+) -> list[BlockUnit]:
+    ranks, dtype = planner.network.world_size, bucket.dtype
+    by_block: dict[BlockCodec, list[ParameterSlice]] = {}
+    for part in slices:
+        fit = fitted(codec, part.numel, ranks=ranks, dtype=dtype)
+        by_block.setdefault(fit, []).append(part)
+    plans = [(planner.blocks(fit, dtype), some) for fit, some in by_block.items()]
+    return [unit for plan, some in plans for unit in plan.units(some, bucket)]
+
+
+@compile_passes.register(BlockCodec)
+def _compile(codec: BlockCodec, dtypes: Iterable[torch.dtype], planner: Planner) -> None:
+    for dtype in dtypes:
+        plan = planner.blocks(codec, dtype)
+        planner.fuse_kernels(plan.kernels, dtype, rows=plan.rows, received=plan.received)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,16 @@ depend on the parameter and the ranks alone, never on the bucket. Arithmetic onl
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import singledispatch
 
 import torch
 
-from lightning_dist.codecs.base import BlockCodec
-from lightning_dist.codecs.scaled import ScaledBlocks
+from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.reducer.geometry import Grid
 
 _PADDING = 1.25  # more bytes than without padding are reason enough for smaller blocks
-_LEAST_BLOCK = 16
 
 
 def rows_of(codec: BlockCodec, ranks: int) -> int:
@@ -32,21 +30,22 @@ def fitted(codec: BlockCodec, numel: int, *, ranks: int, dtype: torch.dtype) -> 
 
     The block that sends least where every block pads more; other codecs as they are.
     """
-    if not isinstance(codec, ScaledBlocks):
+    candidates = list(codec.smaller_blocks())
+    if len(candidates) == 1:
         return codec
     rows = rows_of(codec, ranks)
-    whole = codec.block_size
-    unpadded = sum(plane.bytes_per_block for plane in codec.planes(dtype)) * numel / whole
+    unpadded = sum(plane.bytes_per_block for plane in codec.planes(dtype)) * numel / codec.block
     sizes = {}
-    for candidate in _smaller(codec):
+    for candidate in candidates:
         sizes[candidate] = rows * _row_bytes(candidate, numel, rows=rows, dtype=dtype)
         if sizes[candidate] <= _PADDING * unpadded:
             return candidate
     return min(sizes, key=sizes.__getitem__)
 
 
+@singledispatch
 def sends_more(
-    codec: BlockCodec, shares: Sequence[int], *, ranks: int, dtype: torch.dtype, itemsize: int
+    codec: Codec, shares: Sequence[int], *, ranks: int, dtype: torch.dtype, itemsize: int
 ) -> bool:
     """Whether ``shares`` of a parameter, each in an exchange of ``ranks``, send more than DDP.
 
@@ -56,6 +55,13 @@ def sends_more(
         dtype: in which the codec gets the gradients.
         itemsize: bytes of an element where it is not compressed.
     """
+    return False  # a codec with units of its own chooses in `for_tensor` what it compresses
+
+
+@sends_more.register(BlockCodec)
+def _blocks_send_more(
+    codec: BlockCodec, shares: Sequence[int], *, ranks: int, dtype: torch.dtype, itemsize: int
+) -> bool:
     if codec.exchange == "allreduce":
         return sum(codec.wire_bytes(numel, dtype) for numel in shares) > sum(shares) * itemsize
     rows, sent = rows_of(codec, ranks), 0
@@ -68,10 +74,3 @@ def sends_more(
 
 def _row_bytes(codec: BlockCodec, numel: int, *, rows: int, dtype: torch.dtype) -> int:
     return row_bytes(codec.planes(dtype), Grid(numel, rows, codec.block).blocks_per_row)
-
-
-def _smaller(codec: ScaledBlocks) -> Iterator[ScaledBlocks]:
-    size = codec.block_size
-    while size >= _LEAST_BLOCK:
-        yield dataclasses.replace(codec, block_size=size)
-        size = size // 2 // _LEAST_BLOCK * _LEAST_BLOCK

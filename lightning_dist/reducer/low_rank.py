@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.unit import CommUnit
+from lightning_dist.reducer.units import units_of
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.plan import Planner
 
 _Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
 
@@ -210,6 +214,21 @@ class LowRankUnit(CommUnit):
     def nbytes(self) -> int:
         copies = (m.compensated.nbytes for m in self._matrices if m.compensated is not m.gradient)
         return 2 * (self._p.own.nbytes + self._q.own.nbytes) + sum(copies)
+
+
+@units_of.register(PowerSGD)
+def _units(
+    codec: PowerSGD, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+) -> list[LowRankUnit]:
+    unit = LowRankUnit(
+        codec,
+        slices=slices,
+        bucket=bucket,
+        network=planner.network,
+        state=planner.state,
+        error_feedback=bool(codec.memory(planner.error_feedback).kinds),
+    )
+    return [unit]
 
 
 def _matrix(

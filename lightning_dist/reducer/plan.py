@@ -7,35 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.codecs.memory import NoMemory, memory_of
+from lightning_dist.codecs.memory import NoMemory
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import raw_beside
-from lightning_dist.codecs.powersgd import PowerSGD
-from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import row_bytes
-from lightning_dist.kernels.inductor import Variant, compiled_sparse_passes, fused_passes
+from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.reducer import low_rank, sparse  # noqa: F401  (their units)
 from lightning_dist.reducer.block_plan import BlockPlan
-from lightning_dist.reducer.fitting import fitted, sends_more
+from lightning_dist.reducer.fitting import sends_more
 from lightning_dist.reducer.flush import owed
 from lightning_dist.reducer.hierarchical import HierarchicalUnit, IntraKernels
-from lightning_dist.reducer.low_rank import LowRankUnit
 from lightning_dist.reducer.network import IntraLevel, Network
 from lightning_dist.reducer.scratch import PayloadMemory
 from lightning_dist.reducer.shares import Cut, fragments, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.sparse import SparseUnit
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.unit import CodecGroup, CommUnit
 from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET, unit_elements
+from lightning_dist.reducer.units import compile_passes, units_of
 
 
 class Planner:
@@ -43,7 +41,7 @@ class Planner:
 
     Args:
         intra_codec: the codec inside a host, where the exchange is hierarchical.
-        whole: names of the parameters that some codec needs as a matrix.
+        whole: names of the parameters that some codec needs as they are.
         immediate: block codecs commit their state when they encode, and tensors take turns with the
             memory of payloads.
     """
@@ -58,12 +56,12 @@ class Planner:
         whole: Collection[str] = (),
         immediate: bool = False,
     ) -> None:
-        self.network, self._state = network, state
-        self._error_feedback: bool | Literal["auto"] = error_feedback
+        self.network, self.state = network, state
+        self.error_feedback: bool | Literal["auto"] = error_feedback
         self._intra_codec, self._whole = intra_codec, whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self._intra_kernels_by_codec: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
-        self._sparse: SparsePasses | None = None  # compiled
+        self.sparse_passes: SparsePasses | None = None  # compiled
         self._scratch = PayloadMemory(network.device)
         self._immediate = immediate
         self._payloads = PayloadMemory(network.device) if immediate else None
@@ -104,7 +102,7 @@ class Planner:
             }[codec.exchange]
             self._kernels[codec, dtype] = Kernels(
                 codec,
-                memory=memory_of(codec, self._error_feedback),
+                memory=codec.memory(self.error_feedback),
                 factors=factors,
                 world_size=world,
             )
@@ -113,17 +111,15 @@ class Planner:
     def fuse(self, codec: Codec, dtypes: Iterable[torch.dtype]) -> None:
         """Compile the kernels for gradients of ``dtypes``, where that helps."""
         intra = self.network.intra
-        if intra is None and isinstance(codec, Threshold):
-            self._sparse = compiled_sparse_passes(self.network.device)
+        if intra is None:
+            compile_passes(codec, dtypes, self)
+            return
         for dtype in dtypes:
-            if intra is None and isinstance(codec, BlockCodec):
-                plan = self._blocks(codec, dtype)
-                self._fuse(plan.kernels, dtype, rows=plan.rows, received=plan.received)
             # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
-            elif intra is not None and compute_dtype(dtype) == dtype:
+            if compute_dtype(dtype) == dtype:
                 intra_kernels = self._intra_kernels_of(dtype, intra, self._intra_codec)
-                self._fuse(intra_kernels.up, dtype, received=intra.topology.world_size)
-                self._fuse(intra_kernels.down, dtype)
+                self.fuse_kernels(intra_kernels.up, dtype, received=intra.topology.world_size)
+                self.fuse_kernels(intra_kernels.down, dtype)
             if self._inter is not None:
                 self._inter.fuse(codec, [_share_dtype(codec, dtype)])
 
@@ -131,16 +127,16 @@ class Planner:
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         own = any(kernels.is_fused for kernels in self._kernels.values())
-        own = own or self._sparse is not None
+        own = own or self.sparse_passes is not None
         return own or (self._inter is not None and self._inter.is_fused)
 
     def keeps_state(self, codec: Codec) -> bool:
         """Whether anything is kept from one step to the next."""
-        return bool(memory_of(codec, self._error_feedback).kinds) or isinstance(codec, PowerSGD)
+        return bool(codec.memory(self.error_feedback).kinds) or codec.keeps_factors
 
     def affordable(self, codec: Codec, part: ParameterSlice, dtype: torch.dtype) -> Codec:
         """``codec``, or none where it would send more bytes of ``part`` than that."""
-        if not isinstance(codec, BlockCodec) or codec.lossless:
+        if codec.lossless:
             return codec
         intra, ranks = self.network.intra, self.network.rows.count
         shares = self._cut(part, 1 if intra is None else intra.level.owners * intra.level.beyond)
@@ -155,16 +151,16 @@ class Planner:
 
         ``waits``: compression has not staggered, and state that was loaded is kept until it does.
         """
-        kinds = memory_of(codec, self._error_feedback).kinds
+        kinds = codec.memory(self.error_feedback).kinds
         keeps = waits or "residual" in kinds
-        unpaid = {} if keeps else owed(codec, slices, self._state, self.network)
+        unpaid = {} if keeps else owed(codec, slices, self.state, self.network)
         for part in () if waits else slices:
-            self._state.keep_for(codec, kinds, part.name)
+            self.state.keep_for(codec, kinds, part.name)
         for part in slices:
             if part.name in unpaid:
-                self._state.know("residual", part, dtype=compute_dtype(bucket.dtype))
+                self.state.know("residual", part, dtype=compute_dtype(bucket.dtype))
         for part, kind in product(slices, kinds):
-            self._state.know(kind, part, dtype=compute_dtype(bucket.dtype))
+            self.state.know(kind, part, dtype=compute_dtype(bucket.dtype))
         raw = sum(part.numel for part in slices) * bucket.itemsize
         group = CodecGroup(
             codec,
@@ -175,7 +171,7 @@ class Planner:
             owed=unpaid,
         )
         for part, kind in product(slices, kinds):
-            self._state.adopted(kind, part.name)
+            self.state.adopted(kind, part.name)
         return group
 
     def units(
@@ -192,25 +188,7 @@ class Planner:
                 for intra_codec, some in by_intra_codec.items()
                 for unit in self._hierarchical(codec, some, bucket, intra, intra_codec)
             ]
-        if isinstance(codec, BlockCodec):
-            ranks, dtype = self.network.world_size, bucket.dtype
-            by_block: dict[BlockCodec, list[ParameterSlice]] = {}
-            for part in slices:
-                fit = fitted(codec, part.numel, ranks=ranks, dtype=dtype)
-                by_block.setdefault(fit, []).append(part)
-            plans = [(self._blocks(fit, dtype), some) for fit, some in by_block.items()]
-            return [unit for plan, some in plans for unit in plan.units(some, bucket)]
-        whole: dict[str, Any] = {
-            "slices": slices,
-            "bucket": bucket,
-            "network": self.network,
-            "state": self._state,
-            "error_feedback": bool(memory_of(codec, self._error_feedback).kinds),
-        }
-        if isinstance(codec, PowerSGD):
-            return [LowRankUnit(codec, **whole)]
-        assert isinstance(codec, Threshold), codec
-        return [SparseUnit(codec, compiled=self._sparse, **whole)]
+        return units_of(codec, slices, bucket, self)
 
     @property
     def nbytes(self) -> int:
@@ -261,15 +239,14 @@ class Planner:
         intra_codec: BlockCodec,
     ) -> Iterator[Sequence[Cut]]:
         """What travels together inside a host, and who owns which part of it."""
-        kinds = memory_of(codec, self._error_feedback).kinds
-        elementwise = isinstance(codec, BlockCodec) and codec.block == intra_codec.block == 1
+        elementwise = codec.elementwise and intra_codec.elementwise
         return units_of_shares(
             slices,
             level=intra.level,
             most=self._most(),
             whole=self._whole,
-            separate=bool(kinds) or not elementwise,
-            together=isinstance(codec, PowerSGD),
+            separate=bool(codec.memory(self.error_feedback).kinds) or not elementwise,
+            together=codec.whole_tensors,
         )
 
     def _most(self) -> int:
@@ -297,18 +274,20 @@ class Planner:
             self._intra_kernels_by_codec[intra_codec, dtype] = IntraKernels(up, down)
         return self._intra_kernels_by_codec[intra_codec, dtype]
 
-    def _fuse(
+    def fuse_kernels(
         self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1
     ) -> None:
+        """Compile ``kernels`` for gradients of ``dtype``, if their codec can be compiled."""
         if kernels.codec.fusable and not kernels.codec.lossless:
             variant = Variant(
                 kernels.passes, dtype, rows, received, self.network.device, self._immediate
             )
             kernels.use(fused_passes(variant))
 
-    def _blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
+    def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
+        """How a block codec cuts gradients of ``dtype`` of a flat exchange."""
         kernels = self.kernels(codec, dtype)
-        return BlockPlan(codec, kernels, self.network, self._state, self._payloads)
+        return BlockPlan(codec, kernels, self.network, self.state, self._payloads)
 
 
 def _share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:

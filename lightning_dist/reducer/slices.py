@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_dist.codecs import Codec, PowerSGD
-from lightning_dist.codecs.base import Shape
+from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.reducer.strides import as_real, strides_in_bucket
 
 
@@ -87,12 +86,12 @@ def by_codec(
 
 
 def matrices(policy: Codec, shapes: Mapping[str, Shape]) -> set[str]:
-    """Names of the parameters that some codec of ``policy`` takes as a matrix, at any step."""
+    """Names of the parameters that some codec of ``policy`` takes as they are, at any step."""
     return {
         name
         for step in policy.boundaries()
         for name, shape in shapes.items()
-        if isinstance(policy.for_tensor(name, shape, step=step), PowerSGD)
+        if policy.for_tensor(name, shape, step=step).whole_tensors
     }
 
 

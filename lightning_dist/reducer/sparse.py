@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.all_gather_v import AllGatherV
+from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
@@ -19,6 +21,10 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.unit import CommUnit
+from lightning_dist.reducer.units import compile_passes, units_of
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.plan import Planner
 
 
 class SparseUnit(CommUnit):
@@ -116,6 +122,27 @@ class SparseUnit(CommUnit):
     def nbytes(self) -> int:
         # Payloads are made anew for every step.
         return self._compensated.nbytes if self._compensated is not self._bucket else 0
+
+
+@units_of.register(Threshold)
+def _units(
+    codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+) -> list[SparseUnit]:
+    unit = SparseUnit(
+        codec,
+        slices=slices,
+        bucket=bucket,
+        network=planner.network,
+        state=planner.state,
+        error_feedback=bool(codec.memory(planner.error_feedback).kinds),
+        compiled=planner.sparse_passes,
+    )
+    return [unit]
+
+
+@compile_passes.register(Threshold)
+def _compile(codec: Threshold, dtypes: Iterable[torch.dtype], planner: Planner) -> None:
+    planner.sparse_passes = compiled_sparse_passes(planner.network.device)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class ReducerState:
         """
         if "momentum" not in kinds:
             self.momenta.drop(name)
-        if not isinstance(codec, PowerSGD):
+        if not codec.keeps_factors:
             self.factors.pop(name, None)
             self._loaded.pop(name, None)
 

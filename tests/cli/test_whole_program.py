@@ -60,7 +60,8 @@ def test_codecs_are_the_table_of_the_package() -> None:
     assert rows["int8"]["options"] == {"block_size": 256}
     assert rows["int8"]["bytes_per_element"] == pytest.approx(1 + 2 / 256)
     assert (rows["none"]["bytes_per_element"], rows["none"]["keeps_residual"]) == (4, False)
-    assert rows["powersgd"]["bytes_per_element"] is None
+    assert rows["powersgd"]["bytes_per_element"] == 4 * 4 / 1024
+    assert rows["threshold"]["bytes_per_element"] is None
     assert rows["topk"]["keeps_residual"]
     table = program("codecs").stdout.splitlines()
     assert [line.split()[0] for line in table[1 : len(CODECS) + 1]] == list(CODECS)

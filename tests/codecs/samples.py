@@ -15,14 +15,12 @@ from lightning_dist.codecs import (
     BlockCodec,
     Int4,
     Int8,
-    Payload,
     RandomK,
     Sign,
     TernGrad,
     TopK,
     Uncompressed,
 )
-from lightning_dist.codecs.noise import block_keys
 
 _MADE = [make() for make in CODECS.values()]
 
@@ -71,38 +69,3 @@ def gradients(draw: st.DrawFn, codec: BlockCodec, *dtypes: torch.dtype) -> Tenso
 
 
 _spikes = st.tuples(st.integers(0, 2**16), st.floats(-1e30, 1e30))
-
-
-def some_gradient(
-    codec: BlockCodec, dtype: torch.dtype = torch.float32, *, seed: int = 0
-) -> Tensor:
-    """``(3, block)`` normal numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, codec.block, generator=generator, dtype=dtype)
-
-
-def keys_for(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor | None:
-    """One key for every block of ``x (..., B, block)`` where the codec draws random numbers."""
-    if not codec.stochastic:
-        return None
-    blocks = torch.arange(x.numel() // codec.block, dtype=torch.int32)
-    return block_keys(blocks, salt).view(*x.shape[:-1], 1)
-
-
-def encoded(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Payload:
-    return codec.encode(x, keys_for(codec, x, salt=salt))
-
-
-def decoded(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor:
-    """``decode(encode(x))`` in the dtype of ``x``."""
-    keys = keys_for(codec, x, salt=salt)
-    return codec.decode(codec.encode(x, keys), x.dtype, keys)
-
-
-def fits(codec: BlockCodec, x: Tensor) -> bool:
-    """Whether every value is in the range of the codec."""
-    return bool(codec.error_bound(x).isfinite().all())
-
-
-def all_bytes(payload: Payload) -> list[Tensor]:
-    return [plane.contiguous().view(torch.uint8) for plane in payload]

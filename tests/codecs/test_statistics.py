@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import TABLE, decoded, fits, gradients
+from samples import TABLE, gradients
 from torch import Tensor
 
 from lightning_dist.codecs import QSGD, BlockCodec, RandomK, Sign, TernGrad, TopK, noise
+from lightning_dist.codecs.laws import decoded, fits
 
 _DRAWS = 4000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -13,33 +13,34 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank
 
-from lightning_dist.codecs import Codec
+from lightning_dist.codecs import CODECS, Codec
 from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.reducer import Reducer
 
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = dict[str, Tensor]
 
+_FITTING = {"ratio": 0.1, "tau": 1.5, "rank": 2}
+"""Options of codecs that fit SHAPES; so do the blocks of `fitting`."""
+
+
+def fitting(name: str) -> str:
+    """The codec ``name`` with options of which SHAPES have several blocks, ranks and elements."""
+    known = [option.name for option in fields(CODECS[name])]
+    given = [f"{option}={value}" for option, value in _FITTING.items() if option in known]
+    if "block_size" in known:
+        given.append(f"block_size={128 if 'ratio' in known else 64}")
+    return f"{name}:{','.join(given)}" if given else name
+
+
 EVERY_CODEC = (
-    "none",
-    "fp16",
-    "bf16",
-    "fp8:block_size=64",
+    *map(fitting, CODECS),
     "int8",
-    "int4:block_size=64",
     "int4:block_size=64,hadamard=true",
-    "sign:block_size=64",
-    "topk:ratio=0.1,block_size=128",
     "topk:ratio=0.1,block_size=128,values=int8",
-    "dgc:ratio=0.1,block_size=128",
     "dgc:ratio=0.1,block_size=128,warmup_steps=4,clip=5.0",
-    "randomk:ratio=0.25,block_size=64",
-    "threshold:tau=1.5",
     "threshold:tau=1.5,unit=absolute",
-    "powersgd:rank=2",
     "powersgd:rank=2,two_phase=true",
-    "qsgd:block_size=64",
-    "terngrad:block_size=64",
 )
 """Every row of the table, and options that are a way of their own; blocks that fit SHAPES."""
 

@@ -15,7 +15,6 @@ from lightning_dist.codecs.memory import (
     Momentum,
     MomentumCorrection,
     NoMemory,
-    memory_of,
 )
 
 SCALE = torch.tensor(8.0, dtype=torch.float64)
@@ -127,9 +126,9 @@ TABLE: list[tuple[str, Wish, Memory]] = [
 
 @pytest.mark.parametrize(("codec", "wish", "expected"), TABLE)
 def test_the_memory_of_a_codec(codec: str, wish: Wish, expected: Memory) -> None:
-    assert memory_of(resolve_codec(codec), wish) == expected
+    assert resolve_codec(codec).memory(wish) == expected
 
 
 def test_codec_objects_are_asked_themselves() -> None:
-    assert memory_of(DGC(momentum=0.25), "auto") == MomentumCorrection(0.25)
-    assert memory_of(RandomK(unbiased=True), "auto") == NoMemory()
+    assert DGC(momentum=0.25).memory("auto") == MomentumCorrection(0.25)
+    assert RandomK(unbiased=True).memory("auto") == NoMemory()

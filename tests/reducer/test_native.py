@@ -18,7 +18,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import DGC, BlockCodec, RandomK, Threshold, TopK
-from lightning_dist.codecs.memory import Memory, NoMemory, memory_of
+from lightning_dist.codecs.memory import Memory, NoMemory
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels import inductor, native
@@ -136,7 +136,7 @@ def test_the_bytes_are_those_of_the_eager_passes(
     feedback: bool,
     kept: float,
 ) -> None:
-    memory = memory_of(codec, "auto") if feedback else NoMemory()
+    memory = codec.memory("auto") if feedback else NoMemory()
     passes = passes_of(codec, memory, world=world)
     received = 1 if codec.exchange == "allreduce" else world
     compiled = native.block_passes(passes, torch.float32, received)

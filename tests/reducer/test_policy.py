@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.codecs import CODECS, BlockCodec, Codec, NoCompression, Uncompressed
-from lightning_dist.codecs.memory import ErrorFeedback, MomentumCorrection, NoMemory, memory_of
+from lightning_dist.codecs.memory import ErrorFeedback, MomentumCorrection, NoMemory
 from lightning_dist.reducer.slices import ParameterSlice, by_codec, slices_of
 from lightning_dist.settings import Settings
 
@@ -78,13 +78,13 @@ def test_small_tensors_travel_as_their_neighbours_do() -> None:
 
 
 def test_error_feedback_is_on_where_the_codec_needs_it() -> None:
-    chosen = {name: type(memory_of(make(), "auto")) for name, make in CODECS.items()}
+    chosen = {name: type(make().memory("auto")) for name, make in CODECS.items()}
     none = {"none", "fp16", "bf16", "qsgd", "terngrad"}
     expected = {name: NoMemory if name in none else ErrorFeedback for name in CODECS}
     assert chosen == expected | ({"dgc": MomentumCorrection} if "dgc" in CODECS else {})
-    assert memory_of(CODECS["fp16"](), True) == ErrorFeedback()
-    assert memory_of(CODECS["int8"](), False) == NoMemory()
-    assert memory_of(CODECS["none"](), True) == NoMemory()
+    assert CODECS["fp16"]().memory(True) == ErrorFeedback()
+    assert CODECS["int8"]().memory(False) == NoMemory()
+    assert CODECS["none"]().memory(True) == NoMemory()
 
 
 def test_a_bucket_is_sorted_by_codec() -> None:

@@ -253,7 +253,7 @@ def test_bytes_of_a_step(size: int, two_phase: bool) -> None:
     codec = PowerSGD(rank=RANK, two_phase=two_phase)
     for sent in run_threads(body, size):
         for step, found in enumerate(sent):
-            payload = sum(codec.wire_bytes(SHAPES[name], step=step) for name in MATRICES)
+            payload = sum(codec.payload_bytes(SHAPES[name], step=step) for name in MATRICES)
             both, one = 4 * RANK * (n + m), 4 * RANK * (n, m)[step % 2]
             assert payload == (both if two_phase else one)
             # Two allreduces are each rounded down.

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.accelerator import has_streams
-from lightning_dist.codecs import Codec, PowerSGD
+from lightning_dist.codecs import Codec
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
@@ -23,6 +23,7 @@ from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.strides import as_real
+from lightning_dist.reducer.units import require_units
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ def require_effect(
         one_of_several: other models may have what a rule of `by_name` is for: warn, do not raise.
 
     Raises:
-        ValueError: the codec fits no parameter of the model, or a rule of `by_name` none.
+        ValueError: the codec fits no parameter of the model, or a rule of `by_name` none, or it
+            has no communication units.
     """
     for problem in _unmatched(settings.codec, list(names.values())):
         if not one_of_several:
@@ -116,19 +118,22 @@ def require_effect(
         if says:
             log.warning("%s; no matter if it is for another model", problem)
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
+    for leaf in settings.codec.leaves():
+        require_units(leaf)
     wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
     begins = first_compressed_step(settings.policy, trained)
     if not wanted or begins is not None:
         return begins
-    low_rank = [leaf for leaf in wanted if isinstance(leaf, PowerSGD)]
-    if low_rank and all(
+    choosy = [(leaf, *leaf.accepts) for leaf in wanted if leaf.accepts]
+    if choosy and all(
         codec.for_tensor("", shape, step=0).lossless
-        for codec in low_rank
+        for codec, _, _ in choosy
         for shape in trained.values()
     ):
+        codec, accepted, remedy = choosy[0]
         raise ValueError(
-            f"codec {low_rank[0]} compresses matrices (n, m) with rank * (n + m) < n * m, and "
-            f"none of the model's {len(trained)} parameters is one: lower the rank, or use int8"
+            f"codec {codec} compresses {accepted}, and none of the model's {len(trained)} "
+            f"parameters is one: {remedy}, or use int8"
         )
     if says:
         log.warning(
