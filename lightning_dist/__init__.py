@@ -42,31 +42,31 @@ if TYPE_CHECKING:
         warmup,
     )
     from lightning_dist.elastic.meeting import init_process_group
-    from lightning_dist.integrations.async_checkpoint import AsyncCheckpoint
-    from lightning_dist.integrations.checkpoint_io import AsyncTorchCheckpointIO
-    from lightning_dist.integrations.comm_profiler import CommProfiler
-    from lightning_dist.integrations.ddp import compress_ddp
-    from lightning_dist.integrations.elastic_environment import ElasticEnvironment
-    from lightning_dist.integrations.elastic_restart import ElasticRestart
-    from lightning_dist.integrations.lightning import CompressedDDPStrategy
+    from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
+    from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
+    from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
+    from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
+    from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
+    from lightning_dist.integrations.torch.ddp import compress_ddp
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
 _HOME = {
-    "AsyncCheckpoint": "integrations.async_checkpoint",
-    "AsyncTorchCheckpointIO": "integrations.checkpoint_io",
+    "AsyncCheckpoint": "integrations.lightning.checkpoint.async_checkpoint",
+    "AsyncTorchCheckpointIO": "integrations.lightning.checkpoint.io",
     "BF16": "codecs",
     "BlockCodec": "codecs",
     "CODECS": "codecs",
     "Codec": "codecs",
-    "CommProfiler": "integrations.comm_profiler",
-    "CompressedDDPStrategy": "integrations.lightning",
+    "CommProfiler": "integrations.profiler.comm_profiler",
+    "CompressedDDPStrategy": "integrations.lightning.strategy",
     "CompressionError": "metrics",
     "DGC": "codecs",
-    "ElasticEnvironment": "integrations.elastic_environment",
+    "ElasticEnvironment": "integrations.lightning.launcher",
     "ElasticLoop": "integrations.loop.loop",
-    "ElasticRestart": "integrations.elastic_restart",
+    "ElasticRestart": "integrations.lightning.elastic.restart",
     "ExchangedVolume": "metrics",
     "FP16": "codecs",
     "FP8": "codecs",
@@ -86,7 +86,7 @@ _HOME = {
     "after_steps": "codecs",
     "by_name": "codecs",
     "by_size": "codecs",
-    "compress_ddp": "integrations.ddp",
+    "compress_ddp": "integrations.torch.ddp",
     "init_process_group": "elastic.meeting",
     "register_codec": "codecs",
     "warmup": "codecs",
@@ -146,7 +146,7 @@ def _register(lightning: object) -> None:
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.registration import NAMES
+    from lightning_dist.integrations.strategy_names import NAMES
     from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
     explain_wrong_strategies(package.__name__, NAMES)

@@ -4,10 +4,10 @@
 """
 
 from lightning_dist.integrations.accelerate.accelerator import Accelerator as Accelerator
+from lightning_dist.integrations.accelerate.async_state.async_state import AsyncState as AsyncState
 from lightning_dist.integrations.accelerate.compression import Compression as Compression
 from lightning_dist.integrations.accelerate.plugin import (
     CompressedDDPPlugin as CompressedDDPPlugin,
 )
-from lightning_dist.integrations.accelerate.state import AsyncState as AsyncState
 
 __all__ = ["Accelerator", "AsyncState", "CompressedDDPPlugin", "Compression"]

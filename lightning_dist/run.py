@@ -63,7 +63,7 @@ def main() -> None:
         script = Script.parse(words)
         # Torch and Accelerate, which --help and a wrong word need not wait for.
         from lightning_dist.accelerate import CompressedDDPPlugin
-        from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
+        from lightning_dist.integrations.accelerate.patch import attached_everywhere
 
         plugin = CompressedDDPPlugin()
     except (OSError, ValueError) as error:

@@ -37,6 +37,7 @@ FORBIDDEN = {
     ),
     "console.py": ("torch", "lightning_dist"),
     "metrics.py": (),
+    "private.py": ("lightning_dist",),
     "shared_folder.py": ("torch", "lightning_dist"),
     "versions.py": ("torch.distributed",),
 }
@@ -106,6 +107,57 @@ def test_every_module_has_a_rule_or_is_on_top() -> None:
         p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
     }
     assert modules - on_top == set(FORBIDDEN)
+
+
+CIRCLES = ("kernels", "profiling", "reducer")
+"""Rooms with modules that know of each other, under TYPE_CHECKING or within a function."""
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What every module of the package imports of it, wherever in the file."""
+    names = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for file in PACKAGE.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for name in names:
+        path = PACKAGE.parent.joinpath(*name.split("."))
+        folder = path.is_dir()
+        source = (path / "__init__.py" if folder else path.with_suffix(".py")).read_text()
+        found = imported(source, package=name if folder else name.rpartition(".")[0])
+        graph[name] = {_module_of(each, names) for each in found} - {name, "", "lightning_dist"}
+    return graph
+
+
+def _module_of(name: str, modules: set[str]) -> str:
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules from each of which imports lead to all others of the set."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set[str](), [start]
+        while todo:
+            new = graph[todo.pop()] - seen
+            seen |= new
+            todo += new
+        reached[start] = seen
+    found = [{m for m in reached[n] if n in reached[m]} for n in graph if n in reached[n]]
+    return [each for number, each in enumerate(found) if each not in found[:number]]
+
+
+def test_no_imports_lead_in_a_circle() -> None:
+    within = tuple(f"lightning_dist.{room}." for room in CIRCLES)
+    found = circles(import_graph())
+    assert [each for each in found if not all(name.startswith(within) for name in each)] == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": set[str]()}
+    assert circles(graph) == [{"b", "c"}]
 
 
 def test_what_the_writer_process_imports_is_the_standard_library() -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
-from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.integrations.torch.ddp import compress_ddp
 
 
 def test_a_module_that_is_not_ddp() -> None:

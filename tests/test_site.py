@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lightning_dist"
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "examples" / "README.md"]
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
-    PACKAGE / "integrations" / "comm_metrics.py",
+    PACKAGE / "integrations" / "comm_report.py",
     PACKAGE / "checkpoint" / "metrics.py",
     PACKAGE / "elastic" / "account.py",
     *PACKAGE.rglob("live*.py"),

@@ -27,7 +27,7 @@ from benchmarks.step_time.rank import (
     tx_bytes_of,
 )
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.integrations.networks import Groups, new_groups
+from lightning_dist.integrations.torch.networks import Groups, new_groups
 
 _SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
 _LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a whole block more

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
-from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.reducer.block_unit import BlockUnit

@@ -39,7 +39,7 @@ from benchmarks.harness.results import error_sizes, parser_of, positive, recordi
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
 from benchmarks.step_time.rank import WIDTH, Row, split_row
-from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings

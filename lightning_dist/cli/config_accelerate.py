@@ -30,18 +30,18 @@ def require_accelerate() -> None:
 
 def ask() -> Any:
     """Accelerate's questions, on this terminal. Its configuration."""
-    from accelerate.commands.config.config import get_user_input
+    from lightning_dist.integrations.accelerate.private import ask_for_configuration
 
-    return get_user_input()
+    return ask_for_configuration()
 
 
 def defaults() -> Any:
     """What ``accelerate config default`` would write on this machine."""
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.config.default import write_basic_config
+    from lightning_dist.integrations.accelerate import private
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-        return load_config_from_file(str(write_basic_config(save_location=f"{folder}/c.yaml")))
+        written = private.write_default_configuration(f"{folder}/c.yaml")
+        return private.read_configuration(str(written))
 
 
 def load(path: Path) -> Any:
@@ -51,12 +51,14 @@ def load(path: Path) -> Any:
         ValueError: Accelerate does not take it.
         FileNotFoundError: it is not there.
     """
-    from accelerate.commands.config.config_args import load_config_from_file
+    from lightning_dist.integrations.accelerate.private import read_configuration
 
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; lightning-dist config writes one")
     try:
-        return load_config_from_file(str(path))
+        return read_configuration(str(path))
+    except ImportError:  # of Accelerate itself
+        raise
     except Exception as error:  # of any class: its reader takes the content as it comes
         raise ValueError(f"accelerate cannot read {path}: {error}") from error
 

@@ -36,9 +36,9 @@ def parse(words: Sequence[str]) -> Any:
         ImportError: it is not installed.
     """
     theirs.require_accelerate()
-    from accelerate.commands.launch import launch_command_parser
+    from lightning_dist.integrations.accelerate.private import launch_parser
 
-    return parsed(launch_command_parser(), words)
+    return parsed(launch_parser(), words)
 
 
 def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: Path) -> Plan:

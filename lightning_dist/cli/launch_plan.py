@@ -85,9 +85,9 @@ def parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
     Raises:
         ValueError: it does not take them.
     """
-    from torch.distributed.run import get_args_parser
+    from lightning_dist.private import torchrun_parser
 
-    parser: argparse.ArgumentParser = get_args_parser()
+    parser: argparse.ArgumentParser = torchrun_parser()
     for name in ("max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port"):
         if f"PET_{name.upper()}" not in environ:
             parser.set_defaults(**{name: None})

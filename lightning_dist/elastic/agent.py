@@ -9,9 +9,9 @@ from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.launcher import api
 
 from lightning_dist.elastic.life import EXIT_LEAVE, EXIT_RESTART
+from lightning_dist.private import give_back_restart, replace_agent
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ class PlannedStops(LocalElasticAgent):
         # One is enough: it goes when all have saved, and the agent ends those that it finds later.
         if result.state == WorkerState.FAILED and EXIT_RESTART in codes:
             log.info("a planned stop: its restart does not count as one of max_restarts")
-            self._remaining_restarts += 1  # the caller takes one
+            give_back_restart(self)
         return result
 
 
 def main() -> None:
     """Run torchrun's command line with such agents."""
-    api.LocalElasticAgent = PlannedStops  # type: ignore[attr-defined]  # there is no option for it
+    replace_agent(PlannedStops)
     run.main()
 
 

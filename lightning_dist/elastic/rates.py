@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_dist.private import LAST_LEARNING_RATES, inner_schedulers
+
 _OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")
-_OF_SCHEDULER = ("base_lrs", "_last_lr", "base_lr", "max_lrs", "eta_min", "min_lrs")
+_OF_SCHEDULER = ("base_lrs", LAST_LEARNING_RATES, "base_lr", "max_lrs", "eta_min", "min_lrs")
 
 
 def scale_learning_rates(
@@ -35,5 +37,5 @@ def _scale(scheduler: Any, factor: float) -> None:
             setattr(scheduler, name, [each * factor for each in value])
         elif isinstance(value, int | float):
             setattr(scheduler, name, value * factor)
-    for inner in getattr(scheduler, "_schedulers", ()):
+    for inner in inner_schedulers(scheduler):
         _scale(inner, factor)

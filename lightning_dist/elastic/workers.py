@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_dist.private import end_persistent_workers
+
 
 class ToldOnce:
     """A ``worker_init_fn``: a signal from elsewhere is left to the process that has the worker.
@@ -59,7 +61,4 @@ def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
 
 def end_workers(loader: Any) -> None:
     """End those that ``loader`` keeps between epochs: in a circle of references they would stay."""
-    iterator: Any = getattr(loader, "_iterator", None)
-    if hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
-        loader._iterator = None
+    end_persistent_workers(loader)

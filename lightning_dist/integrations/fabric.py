@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
-from lightning_dist.integrations.checks import require_compressible
-from lightning_dist.integrations.ddp import attach, connect_optimizers
-from lightning_dist.integrations.elastic_environment import FollowsLauncher
-from lightning_dist.integrations.process_group import init_process_group
+from lightning_dist.integrations.comm_report import CommReport
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.strategy_names import register
+from lightning_dist.integrations.torch.checks import require_compressible
+from lightning_dist.integrations.torch.ddp import attach, connect_to_own
+from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.topology import Topology
 
 
-class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
+class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, DDPStrategy):
     """Fabric's DDP with compressed gradients; arguments as the Lightning strategy of that name.
 
     Every module given to ``fabric.setup`` gets a reducer of its own. ``fabric.save`` stores their
     residuals under ``"lightning_dist"``; ``fabric.load`` after ``fabric.setup`` restores them.
     """
 
+    reducers: list[Reducer]
+    """Of the modules, in the order of ``fabric.setup``."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reducers: list[Reducer] = []
+        self.reducers = []
 
     @override
     def _setup_distributed(self) -> None:
@@ -47,7 +48,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
             attach(
                 model,
                 self._settings,
-                grad_scale=self._grad_scale if self._scaler else None,
+                grad_scale=loss_scale_of(getattr(self.precision, "scaler", None)),
                 timeout=self._timeout,
                 one_of_several=True,
             )
@@ -56,31 +57,8 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
-        for reducer in self.reducers:
-            if not mine.isdisjoint(reducer.names):
-                connect_optimizers([optimizer], reducer)
+        connect_to_own(optimizer, self.reducers)
         return super().setup_optimizer(optimizer)
-
-    @property
-    def _scaler(self) -> GradScaler | None:
-        return getattr(self.precision, "scaler", None)
-
-    def _grad_scale(self) -> Tensor | None:
-        return None if self._scaler is None else self._scaler._scale
-
-    @property
-    def topology(self) -> Topology | None:
-        """Hosts and groups of the ranks; None before the first ``fabric.setup``."""
-        return self.reducers[0].network.topology if self.reducers else None
-
-    def comm_stats(self) -> list[Mapping[str, Any]]:
-        """Bytes this rank sent, for each module in the order of ``fabric.setup``."""
-        return [reducer.comm_stats() for reducer in self.reducers]
-
-    def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, hosts and versions; empty before the first ``fabric.setup``."""
-        return self.reducers[0].comm_config() if self.reducers else {}
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -101,6 +79,4 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        from lightning_dist.integrations.registration import register_fabric
-
-        register_fabric(strategy_registry)
+        register(strategy_registry, cls)

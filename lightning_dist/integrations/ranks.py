@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.told_errors import retold, told
 
 Facts = dict[str, Any]
 
@@ -35,13 +35,13 @@ class Ranks:
         """
         by_rank: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
         if self.group is not None:
-            mine = {"facts": facts, "error": None if error is None else told(error)}
+            mine = {"facts": facts, "error": None if error is None else describe_error(error)}
             by_rank = all_facts(mine, group=self.group, device=torch.device("cpu"))
         if error is not None:
             raise error
         for of_rank in by_rank:
             if of_rank["error"] is not None:
-                raise retold(of_rank["error"])
+                raise error_from(of_rank["error"])
         return [of_rank["facts"] for of_rank in by_rank]
 
     def on_first(self, action: Callable[[], Facts]) -> Facts:
@@ -54,3 +54,23 @@ class Ranks:
             except Exception as raised:
                 error = raised
         return self.all(facts, error=error)[0]
+
+
+_TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}
+"""A class before those that it is derived from."""
+
+
+def describe_error(error: Exception) -> list[str]:
+    """``error`` for other ranks; JSON-able."""
+    if isinstance(error, CorruptCheckpointError):
+        return ["CorruptCheckpointError", error.path, error.reason]
+    kinds = [name for name, kind in _TYPES.items() if isinstance(error, kind)]
+    return [kinds[0] if kinds else "", str(error) or repr(error)]
+
+
+def error_from(description: list[str]) -> Exception:
+    """The error that was described; a CheckpointError where its type is not known."""
+    kind, *arguments = description
+    if kind == "CorruptCheckpointError":
+        return CorruptCheckpointError(*arguments)
+    return _TYPES.get(kind, CheckpointError)(*arguments)

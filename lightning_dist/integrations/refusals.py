@@ -23,10 +23,8 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
         )
     for name in _HOOK_ARGUMENTS:
         if arguments.get(name) is not None:
-            raise ValueError(
-                f"a model takes one communication hook and compressed_ddp registers its own, got "
-                f"{name}={arguments[name]!r}; leave it out, or use DDPStrategy with that hook"
-            )
+            remedy = "leave it out, or use DDPStrategy with that hook"
+            raise second_hook(f"{name}={arguments[name]!r}", owner="compressed_ddp", remedy=remedy)
     if arguments.get("mixed_precision") is not None:
         raise ValueError(
             "DDP's mixed_precision= installs a communication hook of its own, and a model takes "
@@ -37,6 +35,13 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
             "skip_all_reduce_unused_params=True makes DDP skip buckets, and the compressed step "
             "ends with the last one; leave it out"
         )
+
+
+def second_hook(got: str, *, owner: str, remedy: str) -> ValueError:
+    """The error for a communication hook beside the one that ``owner`` registers."""
+    return ValueError(
+        f"a model takes one communication hook and {owner} registers its own, got {got}; {remedy}"
+    )
 
 
 def refuse_unknown(

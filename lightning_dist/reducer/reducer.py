@@ -55,7 +55,7 @@ class Reducer:
     """Averages flat tensors made of named slices over the ranks of a network, compressed.
 
     A step is :meth:`start` for every tensor, then :meth:`finish`. Adapters make the tensors:
-    DistributedDataParallel's buckets come from ``integrations.ddp_buckets``. Several reducers may
+    DistributedDataParallel's buckets come from ``integrations.torch.buckets``. Several reducers may
     be in the middle of a step at once, each with tensors and state of its own; over the same
     network they share an executor, and all ranks call them in the same order.
 

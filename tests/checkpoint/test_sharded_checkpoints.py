@@ -20,7 +20,7 @@ from lightning_dist.checkpoint.disk.manifest import Manifest
 from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.checkpoint_report import line
+from lightning_dist.integrations.lightning.checkpoint.report import line
 
 Kind = Literal["process", "thread"]
 LIMIT = 30.0

@@ -14,7 +14,7 @@ from scenarios.accelerating import Training, kill_writer_during_a_save, names, n
 
 from lightning_dist.accelerate import AsyncState
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.integrations.accelerate.scratch import Scratch, sweep
+from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from scenarios.accelerating import forget_accelerators
 
 from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
 from lightning_dist.configuration import OPTIONS
-from lightning_dist.integrations.accelerate.handler import handler_of
+from lightning_dist.integrations.accelerate.attach import handler_of
 
 HERE = Path(__file__).parent
 

@@ -280,7 +280,7 @@ import sys
 from pathlib import Path
 from checkpoint_runs import Net, fit
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.integrations.checkpoint_session import CheckpointSession
+from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
 save, new = CheckpointSession.save, []
 def note(self, *args, **kwargs):
     before = set(sys.modules)

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.integrations.checkpoint_strategies import require_supported
+from lightning_dist.integrations.lightning.checkpoint.supported import require_supported
 
 
 def message(error: type[Exception], *arguments: Any, **keywords: Any) -> str:

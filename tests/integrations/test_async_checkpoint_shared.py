@@ -17,9 +17,9 @@ from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Origin
-from lightning_dist.integrations import async_checkpoint
-from lightning_dist.integrations.checkpoint_books import Displaced
-from lightning_dist.integrations.checkpoint_io import surface
+from lightning_dist.integrations.lightning.checkpoint import async_checkpoint
+from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Displaced
+from lightning_dist.integrations.lightning.checkpoint.io import surface
 
 PAIRS: dict[str, list[dict[str, Any]]] = {
     "one name": [

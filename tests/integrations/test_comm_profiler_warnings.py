@@ -13,8 +13,8 @@ from planted import Planted
 from torch import nn
 
 from lightning_dist import CommProfiler
-from lightning_dist.integrations.comm_profiler import _reason
-from lightning_dist.integrations.profile_run import ProfileRun
+from lightning_dist.integrations.profiler.comm_profiler import _reason
+from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.report.files import Wanted
 

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.integrations.elastic_environment import (
+from lightning_dist.integrations.lightning.launcher import (
     ElasticEnvironment,
     launch_of,
     local_devices,

@@ -11,8 +11,8 @@ from test_refusals_of_groups import grouped
 from torch import nn
 from worlds import Rank, run_threads
 
-from lightning_dist.integrations import networks
-from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.integrations.torch import networks
+from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.topology.launcher import Claim
 
 

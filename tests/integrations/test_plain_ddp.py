@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist import compress_ddp
-from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.integrations.torch.ddp import reducer_of
 
 
 def two_branches() -> nn.ModuleDict:

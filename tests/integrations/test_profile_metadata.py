@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from lightning_dist.integrations.profile_metadata import why_not_in_detail
+from lightning_dist.integrations.profiler.metadata import why_not_in_detail
 
 
 def model(monkeypatch: pytest.MonkeyPatch, device: str, backend: str, *, devices: int = 1) -> Any:

@@ -14,7 +14,7 @@ from planted import Planted
 from wandb_runs import records
 
 from lightning_dist import CommProfiler
-from lightning_dist.integrations.live_profile import log_summary
+from lightning_dist.integrations.profiler.live import log_summary
 from lightning_dist.profiling.analysis.summarize import summarize
 
 OF_RANKS = {"rank0.jsonl", "rank11.jsonl", "torch-trace-rank0-step3.json.gz", "flight-rank1.json"}

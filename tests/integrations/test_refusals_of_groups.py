@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_messages import message
 
-from lightning_dist.integrations.grouping import topology_of
+from lightning_dist.integrations.torch.grouping import topology_of
 from lightning_dist.settings import Settings
 from lightning_dist.topology.groups import tree_of
 

@@ -16,7 +16,8 @@ from processes import run
 import lightning_dist
 from lightning_dist import CODECS, CompressedDDPStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.registration import register_all, register_lightning
+from lightning_dist.integrations.registration import lightning_strategy, register_all
+from lightning_dist.integrations.strategy_names import register
 
 NAMES = {
     "compressed_ddp": {"start_method": "popen"},
@@ -87,7 +88,7 @@ def test_importing_again_changes_nothing() -> None:
 def test_a_name_that_the_user_took_stays_theirs() -> None:
     registry = _StrategyRegistry()
     registry.register("compressed_ddp", DDPStrategy, description="mine")
-    register_lightning(registry)
+    register(registry, lightning_strategy)
     assert registry["compressed_ddp"]["strategy"] is DDPStrategy
     assert registry["compressed_ddp"]["description"] == "mine"
     assert set(registry) == set(NAMES)

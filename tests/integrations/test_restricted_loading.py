@@ -235,7 +235,7 @@ def test_tensors_that_cannot_be_on_meta_hide_nothing_that_runs_code(
 
 
 def test_what_cannot_be_read_at_all_is_not_given_to_an_accelerator(tmp_path: Path) -> None:
-    from lightning_dist.integrations.accelerate.restricted import problem_on_load
+    from lightning_dist.integrations.accelerate.async_state.files import problem_on_load
 
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # torch.load would run its code

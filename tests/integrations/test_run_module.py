@@ -15,7 +15,7 @@ from scenarios.accelerating import forget_accelerators
 
 from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.codecs import Int4
-from lightning_dist.integrations.accelerate.everywhere import attached_everywhere
+from lightning_dist.integrations.accelerate.patch import attached_everywhere
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "unchanged_training.py"

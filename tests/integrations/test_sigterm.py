@@ -9,7 +9,7 @@ from processes import run
 
 BEGIN = """
 import ctypes, os, signal, sys
-from lightning_dist.integrations import sigterm
+from lightning_dist.integrations.profiler import sigterm
 sigterm._PATIENCE = 0.2
 def tell(*words):
     print(*words, flush=True)

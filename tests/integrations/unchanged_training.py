@@ -22,7 +22,7 @@ def main() -> None:
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    from lightning_dist.integrations.ddp import reducer_of  # only to look
+    from lightning_dist.integrations.torch.ddp import reducer_of  # only to look
 
     reducer = reducer_of(model.module)
     said = {

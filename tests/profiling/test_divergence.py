@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from planted import Planted, replace
 
-from lightning_dist.integrations.live_profile import of_errors
+from lightning_dist.integrations.profiler.live import of_errors
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import ErrorRecord

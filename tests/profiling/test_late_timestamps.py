@@ -13,7 +13,7 @@ from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist import compress_ddp
-from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.measurement.device_clock import Timestamp
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import Watching, watch_allreduce

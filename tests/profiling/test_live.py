@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from planted import Planted, replace
 
-from lightning_dist.integrations.live_profile import LiveProfile, log_summary, of_one_rank
+from lightning_dist.integrations.profiler.live import LiveProfile, log_summary, of_one_rank
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import Phase, StepRecord
 from lightning_dist.profiling.run import Run

@@ -9,7 +9,7 @@ import pytest
 from planted import Planted, replace, replaced
 from report_pages import body_of
 
-from lightning_dist.integrations.live_profile import metrics_of
+from lightning_dist.integrations.profiler.live import metrics_of
 from lightning_dist.profiling.analysis.compare import compare, measured
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.events import EndRecord

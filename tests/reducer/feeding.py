@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank
 
 from lightning_dist.codecs import CODECS, Codec
-from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.reducer import Reducer
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -13,7 +13,7 @@ from feeding import FakeBucket, digest, feed
 from torch import Tensor
 
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings

@@ -24,7 +24,7 @@ from lightning_dist.codecs import BlockCodec, Codec, NoCompression, Uncompressed
 from lightning_dist.codecs.scaled import ScaledBlocks
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.traffic import Sent
-from lightning_dist.integrations.checks import compresses_fewer_bytes
+from lightning_dist.integrations.torch.checks import compresses_fewer_bytes
 from lightning_dist.reducer.fitting import fitted
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan import Planner

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam
-from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 

@@ -11,7 +11,7 @@ from feeding import FakeBucket, Fed, backward, compressed, feed
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.settings import Settings

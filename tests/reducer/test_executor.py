@@ -12,7 +12,7 @@ from processes import run
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllGather, AllReduce
-from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.reducer.executor import Worker, executor_for
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings

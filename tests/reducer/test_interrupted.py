@@ -16,7 +16,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllReduce, TwoShot
-from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.integrations.ddp import attach
+from lightning_dist.integrations.torch.ddp import attach
 
 
 class _Failing(torch.autograd.Function):

@@ -11,7 +11,7 @@ from saving import through_a_file
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
-from lightning_dist.integrations.ddp import attach
+from lightning_dist.integrations.torch.ddp import attach
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
 

@@ -18,7 +18,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.integrations.ddp_buckets import DDPBuckets
+from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.reducer import plan
 from lightning_dist.reducer.network import Network

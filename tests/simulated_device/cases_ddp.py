@@ -30,7 +30,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import TwoShot
-from lightning_dist.integrations.ddp import compress_ddp
+from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import slices_of

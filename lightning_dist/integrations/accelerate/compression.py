@@ -6,25 +6,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.accelerate import residuals
-from lightning_dist.integrations.accelerate.attaching import require_attachable
-from lightning_dist.integrations.accelerate.handler import CompressionHandler, handler_of
+from lightning_dist.integrations.accelerate import private, residuals
+from lightning_dist.integrations.accelerate.attach import (
+    CompressionHandler,
+    handler_of,
+    require_attachable,
+)
 from lightning_dist.integrations.arguments import CONFIG_KEY
-from lightning_dist.integrations.comm_metrics import comm_metrics
-from lightning_dist.integrations.ddp import attach, connect_optimizers, reducer_of
+from lightning_dist.integrations.comm_report import CommReport, comm_metrics
+from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
+from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.run_config import run_config
 from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class Compression:
+class Compression(CommReport):
     """The compression of one Accelerator; made by :meth:`CompressedDDPPlugin.attach`.
 
     Args:
@@ -45,21 +48,20 @@ class Compression:
 
     def take_place(self) -> None:
         """Stand where Accelerate asks for the arguments of DDP, around those that are there."""
-        found = self._accelerator.ddp_handler
         if handler_of(self._accelerator) is None:
-            self._accelerator.ddp_handler = CompressionHandler(found, self)
+            found = private.ddp_handler(self._accelerator)
+            private.set_ddp_handler(self._accelerator, CompressionHandler(found, self))
 
     def compress(self, model: DistributedDataParallel) -> Reducer:
         """What the handler does when Accelerate has wrapped a model. Collective."""
         before = reducer_of(model.module)
         if before is not None:  # of a training that is over: Accelerate has wrapped it anew
             before.close()
-        init = self._accelerator.init_handler
         return attach(
             model,
             self._settings,
-            grad_scale=self._grad_scale if self._accelerator.scaler else None,
-            timeout=None if init is None else init.timeout,
+            grad_scale=loss_scale_of(self._accelerator.scaler),
+            timeout=private.group_timeout(self._accelerator),
             one_of_several=True,
         )
 
@@ -73,25 +75,12 @@ class Compression:
         """
         for prepared in optimizers:
             optimizer = getattr(prepared, "optimizer", prepared)
-            mine = {p for group in optimizer.param_groups for p in group["params"]}
-            for reducer in self.reducers:
-                if not mine.isdisjoint(reducer.names):
-                    connect_optimizers([optimizer], reducer)
+            connect_to_own(optimizer, self.reducers)
 
     @property
     def reducers(self) -> list[Reducer]:
         """Of the prepared models, in their order; empty with one process."""
         return residuals.reducers(self._accelerator)
-
-    @property
-    def topology(self) -> Topology | None:
-        """Hosts and groups of the ranks; None before the first ``prepare``."""
-        reducers = self.reducers
-        return reducers[0].network.topology if reducers else None
-
-    def comm_stats(self) -> list[Mapping[str, Any]]:
-        """Bytes this rank sent, for each model in the order of ``prepare``."""
-        return [reducer.comm_stats() for reducer in self.reducers]
 
     def metrics(self) -> dict[str, float]:
         """``comm/*`` of this rank, over all models; empty before the first step."""
@@ -109,8 +98,7 @@ class Compression:
         ``comm_config()`` as ``lightning_dist/codec`` and so on, in one level and without None:
         TensorBoard takes no others. Exchange, hosts and ranks are in it after ``prepare``.
         """
-        reducers = self.reducers
-        config = reducers[0].comm_config() if reducers else run_config(self._settings, None)
+        config = self.comm_config() or run_config(self._settings, None)
         return dict(_flat(CONFIG_KEY, config))
 
     def close(self) -> None:
@@ -152,10 +140,6 @@ class Compression:
     def _load(self, models: Iterable[nn.Module], folder: str) -> None:
         if not self._saved_by_another:
             self.load(folder)
-
-    def _grad_scale(self) -> Tensor | None:
-        scaler = self._accelerator.scaler
-        return None if scaler is None else scaler._scale
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float]]:

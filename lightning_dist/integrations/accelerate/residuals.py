@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.accelerate.handler import handler_of
-from lightning_dist.integrations.ddp import reducer_of
+from lightning_dist.integrations.accelerate.attach import handler_of
+from lightning_dist.integrations.accelerate.private import prepared_models
+from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def reducers(accelerator: Accelerator) -> list[Reducer]:
     """Of the models that were given to compress_ddp."""
-    found = map(reducer_of, accelerator._models)
+    found = map(reducer_of, prepared_models(accelerator))
     return [reducer for reducer in found if reducer is not None]
 
 

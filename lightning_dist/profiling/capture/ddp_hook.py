@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dist.private import communication_hooks
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
 from lightning_dist.reducer.commit import untraced
@@ -232,7 +233,7 @@ class WatchedAllReduce:
 
 def why_not_watched(model: DistributedDataParallel) -> str:
     """Why gradients of ``model`` cannot be seen: another hook reduces them; empty if they can."""
-    for hook, state in model._comm_hooks:
+    for hook, state in communication_hooks(model):
         if not isinstance(state, WatchedAllReduce):
             return (
                 f"the model has a communication hook already ({hook.__qualname__}), and DDP takes "
@@ -248,7 +249,9 @@ def why_not_watched(model: DistributedDataParallel) -> str:
 
 def is_watched(model: DistributedDataParallel) -> bool:
     """Whether somebody sees its gradients now."""
-    states = [state for _, state in model._comm_hooks if isinstance(state, WatchedAllReduce)]
+    states = [
+        state for _, state in communication_hooks(model) if isinstance(state, WatchedAllReduce)
+    ]
     return any(not state.recorder.is_closed for state in states)
 
 
@@ -263,7 +266,7 @@ def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, cross
         crosses: whether the next rank of the ring is on another host.
     """
 
-    for _, state in model._comm_hooks:
+    for _, state in communication_hooks(model):
         if isinstance(state, WatchedAllReduce):
             state.recorder = recorder
             return

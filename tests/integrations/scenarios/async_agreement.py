@@ -15,7 +15,7 @@ from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import owner_of
 from lightning_dist.checkpoint.disk.verify import describe
-from lightning_dist.integrations import checkpoint_choice
+from lightning_dist.integrations.lightning.checkpoint import resume
 from scenarios.async_checkpoints import Steps, checkpoint, fit
 from scenarios.catalogue import Facts, folder, rank, scenario
 from scenarios.fitting import plain
@@ -48,7 +48,7 @@ def async_one_rank_knows() -> Facts:
     fit(plain(), checkpoint(where))
     newest, oldest = where / "step=6.ckpt", where / "step=3.ckpt"
     _flip(newest)
-    with patch.object(checkpoint_choice, "verify", wraps=checkpoint_choice.verify) as verify:
+    with patch.object(resume, "verify", wraps=resume.verify) as verify:
         facts["path"] = _error(checkpoint(where), ckpt_path=newest)
     facts["verified"] = verify.call_count
     facts["missing"] = _error(checkpoint(where), ckpt_path=where / "none.ckpt")

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler
-from lightning_dist.integrations import profile_run
+from lightning_dist.integrations.profiler import run as profile_run
 
 
 def failing(folder: Path) -> None:

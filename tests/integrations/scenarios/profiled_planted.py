@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.codecs import Int8
-from lightning_dist.reducer.block_unit import BlockChunk
+from lightning_dist.reducer.block_unit import BlockUnit
 
 
 def noted(call: Callable[..., Any], launched: list[int]) -> Callable[..., Any]:
@@ -68,8 +68,8 @@ def skew(folder: Path, *, codec: str | None) -> None:
 def codec_time(folder: Path) -> None:
     """The encoding of the one bucket takes longer; what comes before the exchange is timed here."""
     spent: list[float] = []
-    for name, planted in (("encode", 0.01), ("finite", 0.0), ("issue", 0.0)):
-        setattr(BlockChunk, name, timed(getattr(BlockChunk, name), planted, spent))
+    for name, planted in (("encode", 0.01), ("finite", 0.0), ("start", 0.0)):
+        setattr(BlockUnit, name, timed(getattr(BlockUnit, name), planted, spent))
     model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
     compress_ddp(model, "int8", compile_kernels=False)
     with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):

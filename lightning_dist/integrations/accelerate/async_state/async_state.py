@@ -1,0 +1,264 @@
+"""``accelerator.save_state`` and ``load_state``, asynchronous and crash-safe."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations.accelerate.accelerator import Accelerator
+from lightning_dist.integrations.accelerate.async_state.loading import load
+from lightning_dist.integrations.accelerate.async_state.places import Places
+from lightning_dist.integrations.accelerate.async_state.refusals import (
+    require_effect,
+    require_separable,
+    staging_folder,
+)
+from lightning_dist.integrations.accelerate.async_state.saves import Saves
+from lightning_dist.integrations.accelerate.async_state.snapshot import take
+from lightning_dist.integrations.ranks import Ranks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator as AnyAccelerator
+
+log = logging.getLogger(__name__)
+
+
+class AsyncState:
+    """Saves and loads an Accelerator's state in the background, complete or not at all.
+
+    Accelerate writes its files into memory; a writer puts them in a folder that appears under its
+    name once everything is durable, with a manifest of checksums. Stock ``accelerator.load_state``
+    reads that folder too. Every rank makes one, after ``accelerator.prepare``; making it, saving
+    and loading are collective.
+
+    Beyond accelerate's files it keeps, for every rank, the state of objects registered with
+    ``register_for_checkpointing``, and the residuals of models given to
+    :func:`lightning_dist.compress_ddp`.
+
+    Args:
+        accelerator: of one process, or of DDP.
+        snapshot: ``"blocking"`` (also ``"auto"``): ``save_state`` returns when the files are in
+            memory. ``"sync"``: when they are durable.
+        max_in_flight: saves that may be under way; each has its files in memory.
+        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
+        writer: ``"process"``, which survives the trainer (also ``"auto"``), or ``"thread"``.
+        verify: ``"resume"``: what is loaded is compared with its checksums first. ``"always"``:
+            also what was written, before anything it replaces is removed. ``"never"``.
+        on_error: when a save has failed, ``"raise"`` at the next call, or ``"warn"``.
+        host_memory_limit: cannot take effect here; use ``staging_dir``.
+        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
+            that have none: nobody is kept out, and what a killed writer leaves half done stays.
+        staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
+            in, else ``tempfile.gettempdir()``.
+        weights_only: loading runs no code of the files, also where Accelerate unpickles registered
+            objects, and a first save that could not be loaded so is refused. False: anything is
+            saved and loaded; for folders to which only those can write whom you trust.
+
+    Raises:
+        ValueError: a setting that cannot take effect, or an Accelerator that writes its checkpoints
+            collectively (FSDP, DeepSpeed, Megatron-LM, tensor parallelism).
+    """
+
+    def __init__(
+        self,
+        accelerator: AnyAccelerator,
+        *,
+        snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
+        max_in_flight: int = 1,
+        on_busy: Literal["wait", "skip"] = "wait",
+        writer: Literal["auto", "process", "thread"] = "auto",
+        verify: Literal["resume", "always", "never"] = "resume",
+        on_error: Literal["raise", "warn"] = "raise",
+        host_memory_limit: int | None = None,
+        staging_dir: str | os.PathLike[str] | None = None,
+        lock: bool = True,
+        weights_only: bool = True,
+    ) -> None:
+        require_effect(snapshot=snapshot, host_memory_limit=host_memory_limit)
+        require_separable(accelerator)
+        self._settings = CheckpointSettings(
+            snapshot, max_in_flight, on_busy, writer, verify, on_error, lock=lock
+        )
+        self._staging_dir = staging_folder(staging_dir)
+        self._weights_only = self._to_prove = weights_only
+        self._accelerator = accelerator
+        group = None
+        if accelerator.num_processes > 1:
+            group = dist.new_group(backend="gloo")  # not the training's: it may be on the GPU
+        self._ranks = Ranks(group)
+        self._checkpointer = Checkpointer(self._settings, group=group)
+        self._places = Places(
+            accelerator,
+            checkpointer=self._checkpointer,
+            ranks=self._ranks,
+            staging_dir=self._staging_dir,
+        )
+        self._saves = Saves(self._checkpointer, ranks=self._ranks)
+        self._closed = False
+        if isinstance(accelerator, Accelerator):
+            accelerator.before_end(self.close)
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The last checkpoint that is durable: ``target``, ``origin.step``, ``nbytes``, ...
+
+        ``nbytes`` and ``seconds`` are of this rank.
+        """
+        return self._checkpointer.last_committed
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost the training so far, on this rank."""
+        self._saves.collect()
+        return self._checkpointer.metrics
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+        *,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str | None:
+        """Save, as ``accelerator.save_state``; returns when training may go on. Collective.
+
+        Args:
+            output_dir: the folder; a checkpoint of ours with that name is replaced once this one is
+                complete. None: ``project_dir/checkpoints/checkpoint_n``, where
+                ``ProjectConfiguration`` asks for automatic naming.
+            step: for the record; None: the number of the save.
+            safe_serialization: as of ``accelerator.save_state``, like all other arguments.
+
+        Returns:
+            The folder; None if it is not saved, because of ``on_busy`` or ``on_error``.
+
+        Raises:
+            CheckpointError: an earlier save has failed. This one was not begun; call again.
+            ValueError: the folder belongs to another trainer, to something else, or is not one that
+                all ranks see; or ``weights_only`` would not let this state be loaded.
+        """
+        began = time.perf_counter()
+        self._require_open()
+        require_separable(self._accelerator)  # models may have been prepared since
+        wanted = None if output_dir is None else os.fspath(output_dir)
+        if not self._saves.take_turn(wanted):
+            return None
+        destination = self._places.to_save(wanted, pending=self._saves.targets)
+        target, number = destination.target, destination.number
+        try:
+            snapshot = take(
+                self._accelerator,
+                ranks=self._ranks,
+                staging_dir=self._staging_dir,
+                restricted=self._to_prove,
+                arguments={"safe_serialization": safe_serialization, **save_model_func_kwargs},
+            )
+        except CheckpointError as error:
+            self._checkpointer.metrics.failed += 1
+            self._saves.complain(CheckpointError(f"{target} was not saved: {error}"))
+            return None
+        self._to_prove = False
+        self._saves.begin(snapshot, target, step=number if step is None else step)
+        if self._ranks.rank == 0:
+            for path in destination.superseded:
+                self._checkpointer.remove(path)  # never before a success
+        if wanted is None:
+            self._accelerator.project_configuration.iteration = number + 1
+        if self._settings.snapshot == "sync":
+            self.wait()
+        self._checkpointer.metrics.stall_s = time.perf_counter() - began
+        return target
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Load, as ``accelerator.load_state``; checked before anything is touched. Collective.
+
+        Args:
+            input_dir: a folder of ours, or of accelerate itself, which cannot be checked. None: the
+                newest complete one of ours in ``project_dir/checkpoints``.
+            load_kwargs: as of ``accelerator.load_state``, like all other arguments;
+                ``{"weights_only": False}`` for this folder only.
+
+        Returns:
+            The folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CheckpointError: there are only damaged ones, or the given one is.
+            ValueError: no folder is given and none is known, or it holds something else, or what
+                ``weights_only`` does not let be read.
+        """
+        self._require_open()
+        self._checkpointer.wait()
+        wanted = None if input_dir is None else os.fspath(input_dir)
+        source = self._places.to_load(wanted, check=self._settings.verify != "never")
+        load_kwargs = {"weights_only": self._weights_only, **(load_kwargs or {})}
+        load(
+            self._accelerator,
+            source,
+            ranks=self._ranks,
+            restricted=load_kwargs["weights_only"] is not False,
+            arguments={"load_kwargs": load_kwargs, **load_model_func_kwargs},
+        )
+        return source.path
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save of this rank is committed or has failed.
+
+        Raises:
+            CheckpointError: one has failed, which was not reported yet.
+            TimeoutError: after ``timeout`` seconds.
+        """
+        self._require_open()
+        self._checkpointer.wait(timeout)
+        self._saves.report([self._saves.collect()])
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait, and give everything back. Not needed for what was saved to be written.
+
+        Raises:
+            CheckpointError: a save has failed, which was not reported yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._checkpointer.close(timeout)
+        finally:
+            failures = self._saves.collect()
+        self._saves.report([failures])
+
+    def __enter__(self) -> AsyncState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except (CheckpointError, OSError) as second:
+            log.warning("%s", second)  # the error that is on its way says more
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("this AsyncState is closed; make a new one")

@@ -1,0 +1,155 @@
+"""Where compression is attached to an Accelerator, and what must hold before.
+
+A hook that would never run, or ranks that do not know of each other, are said then and not found
+out at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+)
+
+from lightning_dist.integrations.accelerate.async_state.refusals import kind_of
+from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
+from lightning_dist.integrations.refusals import second_hook
+from lightning_dist.topology.launcher import promised_ranks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.nn.parallel import DistributedDataParallel
+
+log = logging.getLogger(__name__)
+
+_PLUGIN = "the CompressedDDPPlugin"
+_TWO_ON_CPU = (
+    "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
+    "train.py"
+)
+
+
+def require_attachable(accelerator: Accelerator) -> None:
+    """Raise ValueError where the hook would not run or not be the only one; warn of one process."""
+    if handler_of(accelerator) is not None:
+        raise ValueError(
+            "one CompressedDDPPlugin can be attached to an Accelerator, and one is attached "
+            "already; attach it once, or give it in kwargs_handlers and do not attach it"
+        )
+    prepared = prepared_models(accelerator)
+    if prepared:
+        raise ValueError(
+            "a CompressedDDPPlugin must be attached before accelerator.prepare, got an Accelerator "
+            f"with a prepared {type(prepared[0]).__name__}; attach it right after Accelerator(...)"
+        )
+    _require_ddp(accelerator)
+    _require_no_hook(ddp_handler(accelerator))
+    if accelerator.num_processes == 1:
+        _about_one_process()
+
+
+def _require_ddp(accelerator: Accelerator) -> None:
+    kind = kind_of(accelerator)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(
+            "a CompressedDDPPlugin compresses the gradients of DistributedDataParallel, got an "
+            f"Accelerator with {kind}, which exchanges them itself; launch with --multi_gpu "
+            "(distributed_type: MULTI_GPU), or leave the plugin out"
+        )
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.tp_enabled:
+        raise ValueError(
+            "a CompressedDDPPlugin compresses the gradients of DistributedDataParallel, which "
+            f"Accelerate does not use with tensor parallelism, got tp_size={parallelism.tp_size}; "
+            "leave tp_size at 1, or the plugin out"
+        )
+
+
+def _require_no_hook(given: DistributedDataParallelKwargs | None) -> None:
+    if given is None:
+        return
+    no_hook = DDPCommunicationHookType.NO
+    for name, default in (("comm_hook", no_hook), ("comm_wrapper", no_hook)):
+        if getattr(given, name) != default:
+            got = f"DistributedDataParallelKwargs({name}={getattr(given, name)})"
+            raise second_hook(got, owner=_PLUGIN, remedy="leave it out, or the plugin")
+    if given.comm_state_option:
+        raise ValueError(
+            "comm_state_option belongs to a hook of torch and cannot take effect beside a "
+            f"CompressedDDPPlugin, got {given.comm_state_option}; leave it out"
+        )
+    if type(given).register_comm_hook is not DistributedDataParallelKwargs.register_comm_hook:
+        got = f"a {type(given).__name__} with a register_comm_hook of its own"
+        remedy = "use a DistributedDataParallelKwargs, or leave the plugin out"
+        raise second_hook(got, owner=_PLUGIN, remedy=remedy)
+
+
+def _about_one_process() -> None:
+    """One process of one, or one of several that will train for themselves."""
+    promised = promised_ranks()
+    if promised is not None:
+        name, count = promised
+        raise ValueError(
+            f"all processes of a launch must train together, but {name}={count} and this "
+            "Accelerator has num_processes=1: every process would train for itself. On CPU set "
+            "ACCELERATE_USE_CPU=true in the environment and leave use_cpu and cpu= out "
+            f"({_TWO_ON_CPU}); start a job of one process without a launcher"
+        )
+    log.warning(
+        "the Accelerator has one process, so nothing is exchanged or compressed. If you asked for "
+        "several: 'accelerate launch --cpu --num_processes 2' starts one; write '%s'",
+        _TWO_ON_CPU,
+    )
+
+
+class CompressesModels(Protocol):
+    """What a plugin has attached to an Accelerator."""
+
+    def compress(self, model: DistributedDataParallel) -> object:
+        """Compress the gradients of a model that was wrapped."""
+
+    def saved_by_another(self) -> AbstractContextManager[None]:
+        """Leave residuals to whoever saves and loads meanwhile."""
+
+
+class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # no types
+    """The user's arguments of DDP, and a hook of ours.
+
+    Not in ``kwargs_handlers``: Accelerate takes none but its own classes there.
+
+    Args:
+        given: the user's, or None.
+        compression: is told of every model.
+    """
+
+    def __init__(
+        self, given: DistributedDataParallelKwargs | None, compression: CompressesModels
+    ) -> None:
+        self._given = given or DistributedDataParallelKwargs()
+        known = fields(DistributedDataParallelKwargs)
+        super().__init__(**{field.name: getattr(self._given, field.name) for field in known})
+        self.compression = compression
+
+    def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self._given.to_dict(*args, **kwargs)
+        return found
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of DDP that differ from the defaults of Accelerate."""
+        found: dict[str, Any] = self._given.to_kwargs()
+        return found
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Called for every model that was wrapped, before torch.compile."""
+        self.compression.compress(model)
+
+
+def handler_of(accelerator: Accelerator) -> CompressionHandler | None:
+    """Ours, if it is there."""
+    found = ddp_handler(accelerator)
+    return found if isinstance(found, CompressionHandler) else None

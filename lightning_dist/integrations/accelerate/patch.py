@@ -1,0 +1,54 @@
+"""The plugin for every Accelerator of a process whose script knows nothing of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from lightning_dist.integrations.accelerate.attach import handler_of
+
+_ENTRIES = ("prepare", "prepare_model")
+
+
+@contextmanager
+def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[Accelerator]]:
+    """Within the body, ``attach`` every Accelerator just before it prepares its first model.
+
+    Not when it is made: a script may still give it a plugin of its own, and transformers' Trainer
+    replaces the handler of DDP at the last moment. Accelerate has no place where one could
+    register; the two public methods of the class are wrapped, and given back at the end.
+
+    Yields:
+        The Accelerators so far; none were there if it stays empty.
+    """
+    seen: list[Accelerator] = []
+    stock = {name: getattr(Accelerator, name) for name in _ENTRIES}
+
+    def ensure(accelerator: Accelerator) -> None:
+        if any(accelerator is each for each in seen):
+            return
+        seen.append(accelerator)
+        if handler_of(accelerator) is None:  # what the script says of its own plugin counts
+            attach(accelerator)
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(each, nn.Module) for each in (*args, *kwargs.values())):
+                ensure(self)
+            return method(self, *args, **kwargs)
+
+        return prepare
+
+    try:
+        for name, method in stock.items():
+            setattr(Accelerator, name, wrap(method))
+        yield seen
+    finally:
+        for name, method in stock.items():
+            setattr(Accelerator, name, method)

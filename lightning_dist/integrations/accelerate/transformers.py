@@ -1,0 +1,59 @@
+"""transformers' Trainer, and every class made of it, with compressed gradients."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning_dist.integrations.accelerate.compression import Compression
+from lightning_dist.integrations.accelerate.plugin import CompressedDDPPlugin
+from lightning_dist.integrations.accelerate.private import TRAINER
+from lightning_dist.private import require_names
+
+
+class CompressedDDPMixin:
+    """Before a Trainer: ``class CompressedTrainer(CompressedDDPMixin, Trainer)``.
+
+    Residuals of every rank are in the Trainer's checkpoints, wherever the optimizer's state is, and
+    ``comm/*`` in what it logs.
+
+    Args:
+        compression: how gradients travel.
+        *args, **kwargs: of the Trainer.
+
+    Raises:
+        ValueError: see :meth:`CompressedDDPPlugin.attach`.
+    """
+
+    compression: Compression
+    """What the plugin does."""
+
+    def __init__(self, *args: Any, compression: CompressedDDPPlugin, **kwargs: Any) -> None:
+        if "transformers" in sys.modules:
+            require_names("transformers", TRAINER)
+        self._plugin = compression
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.compression = self._plugin.attach(self.accelerator)  # type: ignore[attr-defined]
+
+    def _wrap_model(self, *args: Any, **kwargs: Any) -> Any:
+        wrapped = super()._wrap_model(*args, **kwargs)  # type: ignore[misc]
+        self.compression.take_place()  # older Trainers put arguments of DDP of their own there
+        return wrapped
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        self.compression.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self.compression.load(checkpoint)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer's; bytes go with the training's loss."""
+        if "loss" in logs:
+            logs = {**logs, **self.compression.metrics()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""AsyncCheckpoint, and the asynchronous CheckpointIO."""

@@ -1,0 +1,275 @@
+"""``AsyncCheckpoint``: Lightning's ModelCheckpoint, asynchronous and safe."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations.lightning.checkpoint.file_names import (
+    CheckpointNames,
+    callbacks_of,
+)
+from lightning_dist.integrations.lightning.checkpoint.find_last import (
+    LastCheckpoint,
+    list_in,
+)
+from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
+from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
+from lightning_dist.integrations.lightning.checkpoint.supported import (
+    require_effective,
+    require_supported,
+    weights_may_change,
+)
+from lightning_dist.integrations.lightning.private import checkpoint_folder
+from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
+
+_PATIENCE = 120.0
+"""Seconds that a failed training waits for its checkpoints."""
+
+
+class AsyncCheckpoint(CheckpointNames):
+    """A ``ModelCheckpoint`` that training does not wait for, and that never loses a checkpoint.
+
+    Takes everything that ``ModelCheckpoint`` takes, keeps the same files, names and state, and
+    stands in for it anywhere. What differs: a file appears when it is complete and durable; what it
+    replaces is removed after that; loggers hear of it then; ``save_last=True`` links the file of
+    the same step instead of writing it again; ``ckpt_path="last"`` finds the newest whole
+    checkpoint of the folder, verified, whatever its name.
+
+    Args:
+        *args: as of ``ModelCheckpoint``.
+        snapshot: ``"overlap"``: parameters and optimizer state are copied during the next forward
+            and backward pass, and the next optimizer step waits for the rest of the copy; all else
+            is copied at once. ``"blocking"``: everything is copied at once. ``"sync"``: training
+            waits for the disk too. ``"auto"``: overlap.
+        max_in_flight: saves that may be under way; each has a copy of the state in host memory.
+        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
+        writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
+            ``"auto"``: process, where others can see the files.
+        format: ``"single"``: one file that ``torch.load`` and plain Lightning read, written by rank
+            0. ``"sharded"``: a folder to which every rank writes an equal part; any number of ranks
+            loads it, and ``lightning-dist ckpt consolidate`` makes one file of it.
+        verify: ``"resume"``: what training goes on from is compared with its checksums first.
+            ``"always"``: also everything written, before what it replaces is removed. ``"never"``.
+        on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
+            ``"warn"`` and keep the earlier ones.
+        host_memory_limit: bytes that the copies may take on a rank.
+        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
+            that have none: nobody is kept out, and what a killed writer leaves half done stays.
+        **kwargs: as of ``ModelCheckpoint``.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
+        max_in_flight: int = 1,
+        on_busy: Literal["wait", "skip"] = "wait",
+        writer: Literal["auto", "process", "thread"] = "auto",
+        format: Literal["single", "sharded"] = "single",
+        verify: Literal["resume", "always", "never"] = "resume",
+        on_error: Literal["raise", "warn"] = "raise",
+        host_memory_limit: int | None = None,
+        lock: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown(kwargs, of=type(self))
+        super().__init__(*args, **kwargs)
+        if format not in ("single", "sharded"):
+            raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
+        self.settings = CheckpointSettings(
+            snapshot=snapshot,
+            max_in_flight=max_in_flight,
+            on_busy=on_busy,
+            writer=writer,
+            verify=verify,
+            on_error=on_error,
+            host_memory_limit=host_memory_limit,
+            lock=lock,
+        )
+        self.format = format
+        self._group: dist.ProcessGroup | None = None
+        self._metrics = Metrics()
+        self._last_committed: Committed | None = None
+        self._last = LastCheckpoint(check=verify != "never", lock=lock)
+        self._patience = _PATIENCE
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, "ModelCheckpoint", 1)
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint of this run that is durable; on a rank that writes."""
+        return self._last_committed if self._session is None else self._session.last_committed
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return self._metrics if self._session is None else self._session.metrics
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all saves so far are durable, or have failed.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds.
+        """
+        if self._session is not None:
+            self._session.wait(timeout)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        refuse_pytorch_lightning(trainer=trainer)
+        require_supported(trainer.strategy)
+        require_effective(self.settings, trainer)
+        self._require_alike(trainer)
+        super().setup(trainer, pl_module, stage)
+        self._last.agree(trainer)
+        io = trainer.strategy.checkpoint_io
+        if not isinstance(io, ResumeCheckpointIO):
+            io = ResumeCheckpointIO(verify=self.settings.verify, trainer=trainer)
+            trainer.strategy.checkpoint_io = io
+        if self._last not in io.searches:
+            io.searches.append(self._last)
+        if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            sharded = self.format == "sharded"
+            if sharded and self._group is None and trainer.world_size > 1:
+                self._group = dist.new_group(backend="gloo")
+            session = CheckpointSession(
+                self.settings, callback=self, trainer=trainer, sharded=sharded, group=self._group
+            )
+            session.open(checkpoint_folder(self, trainer))
+            self._session = session
+            self._last.release()  # the session keeps the folder
+
+    def _require_alike(self, trainer: pl.Trainer) -> None:
+        ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]
+        if len(verify := {self.settings.verify, *(c.settings.verify for c in ours)}) > 1:
+            raise ValueError(
+                "a trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
+                f"needs the same verify=; got {', '.join(map(repr, sorted(verify)))}"
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._session is not None:
+            self._session.watch_optimizers()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.deliver()
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None:
+            super().on_train_end(trainer, pl_module)
+            self._session.flush_removals()
+            self._session.drain()
+            self._session.agree_on_failures()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        deadline = time.monotonic() + self._patience
+        try:
+            if not self._should_save_on_exception(trainer):
+                return
+            if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
+                # Saving takes all ranks, and others may be waiting in a collective of the step.
+                rank_zero_warn(
+                    f"with {trainer.world_size} ranks save_on_exception saves only what all of "
+                    f"them stop for (SIGTERM), not a {type(exception).__name__} that one may have "
+                    "had"
+                )
+            elif self._is_idle_by(deadline, trainer):
+                super().on_exception(trainer, pl_module, exception)
+        finally:
+            self._last.forget()
+            self._close(max(deadline - time.monotonic(), 1.0))
+
+    def _is_idle_by(self, deadline: float, trainer: pl.Trainer) -> bool:
+        """Whether a save could be taken without waiting for another one; on all ranks."""
+        idle = True
+        try:
+            self.wait(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            idle = False
+        return bool(trainer.strategy.reduce_boolean_decision(idle, all=True))
+
+    @override
+    def _should_save_on_exception(self, trainer: pl.Trainer) -> bool:
+        return self._session is not None and super()._should_save_on_exception(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._last.forget()
+        self._close()
+
+    def _close(self, timeout: float | None = None) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.flush_removals()
+            try:
+                session.close(timeout)
+            finally:
+                self._metrics, self._last_committed = session.metrics, session.last_committed
+
+    @override
+    def _save_topk_checkpoint(
+        self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        assert self._session is not None
+        self._session.agree_on_failures()
+        if self._session.must_skip():
+            self._skipped_step = trainer.global_step
+            return
+        if self.save_last is True:
+            self._next_last = self._last_path(trainer, monitor_candidates)
+        try:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+        finally:
+            self._next_last = None
+
+    @override
+    def _update_best_and_save(
+        self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        assert self._session is not None
+        before = dict(self.best_k_models)
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        saved = self._last_checkpoint_saved
+        self._session.note_displaced(saved, before=before, after=self.best_k_models)
+
+    @override
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        assert self._session is not None
+        self._claim(trainer, filepath)
+        at_once = weights_may_change(trainer)
+        self._session.save(filepath, weights_only=self.save_weights_only, at_once=at_once)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+
+    @override
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        folder, usual = checkpoint_folder(self, trainer), super()._find_last_checkpoints
+        found = self._last.find(trainer, folder, lambda: list_in(folder, usual(trainer)))
+        return set() if found is None else {found}

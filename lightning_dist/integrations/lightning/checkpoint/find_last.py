@@ -1,0 +1,194 @@
+"""What ``ckpt_path="last"`` means: the newest whole checkpoint of a folder, for all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import Lock, is_owned, is_settled, own
+from lightning_dist.checkpoint.disk.manifest import NAME
+from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+
+_PATIENCE = 60.0
+"""Seconds that other ranks wait for rank 0 to own a folder."""
+
+
+class LastCheckpoint:
+    """Finds the last checkpoint in the folder of one callback.
+
+    Lightning asks on every rank before there is a process group, so it is done in three steps:
+    each rank looks at headers; the set-up compares what the ranks found; when it is to be loaded,
+    rank 0 chooses again, with everything read.
+
+    Args:
+        check: whether to read everything.
+        lock: whether the folder has a lock; otherwise nothing is cleaned up.
+    """
+
+    def __init__(self, *, check: bool, lock: bool = True) -> None:
+        self._check, self._has_lock = check, lock
+        self._folder = ""
+        self._list_others: Callable[[], Iterable[str]] = tuple
+        self._problem: Exception | None = None
+        self._lock: Lock | None = None
+        self.found: str | None = None
+        """What Lightning was told."""
+
+    def find(
+        self, trainer: pl.Trainer, folder: str, list_others: Callable[[], Iterable[str]]
+    ) -> str | None:
+        """The newest by its headers; what keeps one of several ranks from it is said later.
+
+        Args:
+            list_others: see :func:`newest_checkpoint`; asked when the folder is at rest.
+        """
+        self.forget()
+        self._folder, self._list_others = folder, list_others
+        try:
+            self._settle(trainer)
+            newest = newest_checkpoint(folder, list_others(), check=False)
+            self.found = None if newest is None else _for_lightning(newest)
+        except (CheckpointError, ValueError, OSError) as error:
+            self.release()
+            if trainer.world_size == 1:
+                raise
+            self._problem = error
+        return self.found
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Let the writer of a dead trainer finish, and what it left half done be removed."""
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        storage, inside = storage_of(self._folder)
+        if not fitting or not self._has_lock or not isinstance(storage, LocalStorage):
+            return
+        if not is_owned(self._folder) and not storage.leftovers(inside):
+            return  # whoever has written there has ended in good order
+        if trainer.is_global_zero:
+            try:
+                self._lock = own(self._folder)
+            except (ValueError, CheckpointError, OSError) as error:
+                raise ValueError(cannot_open(self._folder, error)) from error
+            return
+        deadline = time.monotonic() + _PATIENCE
+        while not is_settled(self._folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def agree(self, trainer: pl.Trainer) -> None:
+        """Compare what the ranks found. Collective.
+
+        Raises:
+            ValueError: on all ranks, if only some found one, or rank 0 cannot own the folder.
+            CheckpointError: on all ranks, if none of the checkpoints is whole.
+        """
+        strategy, problem = trainer.strategy, self._problem
+        lost = isinstance(problem, CheckpointError)
+        first, lost = strategy.broadcast((str(problem) if problem else "", lost))
+        if first:
+            raise CheckpointError(first) if lost else ValueError(first)
+        found = self.found is not None
+        some = strategy.reduce_boolean_decision(found, all=False)
+        if some and not strategy.reduce_boolean_decision(found, all=True):
+            raise ValueError(
+                f"ckpt_path='last' found a checkpoint in {self._folder} on some ranks, and none on "
+                "others; put the folder where all ranks see it, or give the path of a file that is "
+                f"there on every host{f' ({problem})' if problem else ''}"
+            )
+
+    def choose(self) -> str | None:
+        """The checkpoint to load; on rank 0, for all.
+
+        Raises:
+            CheckpointError: none of them is whole.
+        """
+        return newest_checkpoint(self._folder, self._list_others(), check=self._check)
+
+    def release(self) -> None:
+        """Let others own the folder, unless this process owns it otherwise too."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def forget(self) -> None:
+        """The fit has ended, or never began."""
+        self.release()
+        self.found = self._problem = None
+
+
+def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True) -> str | None:
+    """The newest whole checkpoint of ours in ``folder``, or one of ``others`` if that is newer.
+
+    Args:
+        others: paths of checkpoints that somebody else may have written, with torch.save.
+        check: read everything; otherwise headers have to do.
+
+    Raises:
+        CheckpointError: there are some of ours, and none is whole.
+    """
+    ours = newest_valid(folder, check=check)
+    best, time_ns = (None, 0) if ours is None else (ours.path, _created_ns(ours))
+    for path in sorted(others):
+        try:
+            found = describe(path)
+            is_newer = found.origin is None and _modified_ns(path) > time_ns
+            if not is_newer and (ours is None or found.origin != ours.origin or best != ours.path):
+                continue
+            if check and not (best and _is_same_file(best, path)):
+                verify(path)
+            # or else it is the same checkpoint under the name that Lightning expects
+            best, time_ns = path, _modified_ns(path) if is_newer else time_ns
+        except (CheckpointError, OSError) as error:
+            rank_zero_warn(f"passing over a damaged checkpoint: {error}")
+    return best
+
+
+def cannot_open(folder: str, error: Exception) -> str:
+    """What to tell a user whose folder cannot be written to."""
+    kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
+    return f"no checkpoints can be written to {folder}: {kind}{error}"
+
+
+def list_in(folder: str, paths: Iterable[str]) -> list[str]:
+    """``paths`` of files in ``folder``, which filesystems name without their protocol."""
+    storage, _ = storage_of(folder)
+    if isinstance(storage, LocalStorage):
+        return list(paths)
+    return [f"{folder.rstrip('/')}/{path.rsplit('/', 1)[-1]}" for path in paths]
+
+
+def without_manifest(path: str) -> str:
+    """The folder of shards, if ``path`` is that of its manifest."""
+    return path.removesuffix(f"/{NAME}")
+
+
+def _for_lightning(path: str) -> str:
+    """Lightning asks for the time of a file, and folders of object stores have none."""
+    storage, inside = storage_of(path)
+    if isinstance(storage, LocalStorage) or not storage.is_folder(inside):
+        return path
+    return f"{path}/{NAME}"
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    """Under two names; never on object stores."""
+    (storage, path), (_, other_path) = storage_of(one), storage_of(other)
+    if not isinstance(storage, LocalStorage):
+        return False
+    return os.path.isfile(path) and os.path.samefile(path, other_path)
+
+
+def _created_ns(description: Description) -> int:
+    assert description.origin is not None
+    return description.origin.created_ns
+
+
+def _modified_ns(path: str) -> int:
+    storage, inside = storage_of(path)
+    return storage.modified_ns(inside)

@@ -1,0 +1,50 @@
+"""How checkpoints get from a strategy into a checkpointer.
+
+``import lightning_dist`` imports this, and nothing of checkpoints besides.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning_dist.checkpoint.checkpointer import Checkpointer
+    from lightning_dist.checkpoint.plan import Striped
+
+
+class CheckpointerIO(TorchCheckpointIO):
+    """Stands in for a strategy's CheckpointIO while it saves.
+
+    Args:
+        checkpointer: None on ranks that do not write.
+        step: optimizer steps so far.
+        sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
+            has a part to ``striped``, and leave them where they are.
+        resumable: whether a training can go on from it.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer | None, *, step: int, sharded: bool, resumable: bool
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._step, self.sharded, self._resumable = step, sharded, resumable
+        self.striped: list[Striped] = []
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        assert self._checkpointer is not None
+        target = os.fspath(path)
+        self._checkpointer.save(
+            checkpoint,
+            target,
+            step=self._step,
+            sharded=self.sharded,
+            striped=self.striped,
+            resumable=self._resumable,
+        )

@@ -1,0 +1,257 @@
+"""Private and undocumented names of Lightning and Fabric, verified when this is imported.
+
+Classes of ours override some of them and inherit others, which stand in :data:`NAMES` too; all
+else of the package goes through the functions. How names are verified is in
+:mod:`lightning_dist.private`.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch import nn
+
+from lightning_dist.private import Table, require_names
+
+_PYTORCH = "lightning.pytorch"
+_CONNECTORS = f"{_PYTORCH}.trainer.connectors"
+
+NAMES: Table = {
+    f"{_PYTORCH}.callbacks:ModelCheckpoint": (
+        "_ModelCheckpoint__resolve_ckpt_dir _ModelCheckpoint__warn_if_dir_not_empty "
+        "_enable_version_counter _every_n_train_steps _find_last_checkpoints _fs "
+        "_last_checkpoint_saved _last_global_step_saved _link_checkpoint _monitor_candidates "
+        "_remove_checkpoint _save_checkpoint _save_last_checkpoint _save_topk_checkpoint "
+        "_should_remove_checkpoint _should_save_on_exception _update_best_and_save "
+        "file_exists"
+    ),
+    f"{_PYTORCH}.callbacks:BatchSizeFinder": "_early_exit",
+    f"{_PYTORCH}.callbacks:LearningRateFinder": "_early_exit",
+    f"{_PYTORCH}:Trainer": "_accelerator_connector _checkpoint_connector _signal_connector",
+    f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": "cluster_environment",
+    f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": (
+        "_ckpt_path _loaded_checkpoint dump_checkpoint restore_loops resume_start"
+    ),
+    f"{_CONNECTORS}.data_connector:_DataLoaderSource": "dataloader instance name",
+    f"{_CONNECTORS}.signal_connector:_SignalConnector": (
+        "_get_current_signal_handlers _original_handlers register_signal_handlers"
+    ),
+    f"{_PYTORCH}.loops.fit_loop:_FitLoop": (
+        "_can_stop_early _combined_loader _combined_loader_states_to_load _data_fetcher "
+        "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint "
+        "_should_accumulate epoch_loop epoch_progress max_batches setup_data"
+    ),
+    f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop": (
+        "_batches_that_stepped _loaded_from_state_dict _restarting _resuming_from_checkpoint "
+        "_should_check_val_fx automatic_optimization batch_progress scheduler_progress "
+        "val_loop"
+    ),
+    f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
+        "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint batch_progress"
+    ),
+    f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
+    f"{_PYTORCH}.loggers:WandbLogger": "_experiment _id _wandb_init",
+    f"{_PYTORCH}.strategies:DDPStrategy": (
+        "_configure_launcher _get_process_group_backend _launcher _start_method _timeout "
+        "configure_ddp load_optimizer_state_dict save_checkpoint"
+    ),
+    f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
+        "get_extra_results update_main_process_results"
+    ),
+    "lightning.fabric.connector:_Connector": "__init__",
+    "lightning.fabric.strategies.ddp:DDPStrategy": (
+        "_configure_launcher _get_process_group_backend _setup_distributed _timeout setup_module"
+    ),
+    "lightning.fabric.utilities.distributed": "_init_dist_connection",
+    "lightning.fabric.wrappers:_FabricModule": "_forward_module",
+}
+
+require_names("lightning", NAMES)
+
+# Their public names are objects of a Trainer, which has no argument for another.
+CheckpointConnector = _CheckpointConnector
+DataLoaderSource = _DataLoaderSource
+MultiProcessingLauncher = _MultiProcessingLauncher
+SignalConnector = _SignalConnector
+
+
+# A strategy makes its group with the default store, which outlives a start.
+def init_process_group_over(store: Any, strategy: Any) -> None:
+    """Make the default process group as a ``DDPStrategy`` would, over ``store``."""
+    device = strategy.root_device
+    _init_dist_connection(
+        strategy.cluster_environment,
+        strategy._get_process_group_backend(),
+        store=store,
+        timeout=group_timeout(strategy),
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+# A strategy takes it and does not tell it.
+def group_timeout(strategy: Any) -> timedelta | None:
+    """The timeout of the process groups of a ``DDPStrategy``; None for torch's default."""
+    timeout: timedelta | None = strategy._timeout
+    return timeout
+
+
+# `dirpath` is set in setup(), and `ckpt_path="last"` asks before it.
+def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """The folder in which a callback keeps its checkpoints, also before its set-up."""
+    found: Any = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+    path: str = os.fspath(found)
+    return path
+
+
+# What it has saved may not be among the best, nor be called last.
+def newest_saved(callback: ModelCheckpoint) -> str:
+    """The path of the checkpoint that a callback has asked for last."""
+    path: str = callback._last_checkpoint_saved
+    return path
+
+
+# Ours, which overrides it, is static as well.
+def link_checkpoint(trainer: pl.Trainer, path: str, link: str) -> None:
+    """Let ``link`` be a symbolic link to the checkpoint at ``path``."""
+    ModelCheckpoint._link_checkpoint(trainer, path, link)
+
+
+# trainer.save_checkpoint() ends with a barrier, at which training would wait for all ranks.
+def dump_checkpoint(trainer: pl.Trainer, *, weights_only: bool) -> dict[str, Any]:
+    """The state of a training, as it goes into a checkpoint."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only)
+
+
+# Setting `trainer.ckpt_path` would hold for later fits too.
+def set_loaded_path(trainer: pl.Trainer, path: str) -> None:
+    """Let ``trainer.ckpt_path`` be ``path``, until the next fit."""
+    trainer._checkpoint_connector._ckpt_path = path
+
+
+# `strategy.cluster_environment` is not there for one device, which SLURM may have started.
+def cluster_environment(trainer: pl.Trainer) -> Any:
+    """The environment from which a trainer takes its ranks."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+# Callbacks cannot choose the checkpoint that is loaded.
+def checkpoint_connector(trainer: pl.Trainer) -> CheckpointConnector:
+    """The part of a trainer that loads checkpoints."""
+    return trainer._checkpoint_connector
+
+
+def set_checkpoint_connector(trainer: pl.Trainer, connector: CheckpointConnector) -> None:
+    """Put ``connector`` in its place."""
+    trainer._checkpoint_connector = connector
+
+
+# Lightning's handler of SIGTERM begins a collective, and nothing turns it off.
+def signal_connector(trainer: pl.Trainer) -> SignalConnector:
+    """The part of a trainer that handles signals."""
+    return trainer._signal_connector
+
+
+def set_signal_connector(trainer: pl.Trainer, connector: SignalConnector) -> None:
+    """Put ``connector`` in its place."""
+    trainer._signal_connector = connector
+
+
+def give_back_handlers(connector: SignalConnector, usual: SignalConnector) -> None:
+    """Let ``usual`` restore the handlers that ``connector`` has found."""
+    usual._original_handlers = connector._original_handlers
+
+
+# Loaders are asked for after the hooks of callbacks, and workers begin at once.
+def data_source(loop: Any) -> DataLoaderSource:
+    """The source of the loaders of a fit or evaluation loop."""
+    found: DataLoaderSource = loop._data_source
+    return found
+
+
+def set_data_source(loop: Any, source: DataLoaderSource) -> None:
+    """Put ``source`` in its place."""
+    loop._data_source = source
+
+
+# `trainer.train_dataloader` is what the user gave, without the limits.
+def combined_train_loader(trainer: pl.Trainer) -> Any:
+    """The train dataloader with its limits; None before there is one."""
+    return trainer.fit_loop._combined_loader
+
+
+def forget_loader_states(trainer: pl.Trainer) -> None:
+    """Let stateful train dataloaders not load what a checkpoint has of rank 0's."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
+# A tuner leaves no other mark on a trainer.
+def is_searching(finder: Any) -> bool:
+    """Whether a fit with this ``BatchSizeFinder`` or ``LearningRateFinder`` is its search."""
+    return bool(finder._early_exit)
+
+
+# The loops have no public way to say what comes next, nor to set what they have counted.
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer waits for more passes."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def may_stop_early(trainer: pl.Trainer) -> bool:
+    """Whether ``should_stop`` takes effect now, ``min_epochs`` and ``min_steps`` being reached."""
+    return bool(trainer.fit_loop._can_stop_early)
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a trainer validates before it takes the next batch."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def set_steps(trainer: pl.Trainer, steps: int) -> None:
+    """Set the steps that loggers are given."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+# The setter of `restarting` keeps it False where progress says that nothing was under way.
+def end_restart(loop: Any) -> None:
+    """Let a loop go on as if it had not been restarted."""
+    loop._restarting = False
+
+
+def begin_with_fresh_loader(loop: Any) -> None:
+    """Let a loop begin as after an epoch, with a loader that was not iterated."""
+    end_restart(loop)  # a restarted loop asks first whether a validation is due at batch 0
+    loop._loaded_from_state_dict = False
+    loop._resuming_from_checkpoint = True
+
+
+# Loggers take these when they are made, before anybody knows which run it is.
+def set_tensorboard_version(logger: Any, version: str) -> None:
+    """Let a TensorBoardLogger to which its user gave no version have this one."""
+    if logger._version is None:
+        logger._version = version
+
+
+def set_wandb_run(logger: Any, run_id: str) -> None:
+    """Let a WandbLogger to which its user gave no run go on with ``run_id``, or begin it."""
+    settings: dict[str, Any] = logger._wandb_init
+    if logger._experiment is None and settings.get("id") is None:
+        logger._id = run_id
+        settings.update(id=run_id, resume="allow")
+
+
+# Fabric's `module` is the one that the user gave, without DDP.
+def without_fabric(model: nn.Module) -> nn.Module:
+    """The module that Fabric has wrapped for a user; the model itself if it has not."""
+    inner: nn.Module = getattr(model, "_forward_module", model)
+    return inner

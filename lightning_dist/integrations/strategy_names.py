@@ -1,0 +1,28 @@
+"""The names of our strategies in Lightning's and Fabric's registries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_dist.codecs import CODECS
+
+NAME = "compressed_ddp"
+NAMES: dict[str, dict[str, Any]] = {
+    NAME: {"start_method": "popen"},
+    f"{NAME}_spawn": {"start_method": "spawn"},
+    f"{NAME}_fork": {"start_method": "fork"},
+    f"{NAME}_notebook": {"start_method": "fork"},
+    f"{NAME}_find_unused_parameters_true": {"find_unused_parameters": True},
+    **{f"{NAME}_{codec}": {"codec": codec} for codec in CODECS},
+}
+"""``compressed_ddp`` by start method, with unused parameters, and by codec: arguments by name."""
+
+
+def register(registry: Any, make: Callable[..., Any]) -> None:
+    """Add :data:`NAMES` to ``registry``, as what ``make`` returns for their arguments."""
+    for name, arguments in NAMES.items():
+        if name in registry:  # a second import, or the user's own: theirs stays
+            continue
+        settings = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        registry.register(name, make, description=f"compressed DDP ({settings})", **arguments)

@@ -1,0 +1,1 @@
+"""Plain DDP: what every framework's adapter is made of."""

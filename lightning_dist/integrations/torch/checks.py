@@ -1,0 +1,253 @@
+"""Models that cannot be compressed, or not in the way that is asked for: said at the start."""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import logging
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dist.accelerator import has_streams
+from lightning_dist.codecs import Codec
+from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
+from lightning_dist.measurement.expected import first_compressed_step
+from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.private import communication_hooks
+from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.strides import as_real
+from lightning_dist.reducer.units import require_units
+from lightning_dist.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+def require_ddp(model: nn.Module) -> None:
+    """Raise ValueError unless ``model`` is a DDP module that still takes a hook."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"compress_ddp needs a DistributedDataParallel, got {type(model).__name__}; wrap the "
+            "model first: DistributedDataParallel(model)"
+        )
+    if model.mixed_precision is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) installs a communication hook of its own "
+            "and takes no second one; use torch.autocast, or Trainer(precision='bf16-mixed')"
+        )
+    if model.skip_all_reduce_unused_params:
+        raise ValueError(
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
+            "compressed step ends with the last one; leave it out"
+        )
+    hooks = [hook.__qualname__ for hook, _ in communication_hooks(model)]
+    if hooks:
+        raise ValueError(
+            f"a model takes one communication hook, and {hooks[0]} is registered already; remove "
+            "that registration, or wrap the model in a new DistributedDataParallel"
+        )
+
+
+def require_commit(settings: Settings, model: DistributedDataParallel) -> None:
+    """Raise ValueError where residuals are to be written before it is known what is used."""
+    if settings.commit == "immediate" and finds_unused(model):
+        raise ValueError(
+            "commit='immediate' writes residuals before it is known which parameters no rank has "
+            "used, got find_unused_parameters=True; leave commit at 'auto'"
+        )
+
+
+def finds_unused(model: DistributedDataParallel) -> bool:
+    """Whether DDP looks for parameters without a gradient."""
+    return model.find_unused_parameters and not model.static_graph
+
+
+def require_compressible(module: nn.Module) -> None:
+    """Raise ValueError for models whose gradients cannot be compressed."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            "the model must have a parameter with requires_grad=True, and has none; unfreeze one, "
+            "or run without a distributed strategy"
+        )
+    _require_device(module)
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(
+                f"gradients must be dense, and {name or type(child).__name__!r} was made with "
+                "sparse=True; make it with sparse=False"
+            )
+
+
+def _require_device(module: nn.Module) -> None:
+    trained = {n: p.device for n, p in module.named_parameters() if p.requires_grad}
+    name, device = next(iter(trained.items()))
+    for other, where in trained.items():
+        if where != device:
+            raise ValueError(
+                f"compressed DDP needs one device per process, and {name!r} is on {device} and "
+                f"{other!r} on {where}; start a process for each device, or use plain DDP"
+            )
+    if device.type != "cpu" and not has_streams(device):
+        raise ValueError(
+            "gradients must be on the CPU or on an accelerator with streams, such as CUDA, and "
+            f"{name!r} is on {device}; use plain DDP there"
+        )
+
+
+def require_effect(
+    settings: Settings, names: Mapping[Tensor, str], *, says: bool, one_of_several: bool = False
+) -> int | None:
+    """The first synchronised step that compresses a parameter; None: none does, said once.
+
+    Args:
+        one_of_several: other models may have what a rule of `by_name` is for: warn, do not raise.
+
+    Raises:
+        ValueError: the codec fits no parameter of the model, or a rule of `by_name` none, or it
+            has no communication units.
+    """
+    for problem in _unmatched(settings.codec, list(names.values())):
+        if not one_of_several:
+            raise ValueError(problem)
+        if says:
+            log.warning("%s; no matter if it is for another model", problem)
+    trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
+    for leaf in settings.codec.leaves():
+        require_units(leaf)
+    wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
+    begins = first_compressed_step(settings.policy, trained)
+    if not wanted or begins is not None:
+        return begins
+    choosy = [(leaf, *leaf.accepts) for leaf in wanted if leaf.accepts]
+    if choosy and all(
+        codec.for_tensor("", shape, step=0).lossless
+        for codec, _, _ in choosy
+        for shape in trained.values()
+    ):
+        codec, accepted, remedy = choosy[0]
+        raise ValueError(
+            f"codec {codec} compresses {accepted}, and none of the model's {len(trained)} "
+            f"parameters is one: {remedy}, or use int8"
+        )
+    if says:
+        log.warning(
+            "nothing is compressed: all %d parameters are 1-D or small for codec %s; lower "
+            "min_compress_numel (0 compresses all)",
+            len(trained),
+            settings.codec,
+        )
+    return None
+
+
+def require_begun(reducer: Reducer, optimizers: Sequence[object], *, steps: float) -> None:
+    """Raise ValueError where nothing would be compressed in the ``steps`` that follow."""
+    shapes = {name: tuple(p.shape) for p, name in reducer.names.items() if p.requires_grad}
+    begins = first_compressed_step(reducer.settings.policy, shapes)
+    if begins is not None and begins >= reducer.step + steps:
+        raise ValueError(
+            f"compression must begin before the training ends, got step {begins} as its first "
+            f"(start_step, warmup or after_steps) and a training of {reducer.step + steps} steps; "
+            "set it lower, or use strategy='ddp'"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, OneBitAdam) and optimizer.freeze_step >= steps:
+            raise ValueError(
+                "OneBitAdam compresses nothing before its freeze_step, which must come before the "
+                f"training ends, got freeze_step={optimizer.freeze_step} and {steps} steps; 15 to "
+                "25 % of them is usual"
+            )
+
+
+def _unmatched(codec: Codec, names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a pattern of the user's that is found in no name, frozen ones too."""
+    for pattern in patterns_of(codec):
+        if pattern != NORMS_BIASES_EMBEDDINGS and not any(re.search(pattern, n) for n in names):
+            text = re.sub(r"[^\w.]", "", pattern.replace("\\.", ".")) or pattern
+            near = heapq.nlargest(3, names, key=lambda name: _likeness(text, name))
+            yield (
+                f"by_name: a pattern must be found in the name of a parameter, got {pattern!r}, "
+                f"which is found in none of {len(names)}; the nearest are "
+                f"{', '.join(map(repr, near))}"
+            )
+
+
+def _likeness(text: str, name: str) -> float:
+    """Of a text and a name, or a part of it between dots."""
+    parts = {name, *name.split(".")}
+    return max(difflib.SequenceMatcher(None, text, part).ratio() for part in parts)
+
+
+def compresses_fewer_bytes(
+    settings: Settings, names: Mapping[Tensor, str], planner: Planner
+) -> bool:
+    """Whether the codec sends fewer bytes of some parameter; for a small model says once if not.
+
+    Raises:
+        ValueError: it would send more than uncompressed gradients, whatever their size.
+    """
+    codec, wanted = None, list(_lossy(settings, names))
+    for codec, part, dtype in wanted:
+        if not planner.affordable(codec, part, dtype).lossless:
+            return True
+    if codec is None:
+        return False
+    ranks, count = planner.network.rows.count, len({part.name for _, part, _ in wanted})
+    if planner.affordable(codec, ParameterSlice("", 0, (1 << 24,)), torch.float32).lossless:
+        raise ValueError(
+            f"codec {codec} between {ranks} ranks sends more than uncompressed gradients: its "
+            "bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
+            "(hierarchical=True), or use 'int4' or 'powersgd'"
+        )
+    if planner.network.rank == 0:
+        log.warning(
+            "nothing is compressed: all %d parameters that codec %s is for are so small that it "
+            "would send more bytes between %d ranks",
+            count,
+            codec,
+            ranks,
+        )
+    return False
+
+
+def _lossy(
+    settings: Settings, names: Mapping[Tensor, str]
+) -> Iterator[tuple[Codec, ParameterSlice, torch.dtype]]:
+    """Parameters that are compressed at some step, with the codec."""
+    for step in settings.policy.boundaries():
+        for parameter, name in names.items():
+            shape = tuple(parameter.shape)
+            codec = settings.policy.for_tensor(name, shape, step=step)
+            if parameter.requires_grad and parameter.numel() and not codec.lossless:
+                real = as_real(parameter)
+                yield codec, ParameterSlice(name, 0, tuple(real.shape)), real.dtype
+
+
+def brings_momentum(settings: Settings) -> bool:
+    """Whether the codec gives the gradients momentum."""
+    return any(leaf.momentum_correction for leaf in settings.codec.leaves())
+
+
+def require_one_momentum(
+    optimizer: Optimizer, settings: Settings, *, of: Container[Tensor] | None = None
+) -> None:
+    """Raise ValueError where codec and optimizer both apply momentum, which trains to nothing.
+
+    Args:
+        of: the parameters whose gradients are compressed; None: all of the optimizer's.
+    """
+    if not brings_momentum(settings):
+        return
+    for group in optimizer.param_groups:
+        mine = of is None or any(parameter in of for parameter in group["params"])
+        if (group.get("momentum") or "betas" in group) and mine:
+            raise ValueError(
+                f"codec {settings.codec.name!r} gives the gradients momentum, and "
+                f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
+                "'topk'"
+            )

@@ -1,0 +1,278 @@
+"""Plain torch DistributedDataParallel. The other integrations go through here."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
+# themselves and refuses strings.
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # its stubs lack it
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lightning_dist.codecs import Codec
+from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.integrations.torch.buckets import DDPBuckets
+from lightning_dist.integrations.torch.checks import (
+    brings_momentum,
+    compresses_fewer_bytes,
+    finds_unused,
+    require_commit,
+    require_compressible,
+    require_ddp,
+    require_effect,
+    require_one_momentum,
+)
+from lightning_dist.integrations.torch.in_force import tell_in_force
+from lightning_dist.integrations.torch.networks import Groups, network_for
+from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.measurement.exposure import ExposureWatch
+from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.private import loss_scale_of, name_before_compile
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.strides import as_real
+from lightning_dist.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Beside the modules that are in DDP: Accelerate keeps a model as it was before DDP wrapped it, from
+# where nothing leads to the hook; and a module must stay copyable, so nothing may be hung on it.
+_attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    *,
+    error_feedback: bool | Literal["auto"] = "auto",
+    hierarchical: bool | Literal["auto", "leader"] = "auto",
+    ranks_per_host: int | None = None,
+    rank_groups: Sequence[Any] | None = None,
+    min_compress_numel: int | None = None,
+    start_step: int = 0,
+    compile_kernels: bool | Literal["auto"] = "auto",
+    commit: Literal["auto", "immediate", "deferred"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
+    groups: Groups | None = None,
+) -> Reducer:
+    """Compress the gradients of ``model``. Collective: every rank calls it with the same settings.
+
+    Args:
+        model: a DistributedDataParallel without a communication hook.
+        codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
+            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``). Where
+            the exchange is hierarchical it is the codec between hosts, and inside gradients travel
+            as they are; ``{"intra": "bf16", "inter": "int4"}`` names both.
+        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
+            compressed element. ``"auto"``: where the codec needs it.
+        hierarchical: reduce inside every host first, so that only a share of the gradient crosses
+            from each rank. ``"auto"``: where there are several hosts, one of them with several
+            ranks. True: and fail where there are not. ``"leader"``: one rank of a host crosses for
+            all; also the form for hosts with different numbers of ranks. False: flat.
+        ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts' names.
+        rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``; nested for more than
+            two levels, such as sites of racks.
+        min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
+            None: the codec's own choice (0 for casts, 4096 for most others).
+        start_step: synchronised steps before compression starts.
+        compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
+            models of 4 Mi elements or more where a compiler is there, and for all on a GPU with
+            Triton, whose kernels exchange whole buckets. Equal on all ranks.
+        commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
+            bucket is decoded when it has landed; what a step owes is lost if it is not applied.
+            ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
+            finite; a step that is not applied leaves no trace. ``"auto"``: deferred with a
+            GradScaler or ``find_unused_parameters``, else immediate.
+        grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
+        groups: two process groups over the ranks of ``model``, for payloads and for flags; where
+            the exchange is hierarchical also this rank's, from the inside out. Used by nothing
+            else. None makes them.
+
+    Returns:
+        The reducer: ``comm_stats()``, ``state_dict()``, ``load_state_dict()``, ``close()``.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect, a model that cannot be
+            compressed, or ranks whose settings differ. Also, at its first step, an optimizer with
+            momentum beside a codec that brings its own (``dgc``).
+    """
+    settings = Settings.check(
+        codec,
+        error_feedback=error_feedback,
+        hierarchical=hierarchical,
+        ranks_per_host=ranks_per_host,
+        rank_groups=rank_groups,
+        min_compress_numel=min_compress_numel,
+        start_step=start_step,
+        compile_kernels=compile_kernels,
+        commit=commit,
+    )
+    scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+    return attach(
+        model,
+        settings,
+        grad_scale=loss_scale_of(scaler),
+        groups=groups,
+    )
+
+
+def attach(
+    model: DistributedDataParallel,
+    settings: Settings,
+    *,
+    grad_scale: Callable[[], Tensor | None] | None = None,
+    continue_from: Reducer | None = None,
+    groups: Groups | None = None,
+    timeout: timedelta | None = None,
+    one_of_several: bool = False,
+) -> Reducer:
+    """What :func:`compress_ddp` does, with checked settings.
+
+    Args:
+        continue_from: the reducer of an earlier fit; its residuals and step count go on.
+        timeout: of the new process groups.
+        one_of_several: the settings are for other models too.
+    """
+    require_ddp(model)
+    require_compressible(model.module)
+    require_commit(settings, model)
+    network = network_for(
+        model,
+        settings,
+        parameters=_shapes(model.module),
+        continue_from=continue_from,
+        groups=groups,
+        timeout=timeout,
+    )
+    topology, device = network.topology, network.device
+    names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
+    says = topology.rank == 0
+    begins = require_effect(settings, names, says=says, one_of_several=one_of_several)
+    first, several = topology.rank == 0, topology.world_size > 1
+    reducer = Reducer(
+        names,
+        settings=settings,
+        network=network,
+        state=None if continue_from is None else continue_from.state,
+        grad_scale=grad_scale,
+        allow_absent=finds_unused(model),
+        observers=[ExposureWatch(network, advice_to=first)] if several else (),
+        in_order=any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()),
+    )
+    if several and not compresses_fewer_bytes(settings, names, reducer.planner):
+        begins = None
+    if continue_from is not None:
+        reducer.step = continue_from.step
+        numel = {names[p]: as_real(p).numel() for p in names if p.requires_grad}
+        before = continue_from.strides
+        moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
+        if moved and first:
+            log.warning(
+                "the memory format of %s has changed since the last fit: what was owed to them is "
+                "forgotten; to keep it, load a checkpoint of that fit",
+                ", ".join(moved),
+            )
+        reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
+    elements = sum(parameter.numel() for parameter in names if parameter.requires_grad)
+    if several and should_fuse(settings.compile_kernels, numel=elements, device=device):
+        if first:
+            log.warning("compiling the codec's kernels (about 20 s the first time)")
+        trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
+        dtypes, sizes = {each.dtype for each in trained}, {each.numel() for each in trained}
+        for codec in settings.codec.leaves():
+            reducer.planner.fuse(codec, dtypes, sizes=sizes)
+
+    buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
+
+    def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return state.reduce(bucket)
+
+    _refuse_second_momentum(reducer)
+    model.register_comm_hook(buckets, lightning_dist_hook)
+    _attached[model.module] = ref(reducer)
+    if first:
+        tell_in_force(reducer, begins=begins)
+    return reducer
+
+
+def reducer_of(module: nn.Module) -> Reducer | None:
+    """The reducer that compresses the gradients of ``module``, which DDP has wrapped.
+
+    The last one that was attached; None if there is none, or it is closed.
+    """
+    attached = _attached.get(module)
+    reducer = None if attached is None else attached()
+    return None if reducer is None or reducer.closed else reducer
+
+
+def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bool = False) -> None:
+    """Let a OneBitAdam among ``optimizers`` exchange its momentum through ``reducer``. Collective.
+
+    Raises:
+        ValueError: there are two, or not the same on all ranks; gradients are clipped, which would
+            clip momenta; a codec brings momentum and the optimizer has its own.
+    """
+    optimizers = list(optimizers)
+    network, settings = reducer.network, reducer.settings
+    onebit = [repr(o.defaults) for o in optimizers if isinstance(o, OneBitAdam)]
+    facts = {"OneBitAdam": onebit}
+    require_equal(all_facts(facts, group=network.data.group, device=network.device))
+    for optimizer in optimizers:
+        require_one_momentum(optimizer, settings)
+        if isinstance(optimizer, OneBitAdam):
+            if clips:
+                raise ValueError(
+                    "gradient_clip_val would clip OneBitAdam's momenta after its freeze_step, not "
+                    "gradients; leave it out, or use another optimizer"
+                )
+            optimizer.attach(reducer)
+
+
+def connect_to_own(optimizer: Any, reducers: Iterable[Reducer]) -> None:
+    """:func:`connect_optimizers`, with those ``reducers`` that have parameters of ``optimizer``."""
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for reducer in reducers:
+        if not own.isdisjoint(reducer.names):
+            connect_optimizers([optimizer], reducer)
+
+
+def _refuse_second_momentum(reducer: Reducer) -> None:
+    """Check every optimizer of the reducer's parameters when it steps.
+
+    In plain DDP nothing else leads from the model to its optimizer.
+    """
+    if not brings_momentum(reducer.settings):
+        return
+    weak = ref(reducer)
+
+    def before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        found = weak()
+        if found is not None and not found.closed:
+            require_one_momentum(optimizer, found.settings, of=found.names)
+
+    hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+    reducer.at_close.append(register_optimizer_step_pre_hook(hook).remove)
+
+
+def _plain(name: str) -> str:
+    """Names as in a checkpoint, whether or not the module is wrapped by torch.compile."""
+    return name_before_compile(name)
+
+
+def _shapes(module: nn.Module) -> str:
+    """A short text that differs where parameters differ."""
+    trained = [
+        (_plain(n), str(p.dtype), *p.shape) for n, p in module.named_parameters() if p.requires_grad
+    ]
+    numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return f"{len(trained)} tensors, {numel} elements, digest {_digest(repr(trained))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,87 @@
+"""What is in force, in one line at the start; and at the end, if it never was."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from weakref import finalize
+
+from lightning_utilities.core import rank_zero
+
+from lightning_dist.codecs import NoCompression
+from lightning_dist.codecs.none import Uncompressed
+from lightning_dist.integrations.torch.grouping import picture
+from lightning_dist.measurement.expected import expected_traffic
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.stats import CommStats
+
+_OURS = "lightning_dist"
+log = logging.getLogger(__name__)
+
+
+def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
+    """Say it; for rank 0 of a reducer that was attached just now.
+
+    Args:
+        begins: the first synchronised step at which a parameter is compressed, None: none is.
+    """
+    if reducer.network.world_size == 1:
+        log.warning(
+            "one process: nothing is exchanged or compressed, %s takes effect with two ranks or "
+            "more. If you started several, they do not know of each other: look at WORLD_SIZE",
+            reducer.settings.codec,
+        )
+        return
+    _show(in_force(reducer))
+    if begins is not None:
+        reducer.never_compressed = finalize(reducer, _never_begun, reducer.stats, begins)
+
+
+def in_force(reducer: Reducer) -> str:
+    """``compressed DDP: codec Int8(block_size=256), flat exchange, 2 hosts x 1 rank, ...``"""
+    config, settings = reducer.comm_config(), reducer.settings
+    places = config["topology"]
+    if config["exchange"] != "flat":
+        places = picture(settings, settings.rank_groups or reducer.network.topology.by_host())
+    expected = expected_traffic(reducer.names, settings, reducer.network)
+    since = f" from step {expected.since} on" if expected.since else ""
+    if expected.sent is None:
+        sent = "as many bytes as the gradients make it"
+    elif config["exchange"] == "flat":
+        sent = f"about {_amount(expected.sent.total)}"
+    else:
+        inter, intra = _amount(expected.sent.inter), _amount(expected.sent.intra)
+        sent = f"about {inter} to other hosts and {intra} inside its own"
+    return (
+        f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, "
+        f"{places}, world size {config['world_size']}; rank 0 sends {sent} per "
+        f"step{since}, {_amount(expected.raw)} without compression; {config['commit']} commit"
+    )
+
+
+def _amount(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
+
+
+def _show(line: str) -> None:
+    """Show it where nobody has configured logging, too; Python shows no more than warnings there.
+
+    Lightning shows its own log. A level that was set for the logger ``lightning_dist`` holds.
+    """
+    if "lightning" in sys.modules:
+        rank_zero.log.info(line)
+    elif logging.getLogger(_OURS).level or log.isEnabledFor(logging.INFO):
+        log.info(line)
+    else:
+        print(f"{_OURS}: {line}", file=sys.stderr)
+
+
+def _never_begun(stats: CommStats, begins: int) -> None:
+    sent = stats.as_mapping()
+    if sent["steps"] and sent["per_codec"].keys() <= {NoCompression.name, Uncompressed.name}:
+        log.warning(
+            "nothing was compressed in %d synchronised steps: compression begins at step %d "
+            "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it",
+            sent["steps"],
+            begins,
+        )

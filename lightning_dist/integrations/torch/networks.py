@@ -1,0 +1,143 @@
+"""The process groups of a reducer, made once all ranks are known to want the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.exchange.channel import Channel, WaitLimit
+from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.integrations.torch.checks import finds_unused
+from lightning_dist.integrations.torch.grouping import topology_of, view_of
+from lightning_dist.reducer.network import Network, NewGroup, in_levels
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+from lightning_dist.topology import this_host
+from lightning_dist.topology.groups import Tree, levels_of
+from lightning_dist.topology.launcher import claim
+
+Groups = Sequence[dist.ProcessGroup]
+
+
+def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> Groups:
+    """Two new groups over the ranks of ``like``: payloads and flags. Collective among them."""
+    return [_new_group(like, range(like.size()), timeout=timeout) for _ in range(2)]
+
+
+def network_for(
+    model: DistributedDataParallel,
+    settings: Settings,
+    *,
+    parameters: str,
+    continue_from: Reducer | None,
+    groups: Groups | None,
+    timeout: timedelta | None,
+) -> Network:
+    """The groups of all ranks, once they are known to want the same. Collective."""
+    # Every group costs threads and sockets, but ranks out of step must not meet in an old one.
+    going_on = continue_from is not None and _on_all_ranks(continue_from.in_step, model)
+    old = continue_from.network if going_on and continue_from is not None else None
+    if old is not None:
+        groups = old.data.group, old.control.group
+    if groups is not None and len(groups) < 2:
+        raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
+    data, control, *levels = groups or new_groups(model.process_group, timeout=timeout)
+    own = {
+        **settings.fingerprint(),
+        "groups": view_of(settings, world_size=data.size()),
+        "process groups of levels": "given" if levels else "made here",
+        "parameters": parameters,
+        "find_unused_parameters": finds_unused(model),
+    }
+    place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
+    place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
+    facts = all_facts({**own, **place_of_own}, group=data, device=model.device)
+    require_equal([{key: fact[key] for key in own} for fact in facts])
+    topology, tree = topology_of(
+        settings,
+        hosts=[fact["host"] for fact in facts],
+        claims=[fact["claim"] for fact in facts],
+        rank=data.rank(),
+    )
+    if old is not None:
+        return old
+    limit = WaitLimit()
+    flags = Channel(control, name="control", limit=limit)
+    network = Network(Channel(data, limit=limit), flags, topology, model.device)
+    if tree is None:
+        if levels:
+            raise ValueError(
+                f"groups of levels need a hierarchical exchange, got {len(levels)} of them and "
+                f"{topology.describe()}; give two groups"
+            )
+        return network
+    leader = settings.hierarchical == "leader"
+    if levels:
+        new_group = _given(levels, topology.rank)
+    else:
+        new_group = _made(model.process_group, tree, leader=leader, timeout=timeout)
+    return in_levels(network, tree, leader=leader, new_group=new_group)
+
+
+def _made(
+    like: dist.ProcessGroup, tree: Tree, *, leader: bool, timeout: timedelta | None
+) -> NewGroup:
+    """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
+    levels = levels_of(tree, leader=leader)
+    wanted = list(dict.fromkeys(ranks for level in levels for ranks in level.groups))
+    found = {ranks: _new_group(like, ranks, timeout=timeout) for ranks in wanted}
+    if like.size() < dist.get_world_size():
+        # torch names such a group by how many this process has made before: ranks that have made
+        # fewer would never meet the others in the next one.
+        for _ in range(sum(like.rank() in ranks for ranks in wanted), len(levels)):
+            _new_group(like, [like.rank()], timeout=timeout)
+    return lambda ranks: found[tuple(ranks)]
+
+
+def _given(levels: Groups, rank: int) -> NewGroup:
+    """The user's groups, from the inside out.
+
+    Raises:
+        ValueError: there are fewer than levels, or one is not of the ranks that it must be of.
+    """
+    ready = iter(levels)
+
+    def next_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = next(ready, None)
+        place = None if group is None else (group.rank(), group.size())
+        if group is None or place != (list(ranks).index(rank), len(ranks)):
+            raise ValueError(
+                f"groups must hold, after the two of all ranks, those of every level; rank {rank} "
+                f"needs one of the ranks {list(ranks)} in this order (sort_ranks=False), got "
+                f"{'none' if place is None else f'rank {place[0]} of {place[1]}'}; leave groups out"
+            )
+        return group
+
+    return next_group
+
+
+def _new_group(
+    like: dist.ProcessGroup, ranks: Sequence[int], *, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """A group of ``ranks`` of ``like``. Collective among all ranks of ``like``."""
+    of_world = dist.get_process_group_ranks(like)
+    group: dist.ProcessGroup = dist.new_group(
+        [of_world[rank] for rank in ranks],
+        timeout=timeout,
+        backend=dist.get_backend(like),
+        # Ranks that are not in `like` do not come here.
+        use_local_synchronization=like.size() < dist.get_world_size(),
+        sort_ranks=False,  # a rank's number in a group is its place in what we were told
+    )
+    return group
+
+
+def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
+    """Whether ``here`` holds on every rank. Collective over DDP's own group."""
+    flag = torch.tensor([float(here)], device=model.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=model.process_group)
+    return bool(flag.item())

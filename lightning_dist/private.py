@@ -1,0 +1,207 @@
+"""Private and undocumented names of torch, and how such names of any framework are checked.
+
+Nothing else in ``integrations/``, ``elastic/`` and ``cli/`` touches a private attribute of torch;
+Lightning's are in ``integrations/lightning/private.py``, those of Accelerate and transformers in
+``integrations/accelerate/private.py``. Each has tables of the names that it uses, which are
+verified once, where they are used first: a release that has dropped one fails by name at once.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.amp import GradScaler
+    from torch.nn.parallel import DistributedDataParallel
+
+Table = Mapping[str, str]
+"""Names, with spaces between them, by their owner, ``"module"`` or ``"module:Class"``."""
+
+NAMES: Table = {
+    "torch.amp.grad_scaler:GradScaler": "_scale",
+    "torch.nn:Module": "_load_from_state_dict _load_state_dict_pre_hooks",
+    "torch.nn.parallel:DistributedDataParallel": "_comm_hooks",
+    "torch.optim.lr_scheduler:LRScheduler": "_last_lr",
+    "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
+    "torch.utils.data:DataLoader": "_iterator",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
+    "torch.distributed.distributed_c10d": "_set_pg_timeout",
+}
+AGENT: Table = {
+    "torch.distributed.launcher.api": "LocalElasticAgent",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
+        "_monitor_workers _remaining_restarts"
+    ),
+    "torch.distributed.run": "get_args_parser",
+}
+"""Names of torchrun."""
+COMPILED: Table = {"torch._dynamo.eval_frame:OptimizedModule": "_orig_mod"}
+"""Names that only torch.compile brings, which takes long to import."""
+
+_STORES = ("STORE_ATTR", "LOAD_CONST")
+"""Instructions of ``self.name = ...``, and of ``super().__setattr__("name", ...)``."""
+_verified: set[int] = set()
+
+
+def require_names(package: str, table: Table) -> None:
+    """Verify that an installed package has the names of a table; once for each table.
+
+    Raises:
+        ImportError: one is missing, with its name and the versions that are admitted.
+    """
+    if id(table) in _verified:
+        return
+    for owner, names in table.items():
+        for name in names.split():
+            if not is_there(owner, name):
+                where = owner.replace(":", ".")
+                raise ImportError(
+                    f"{package} {_installed(package)} has no {where}.{name}, which lightning_dist "
+                    f"uses; install {_admitted(package)}"
+                )
+    _verified.add(id(table))
+
+
+def is_there(owner: str, name: str) -> bool:
+    """Whether a module or class has ``name``, or a method of the class sets it."""
+    module, _, of_class = owner.partition(":")
+    try:
+        found = import_module(module)
+        kind = getattr(found, of_class) if of_class else found
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(kind, name) or not isinstance(kind, type):
+        return hasattr(kind, name)
+    return any(_sets(each, name) for base in kind.__mro__ for each in vars(base).values())
+
+
+def _sets(method: Any, name: str) -> bool:
+    function = inspect.unwrap(method) if inspect.isfunction(method) else None
+    if not inspect.isfunction(function):  # one wrapped by another may be C's
+        return False
+    if name not in (*function.__code__.co_names, *function.__code__.co_consts):
+        return False
+    stores = _STORES if function.__name__ == "__init__" else _STORES[:1]
+    code = dis.get_instructions(function)
+    return any(each.argval == name and each.opname in stores for each in code)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _admitted(package: str) -> str:
+    """The requirement of this package, as in ``torch<2.14,>=2.13``."""
+    for each in requires("lightning-dist") or ():
+        requirement = each.partition(";")[0].strip()
+        if requirement.startswith(package) and not requirement[len(package)].isalnum():
+            return requirement
+    return f"another version of {package}"
+
+
+def require_torch() -> None:
+    """Verify :data:`NAMES`."""
+    require_names("torch", NAMES)
+
+
+# An optimizer is told the scale by the scaler, a gradient hook is not: get_scale() waits for a GPU.
+def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | None:
+    """Tells the factor of gradients, on the device; None from it before the first step."""
+    return None if scaler is None else lambda: scaler._scale
+
+
+# DDP says in its logging data how many hooks it has, and not which.
+def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
+    """Communication hooks of a model, each with its state."""
+    require_torch()
+    return model._comm_hooks
+
+
+# There is no way to ask a module what it does before it loads.
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether a module has a say in what it loads: a hook, or a method of its own."""
+    require_torch()
+    methods = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
+    of_torch = (str(getattr(each, "__module__", "")).partition(".")[0] for each in methods)
+    return bool(module._load_state_dict_pre_hooks) or any(each != "torch" for each in of_torch)
+
+
+# torch.compile has no inverse.
+def before_compile(model: nn.Module) -> nn.Module:
+    """The module that torch.compile was given; the model itself if it was not."""
+    if "torch._dynamo" not in sys.modules:
+        return model
+    require_names("torch", COMPILED)
+    return getattr(model, "_orig_mod", model)
+
+
+def name_before_compile(name: str) -> str:
+    """The name of a parameter as in a checkpoint, also where a module of its path is compiled."""
+    return name.replace("_orig_mod.", "")
+
+
+# A group's timeout can be set when it is made, and not for its end alone.
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of ``group`` fail after ``timeout`` from now on."""
+    require_torch()
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
+
+
+# Persistent workers end when their iterator is collected, and in a circle of references it is not.
+def end_persistent_workers(loader: Any) -> None:
+    """End the workers that a loader keeps between epochs."""
+    require_torch()
+    iterator: Any = getattr(loader, "_iterator", None)
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None
+
+
+LAST_LEARNING_RATES = "_last_lr"
+"""Where schedulers keep what ``get_last_lr()`` returns, which cannot be set."""
+
+
+# Composed schedulers have no public list of what they are made of.
+def inner_schedulers(scheduler: Any) -> Sequence[Any]:
+    """Schedulers inside a ``SequentialLR`` or ``ChainedScheduler``; empty for others."""
+    require_torch()
+    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return found
+
+
+# torchrun has no option for the agent.
+def replace_agent(agent: type[Any]) -> None:
+    """Let ``torch.distributed.run`` use ``agent`` for its own."""
+    require_names("torch", AGENT)
+    from torch.distributed.launcher import api
+
+    api.LocalElasticAgent = agent  # type: ignore[attr-defined]
+
+
+# Which options torchrun has nothing else tells.
+def torchrun_parser() -> Any:
+    """The parser of torchrun's command line."""
+    require_names("torch", AGENT)
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+# torchrun's count of restarts is not an argument of any hook.
+def give_back_restart(agent: Any) -> None:
+    """Let the restart that comes next not count as one of ``max_restarts``."""
+    agent._remaining_restarts += 1
