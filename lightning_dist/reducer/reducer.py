@@ -57,6 +57,8 @@ class Reducer:
             no GradScaler. Residuals are kept unscaled, so that a change of the scale does not
             change their weight.
         allow_absent: whether slices may be absent on some ranks, equal on all ranks.
+        sharded: tensors hold this rank's shard of the mean of its host already, as after FSDP's
+            reduce-scatter; they are averaged over the ranks with the same shard.
         observers: are told how a step goes, but not of single collectives.
     """
 
@@ -69,6 +71,7 @@ class Reducer:
         state: ReducerState | None = None,
         grad_scale: Callable[[], Tensor | None] | None = None,
         allow_absent: bool = False,
+        sharded: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.settings, self.network = settings, network
@@ -85,7 +88,7 @@ class Reducer:
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
-        self._allow_absent = allow_absent
+        self._allow_absent, self._sharded = allow_absent, sharded
         may_be_undone = allow_absent or grad_scale is not None
         self.immediate = settings.commit == "immediate" or (
             settings.commit == "auto" and not may_be_undone
@@ -109,13 +112,18 @@ class Reducer:
         self._pending = PendingCommit(names)
 
     def _make_planner(self) -> Planner:
+        network = self.network
+        if self._sharded and network.intra is not None:
+            assert network.intra.inter is not None, "every rank goes on with its shard"
+            network = network.intra.inter
         return Planner(
-            self.network,
+            network,
             self.state,
             error_feedback=self.settings.error_feedback,
             intra_codec=self.settings.intra,
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
+            divide_last=self._sharded,
         )
 
     def start(
@@ -132,7 +140,8 @@ class Reducer:
         :meth:`finish`.
 
         Args:
-            slices: where every parameter lies in ``flat``; together they fill it.
+            slices: where every parameter, or part of one, lies in ``flat``. Elements outside of
+                them keep their values.
             key: of this tensor among those of a step. What was worked out for a key is used again
                 while ``flat`` stays where it is and ``slices`` stay as they are.
             absent: names of slices that this rank has no gradient for. A slice that is absent on
@@ -268,7 +277,7 @@ class Reducer:
 
     def _compare(self, group: CodecGroup, gradients: Tensor) -> None:
         """With the other ranks, in the next consensus, where unequal machines may differ."""
-        if not group.codec.bit_exact:
+        if not group.codec.bit_exact and not self._sharded:  # shards differ from rank to rank
             self._sums.append(sum_of_bits(group, gradients))
 
     def _enter(self, handle: Handle) -> None:
@@ -300,7 +309,6 @@ class Reducer:
             handle.slices,
             self._shapes,
             step=self.step,
-            filling=handle.flat.numel(),
             affordable=partial(self.planner.affordable, dtype=handle.flat.dtype),
         )
         self.planner.restart(turn)
