@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
     from torch.amp import GradScaler
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
 Table = Mapping[str, str]
@@ -44,6 +45,18 @@ AGENT: Table = {
     "torch.distributed.run": "get_args_parser",
 }
 """Names of torchrun."""
+FSDP: Table = {
+    "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
+        "fsdp_params mp_policy offload_policy _is_hsdp"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
+        "sharded_param padded_sharded_param_size fsdp_placement"
+    ),
+    "torch.autograd:Variable": "_execution_engine",
+}
+"""Names of ``fully_shard``, which only models that it has sharded need."""
 COMPILED: Table = {"torch._dynamo.eval_frame:OptimizedModule": "_orig_mod"}
 """Names that only torch.compile brings, which takes long to import."""
 
@@ -181,6 +194,28 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
     require_torch()
     found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
     return found
+
+
+# FSDP tells nobody in which order parameters lie in the gradients that it reduces.
+def parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
+    """What ``fully_shard`` has made of the parameters of ``module``."""
+    require_names("torch", FSDP)
+    groups: Sequence[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def averages_replicas(group: Any) -> bool:
+    """Whether a parameter group is averaged over a second dimension of its mesh."""
+    found: bool = group._is_hsdp
+    return found
+
+
+# A backward pass has no other hook at its end.
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Let ``call`` run when the backward pass of now has ended, before it returns."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(call)
 
 
 # torchrun has no option for the agent.

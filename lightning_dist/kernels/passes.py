@@ -32,6 +32,7 @@ class Factors:
     encode: float = 1.0  # gradient -> what is encoded
     own: float = 1.0  # own decoded payload -> what it stands for
     mean: float = 1.0  # weight of each received payload in the mean
+    divisor: float = 1.0  # of their weighted sum
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class Passes:
         if state:
             compensated = self.memory.compensated(x, state, scale)
             self._commit(x, compensated, self.decoded(own, x.dtype, keys), state, scale)
-        grad.copy_(self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys))
+        mean = self._weighted_sum(payloads, x.dtype, weight=self.factors.mean, keys=keys)
+        divisor = self.factors.divisor
+        grad.copy_(mean / divisor if divisor != 1 else mean)
 
     def inspect(
         self,

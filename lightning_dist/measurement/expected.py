@@ -96,7 +96,6 @@ def _alike(
             slices_of([names[parameter] for parameter in parameters], parameters),
             {names[parameter]: tuple(parameter.shape) for parameter in parameters},
             step=step,
-            filling=sum(as_real(parameter).numel() for parameter in parameters),
             affordable=partial(planner.affordable, dtype=dtype),
         )
         for codec, slices in cut.items():

@@ -49,7 +49,8 @@ class BlockUnit(CommUnit):
             for tile in tiles
         ]
         # An exchange on the bucket's own memory needs no decoding back into it.
-        self._in_place = exchange.own[0].data_ptr() == tiles[0].grad.data_ptr()
+        in_place = exchange.own[0].data_ptr() == tiles[0].grad.data_ptr()
+        self._in_place = in_place and kernels.passes.factors.divisor == 1
 
     def draw(self, step: int) -> None:
         """Keys for ``step``, where the codec rounds at random."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_dist.codecs.base import Codec
+from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.placing import placed
 from lightning_dist.reducer.slices import ParameterSlice
@@ -196,11 +197,26 @@ def owed(
 
 
 def add_owed(
-    group: CodecGroup, bucket: Tensor, state: ReducerState, network: Network, scale: Tensor
+    group: CodecGroup,
+    bucket: Tensor,
+    state: ReducerState,
+    network: Network,
+    scale: Tensor,
+    *,
+    sharded: bool,
 ) -> None:
-    """``group``'s gradients in ``bucket``, which carry ``scale``, plus what is owed."""
+    """``group``'s gradients in ``bucket``, which carry ``scale``, plus what is owed.
+
+    Args:
+        sharded: every rank has shards of its own in ``bucket``, and owes what belongs to them.
+    """
     for part in [part for part in group.slices if part.name in group.owed]:
-        for start, kept in state.residuals.of_row(part.name, network.rows):
+        dtype = compute_dtype(bucket.dtype)
+        for start, kept in (
+            [(0, state.per_rank("residual", part, dtype=dtype, device=bucket.device))]
+            if sharded
+            else state.residuals.of_row(part.name, network.rows)
+        ):
             gradient = part.of(bucket)[start : start + len(kept)]
             kept = kept.to(bucket.device)
             gradient.copy_(torch.add(gradient, kept * scale, alpha=group.owed[part.name]))

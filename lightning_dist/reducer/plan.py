@@ -47,6 +47,8 @@ class Planner:
         immediate: block codecs commit their state when they encode, and tensors take turns with the
             memory of payloads.
         tables: use Triton's kernels over tables of slices where the device has them.
+        divide_last: uncompressed gradients are added and then divided, as torch's HSDP does; else
+            divided and then added, as DDP does.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Planner:
         whole: Collection[str] = (),
         immediate: bool = False,
         tables: bool = True,
+        divide_last: bool = False,
     ) -> None:
-        self.network, self.state = network, state
+        self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
         self._intra_codec, self._whole = intra_codec, whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
@@ -103,8 +106,11 @@ class Planner:
         if (codec, dtype) not in self._kernels:
             world = self.network.world_size
             share = 1.0 / world
+            sums_first = self._divide_last and codec.lossless  # the bits of torch's HSDP
             factors = {
-                "allreduce": Factors(encode=share, own=float(world)),
+                "allreduce": Factors(divisor=float(world))
+                if sums_first
+                else Factors(encode=share, own=float(world)),
                 "gather": Factors(mean=share),
                 "two_shot": Factors(mean=share) if world == 2 else Factors(),
             }[codec.exchange]

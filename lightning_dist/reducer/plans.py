@@ -73,15 +73,14 @@ class Plans:
             self.clear()
             self.planner.free()
         self.planner.restart(turn)
-        cut = self._by_codec(policy, slices, flat.numel(), flat.dtype, step)
+        cut = self._by_codec(policy, slices, flat.dtype, step)
         groups = [self.planner.group(codec, of, flat, waits=waiting) for codec, of in cut.items()]
         self._plans[key] = Plan(layout, flat, groups, moves)
         return self._plans[key]
 
     def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype, *, step: int) -> None:
         """Allocate what is kept of ``slices`` from ``step`` on, before they are planned."""
-        numel = sum(part.numel for part in slices)
-        for codec, parts in self._by_codec(self._policy, slices, numel, dtype, step).items():
+        for codec, parts in self._by_codec(self._policy, slices, dtype, step).items():
             self.planner.reserve(codec, parts, dtype)
 
     def groups(self) -> list[CodecGroup]:
@@ -111,11 +110,8 @@ class Plans:
         self,
         policy: Codec,
         slices: Sequence[ParameterSlice],
-        numel: int,
         dtype: torch.dtype,
         step: int,
     ) -> Mapping[Codec, Sequence[ParameterSlice]]:
         affordable = partial(self.planner.affordable, dtype=dtype)
-        return by_codec(
-            policy, slices, self._shapes, step=step, filling=numel, affordable=affordable
-        )
+        return by_codec(policy, slices, self._shapes, step=step, affordable=affordable)

@@ -66,6 +66,8 @@ class Reducer:
             no GradScaler. Residuals are kept unscaled, so that a change of the scale does not
             change their weight.
         allow_absent: whether slices may be absent on some ranks, equal on all ranks.
+        sharded: tensors hold this rank's shard of the mean of its host already, as after FSDP's
+            reduce-scatter; they are averaged over the ranks with the same shard.
         observers: are told how a step goes, but not of single collectives.
         executor: one that other reducers use too, which is not closed with this one; by default one
             of its own.
@@ -83,6 +85,7 @@ class Reducer:
         state: ReducerState | None = None,
         grad_scale: Callable[[], Tensor | None] | None = None,
         allow_absent: bool = False,
+        sharded: bool = False,
         observers: Sequence[Observer] = (),
         executor: Executor | None = None,
         in_order: bool = False,
@@ -102,7 +105,7 @@ class Reducer:
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
-        self._allow_absent = allow_absent
+        self._allow_absent, self._sharded = allow_absent, sharded
         may_be_undone = allow_absent or grad_scale is not None
         self.immediate = settings.commit == "immediate" or (
             settings.commit == "auto" and not may_be_undone
@@ -125,14 +128,19 @@ class Reducer:
         self._pending = PendingCommit(names)
 
     def _make_plans(self) -> Plans:
+        network = self.network
+        if self._sharded and network.intra is not None:
+            assert network.intra.inter is not None, "every rank goes on with its shard"
+            network = network.intra.inter
         planner = Planner(
-            self.network,
+            network,
             self.state,
             error_feedback=self.settings.error_feedback,
             intra_codec=self.settings.intra,
             whole=matrices(self._policy, self._shapes),
             immediate=self.immediate,
             tables=self.settings.compile_kernels is not False,
+            divide_last=self._sharded,
         )
         return Plans(planner, self._policy, self._shapes, share_memory=self.immediate)
 
@@ -177,7 +185,8 @@ class Reducer:
         :meth:`finish`.
 
         Args:
-            slices: where every parameter lies in ``flat``; together they fill it.
+            slices: where every parameter, or part of one, lies in ``flat``. Elements outside of
+                them keep their values.
             key: of this tensor among those of a step. What was worked out for a key is used again
                 while ``slices`` stay as they are. A tensor that is in other memory at every step is
                 copied to memory of the reducer and back.
@@ -288,7 +297,11 @@ class Reducer:
 
     def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
         self.stats.record(group.codec.name, group.raw_bytes, group.sent)
-        if self.step % _COMPARED_EVERY == 0 and compare and not group.codec.bit_exact:
+        if (
+            self.step % _COMPARED_EVERY == 0
+            and compare
+            and not (group.codec.bit_exact or self._sharded)
+        ):
             self._sums.append(sum_of_bits(group, flat))  # unequal machines may differ
 
     def _end_step(self) -> None:
@@ -331,7 +344,8 @@ class Reducer:
             clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(group.slices, handle.flat, self._scale)
-            add_owed(group, handle.flat, self.state, self.network, self._scale)
+            sharded = self._sharded
+            add_owed(group, handle.flat, self.state, self.network, self._scale, sharded=sharded)
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:

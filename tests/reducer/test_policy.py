@@ -98,7 +98,6 @@ def test_a_bucket_is_sorted_by_codec() -> None:
         slices_of(names, parameters),
         dict(zip(names, shapes, strict=True)),
         step=0,
-        filling=4099 + 128 * 64,
     )
     assert found == {
         CODECS["int8"](): [ParameterSlice("a", 0, (64, 64)), ParameterSlice("c", 4099, (128, 64))],

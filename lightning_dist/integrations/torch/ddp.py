@@ -145,7 +145,7 @@ def attach(
     network = network_for(
         model,
         settings,
-        parameters=_shapes(model.module),
+        parameters=describe_parameters(model.module),
         continue_from=continue_from,
         groups=groups,
         timeout=timeout,
@@ -265,7 +265,7 @@ def _plain(name: str) -> str:
     return name_before_compile(name)
 
 
-def _shapes(module: nn.Module) -> str:
+def describe_parameters(module: nn.Module) -> str:
     """A short text that differs where parameters differ."""
     trained = [
         (_plain(n), str(p.dtype), *p.shape) for n, p in module.named_parameters() if p.requires_grad

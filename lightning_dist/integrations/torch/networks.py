@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.channel import Channel, WaitLimit
@@ -16,7 +17,7 @@ from lightning_dist.integrations.torch.grouping import topology_of, view_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
-from lightning_dist.topology import this_host
+from lightning_dist.topology import Topology, this_host
 from lightning_dist.topology.groups import Tree, levels_of
 from lightning_dist.topology.launcher import claim
 
@@ -141,3 +142,35 @@ def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
     flag = torch.tensor([float(here)], device=model.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=model.process_group)
     return bool(flag.item())
+
+
+def sharded_network(
+    mesh: DeviceMesh, shard_dimension: int, settings: Settings, *, parameters: str
+) -> Network:
+    """The groups between the replicas of a model that is sharded over one dimension of ``mesh``.
+
+    Collective among its ranks.
+    """
+    ranks = mesh.mesh if shard_dimension == 1 else mesh.mesh.T  # (replicas, shards)
+    world = dist.group.WORLD
+    assert world is not None
+    if sorted(ranks.flatten().tolist()) != list(range(world.size())):
+        raise ValueError(f"mesh must be of all ranks, got {ranks.tolist()} of {world.size()} ranks")
+    replicas, shards = ranks.shape
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    data, control = new_groups(world)
+    limit = WaitLimit()
+    own = {**settings.fingerprint(), "mesh": str(ranks.tolist()), "parameters": parameters}
+    facts = all_facts({**own, "host": this_host()}, group=data, device=device)
+    require_equal([{key: fact[key] for key in own} for fact in facts])
+    topology = Topology(tuple(fact["host"] for fact in facts), world.rank())
+    flags = Channel(control, name="control", limit=limit)
+    network = Network(Channel(data, limit=limit), flags, topology, device)
+    if shards == 1 or replicas == 1:
+        return network
+    tree: Tree = tuple(tuple(row) for row in ranks.tolist())
+    return in_levels(
+        network, tree, leader=False, new_group=_made(world, tree, leader=False, timeout=None)
+    )

@@ -1,0 +1,224 @@
+"""Models that ``fully_shard`` (FSDP2) has sharded over a fast dimension of a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.torch.ddp import describe_parameters
+from lightning_dist.integrations.torch.fsdp_checks import (
+    ParameterGroup,
+    parameter_groups,
+    shard_dimension,
+)
+from lightning_dist.integrations.torch.networks import sharded_network
+from lightning_dist.private import at_end_of_backward
+from lightning_dist.reducer.handle import Handle
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.settings import Settings
+
+
+def compress_fsdp(
+    model: nn.Module,
+    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    *,
+    mesh: DeviceMesh,
+    error_feedback: bool | Literal["auto"] = "auto",
+    min_compress_numel: int | None = None,
+    start_step: int = 0,
+    commit: Literal["auto", "immediate", "deferred"] = "auto",
+) -> ShardedGradients:
+    """Compress the gradients of a sharded ``model`` between its replicas. Collective.
+
+    ``mesh`` has two dimensions, replicas and shards, and ``fully_shard`` was called over the
+    dimension of the shards::
+
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        gradients = compress_fsdp(model, "int8", mesh=mesh)
+
+    Gradients are reduce-scattered inside a replica as always. Each rank's shard alone crosses
+    between replicas, compressed: ``4 n / shards`` bytes of residual per rank, and ``1 / shards`` of
+    the bytes that DDP with this codec sends. Parameters and buffers are first made those of the
+    first replica.
+
+    Args:
+        codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
+            bits of ``fully_shard`` over both dimensions with a reduction in float32.
+        mesh: of ranks of one data dimension each; all ranks give the same one.
+        commit: as for :func:`~lightning_dist.compress_ddp`.
+
+    Returns:
+        What exchanges the gradients: ``comm_stats()``, ``no_sync()``, ``close()``.
+
+    Raises:
+        ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
+            a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
+    """
+    settings = Settings.check(
+        codec,
+        error_feedback=error_feedback,
+        min_compress_numel=min_compress_numel,
+        start_step=start_step,
+        compile_kernels=False,
+        commit=commit,
+    )
+    groups = parameter_groups(model, mesh)
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    shards = shard_dimension(groups, mesh)
+    network = sharded_network(mesh, shards, settings, parameters=describe_parameters(model))
+    _broadcast_from_first_replica(model, network.intra.inter if network.intra else network)
+    # FSDP launches collectives of its own during the backward pass: ours follow in its order.
+    reducer = Reducer(names, settings=settings, network=network, sharded=True, in_order=True)
+    return ShardedGradients(model, reducer, [_layout_of(group, names) for group in groups])
+
+
+@dataclass
+class _Group:
+    """The parameters that one ``fully_shard`` call has put together."""
+
+    module: FSDPModule
+    parameters: Sequence[nn.Parameter]  # sharded, those that are trained
+    slices: Sequence[ParameterSlice]  # of the flat gradient that the reduce-scatter leaves
+    numel: int  # of that, with padding
+    accumulated: bool = field(default=False)  # its gradients wait in `.grad` until the step is over
+
+
+class ShardedGradients:
+    """Averages the gradient shards of a model between replicas with ``reducer``.
+
+    FSDP's all-reduce hook hands over the flat shard of a parameter group once it is reduced inside
+    the replica; all have their mean before ``backward`` returns.
+    """
+
+    def __init__(self, model: nn.Module, reducer: Reducer, groups: Sequence[_Group]) -> None:
+        self.reducer, self._groups = reducer, groups
+        self._syncs = True
+        self._under_way: dict[int, tuple[Handle, Callable[[], None]]] = {}
+        self._queued = False
+        for index, group in enumerate(groups):
+            reducer.reserve(group.slices, group.parameters[0].dtype)
+            group.module.set_all_reduce_hook(partial(self._reduced, index))
+        self._unhook = model.register_forward_pre_hook(lambda *_: self._begin())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave out the exchange between replicas in the backward passes of this block.
+
+        Gradients stay sharded; the first backward pass after it exchanges what has accumulated.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def comm_stats(self) -> Mapping[str, Any]:
+        """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
+        return self.reducer.comm_stats()
+
+    def close(self) -> None:
+        """Exchange nothing more, and end the reducer."""
+        self._unhook.remove()
+        for group in self._groups:
+            group.module.set_all_reduce_hook(_nothing)
+        self.reducer.close()
+
+    def _begin(self) -> None:
+        """A backward pass that an exception has cut short has left what nobody waits for."""
+        if self._queued:
+            self._queued = False
+            self._under_way.clear()
+            self.reducer.abandon()
+
+    def _reduced(self, index: int, flat: Tensor) -> None:
+        """The hook: ``flat (numel,)`` is the mean of the replica, of this rank's shard."""
+        group = self._groups[index]
+        if flat.numel() != group.numel:
+            raise RuntimeError(
+                f"every parameter of a group must get a gradient in each backward pass; one of "
+                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or use "
+                "fully_shard over both dimensions of the mesh"
+            )
+        accumulates = group.parameters[0].grad is not None
+        group.accumulated = accumulates
+        if not self._syncs:
+            return
+        if not self._queued:
+            self._queued = True
+            # Before backward() returns: what follows (clipping, the optimizer) sees the mean.
+            at_end_of_backward(self._finish)
+        if not accumulates:
+            self._start(index, flat)
+
+    def _start(self, index: int, flat: Tensor, then: Callable[[], None] = lambda: None) -> None:
+        handle = self.reducer.start(flat, self._groups[index].slices, key=index)
+        self._under_way[index] = handle, then
+
+    def _finish(self) -> None:
+        for index, group in enumerate(self._groups):
+            if group.accumulated:
+                self._start(index, *_flat_gradients(group))
+                group.accumulated = False
+        self.reducer.finish()
+        under_way, self._under_way, self._queued = self._under_way, {}, False
+        for handle, then in under_way.values():
+            handle.done.wait()
+            then()
+
+
+def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:
+    """Accumulated gradients as one flat tensor, and what writes it back."""
+    locals_ = [_local(parameter.grad) for parameter in group.parameters]
+    flat = locals_[0].new_zeros(group.numel)
+    views = [part.of(flat) for part in group.slices]
+    for view, local in zip(views, locals_, strict=True):
+        view.copy_(local.reshape(-1))
+
+    def write_back() -> None:
+        for view, local in zip(views, locals_, strict=True):
+            local.copy_(view.view_as(local))
+
+    return flat, write_back
+
+
+def _layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
+    """Each parameter's shard, one after the other, padded to the largest of all ranks."""
+    slices, offset = [], 0
+    for parameter, padded in zip(group.parameters, group.padded, strict=True):
+        assert isinstance(parameter, DTensor)
+        local, whole = parameter.to_local(), parameter.numel()
+        start = group.first_row(parameter) * (whole // max(1, parameter.shape[0]))
+        rest = whole - start - local.numel()
+        slices.append(
+            ParameterSlice(names[parameter], offset, tuple(local.shape), start=start, rest=rest)
+        )
+        offset += padded
+    return _Group(group.module, group.parameters, slices, offset)
+
+
+def _broadcast_from_first_replica(model: nn.Module, network: Any) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(_local(tensor.detach()), group_src=0, group=network.data.group)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _nothing(_: Tensor) -> None:
+    pass

@@ -1,0 +1,142 @@
+"""Sharded models whose gradients can be exchanged after the reduce-scatter; others refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_dist.private import averages_replicas, parameter_groups_of
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The trained parameters that one ``fully_shard`` call has put together, in FSDP's order.
+
+    Args:
+        padded: elements of each parameter's shard in the flat gradient.
+    """
+
+    module: FSDPModule
+    parameters: Sequence[nn.Parameter]
+    padded: Sequence[int]
+
+    def first_row(self, parameter: DTensor) -> int:
+        """Row of the whole parameter at which this rank's shard begins."""
+        mesh = parameter.device_mesh
+        shards, index = mesh.size(), mesh.get_local_rank()
+        rows = -(-parameter.shape[0] // shards)
+        return min(index * rows, parameter.shape[0])
+
+
+def parameter_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
+    """The parameter groups of ``model``, in the order of its modules.
+
+    Raises:
+        ValueError: ``mesh`` has not two dimensions, or a group is of a kind whose gradients FSDP
+            changes or copies after its all-reduce hook.
+    """
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh must have two dimensions, replicas and shards, got {mesh.ndim}; give "
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "compress_fsdp needs fully_shard (FSDP2), got FullyShardedDataParallel (FSDP1), which "
+            "has no place for it; call fully_shard on the blocks and the model instead"
+        )
+    found = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in _groups_of(module)
+    ]
+    if not found:
+        raise ValueError(
+            "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
+            f"{type(model).__name__}; call fully_shard(model, mesh=mesh['shard']) first, or use "
+            "compress_ddp for a model that every rank holds as a whole"
+        )
+    return found
+
+
+def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
+    """The dimension of ``mesh`` that parameters are sharded over.
+
+    Raises:
+        ValueError: there is none.
+    """
+    own = {_ranks(parameter) for group in groups for parameter in group.parameters}
+    for dimension in range(2):
+        line = _line_of(mesh, dimension)
+        if own == {line}:
+            return dimension
+    raise ValueError(
+        f"parameters must be sharded over one dimension of mesh, got shards on the ranks "
+        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard']"
+    )
+
+
+def _ranks(parameter: Any) -> tuple[int, ...]:
+    assert isinstance(parameter, DTensor)
+    return tuple(parameter.device_mesh.mesh.flatten().tolist())
+
+
+def _line_of(mesh: DeviceMesh, dimension: int) -> tuple[int, ...]:
+    """Ranks of this rank's line of ``mesh`` along ``dimension``."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank of the mesh"
+    return tuple(mesh.mesh.select(1 - dimension, coordinate[1 - dimension]).tolist())
+
+
+def _groups_of(module: FSDPModule) -> list[ParameterGroup]:
+    groups = parameter_groups_of(module)
+    trained = [[each for each in g.fsdp_params if each.sharded_param.requires_grad] for g in groups]
+    if len(groups) > 1:
+        raise ValueError(
+            "fully_shard must put the parameters of a module in one group, got several "
+            "(shard_placement_fn with several meshes); call it for the parts of the module"
+        )
+    if not groups or not trained[0]:
+        return []
+    (group,), (fsdp_params,) = groups, trained
+    name = type(module).__name__
+    if averages_replicas(group):
+        raise ValueError(
+            f"fully_shard({name}) over two dimensions averages over replicas itself, uncompressed; "
+            "call it with mesh['shard'], and give compress_fsdp the whole mesh"
+        )
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise ValueError(
+            f"gradients must stay on their device, and fully_shard({name}) has a CPUOffloadPolicy, "
+            "which copies them away before they are exchanged; leave it out"
+        )
+    for each in fsdp_params:
+        kept = each.sharded_param.dtype
+        reduced = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or kept
+        if reduced != kept or reduced == torch.float16:
+            raise ValueError(
+                f"fully_shard({name}) must reduce gradients in the dtype of its parameters, not in "
+                f"float16, got reduce_dtype {reduced} for parameters in {kept}: FSDP copies the "
+                "gradients before they are exchanged; set MixedPrecisionPolicy(reduce_dtype="
+                f"{kept})"
+            )
+        if each.fsdp_placement != Shard(0):
+            raise ValueError(
+                f"fully_shard({name}) must shard the first dimension, got {each.fsdp_placement}; "
+                "leave shard_placement_fn out"
+            )
+    return [
+        ParameterGroup(
+            module,
+            [each.sharded_param for each in fsdp_params],
+            [each.padded_sharded_param_size.numel() for each in fsdp_params],
+        )
+    ]

@@ -1,0 +1,299 @@
+"""What ranks of a sharded model do: started by `test_fsdp.py`, leaves facts of every scenario.
+
+torchrun fsdp_ranks.py FOLDER REPLICAS SHARDS SCENARIO...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from lightning_dist.codecs import CODECS
+from lightning_dist.integrations.torch.fsdp import ShardedGradients, compress_fsdp
+
+WIDTH = 33
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Odd sizes, so that shards are padded; the head's weight is that of the first layer."""
+
+    def __init__(self, *, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH + 2), nn.Tanh(), nn.Linear(WIDTH + 2, WIDTH))
+            for _ in range(3)
+        )
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.zeros(WIDTH))
+        if tied:
+            self.head.weight = self.first.weight
+        if frozen:
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def sharded(mesh: DeviceMesh, *, checkpoints: bool = False, **given: Any) -> Net:
+    net_keys = {key: given.pop(key) for key in ("tied", "frozen") if key in given}
+    torch.manual_seed(dist.get_rank() if given.pop("unequal", False) else 0)
+    net = Net(**net_keys)
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = block = checkpoint_wrapper(block) if checkpoints else block
+        fully_shard(block, mesh=mesh, **given)
+    return fully_shard(net, mesh=mesh, **given)
+
+
+def batches(steps: int = STEPS) -> Iterator[list[Tensor]]:
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(steps):
+        yield [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [local(p.detach()).clone() for p in net.parameters()]
+
+
+def train(
+    net: Any,
+    *,
+    ours: ShardedGradients | None,
+    accumulate: bool = False,
+    clip: bool = False,
+    scale: float = 1.0,
+) -> list[Tensor]:
+    """Weights after `STEPS` steps; in every other one gradients accumulate, if asked for."""
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for step, (first, second) in enumerate(batches()):
+        optimizer.zero_grad()
+        if accumulate and step % 2:
+            if ours is None:
+                net.set_requires_all_reduce(False)
+                (net(first).square().mean() * scale).backward()
+                net.set_requires_all_reduce(True)
+            else:
+                with ours.no_sync():
+                    (net(first).square().mean() * scale).backward()
+        (net(second).square().mean() * scale).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    return weights(net)
+
+
+def both(mesh: DeviceMesh, **given: Any) -> bool:
+    """Whether torch's HSDP and codec none end with the same bits."""
+    how = {key: given.pop(key) for key in ("accumulate", "clip") if key in given}
+    native = train(sharded(mesh, **given), ours=None, **how)
+    net = sharded(mesh["shard"], **given)
+    ours = compress_fsdp(net, "none", mesh=mesh)
+    try:
+        found = train(net, ours=ours, **how)
+    finally:
+        ours.close()
+    return all(map(torch.equal, native, found))
+
+
+def equal_to_native(mesh: DeviceMesh) -> dict[str, bool]:
+    """Codec none against torch's own HSDP, in many settings."""
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "plain": both(mesh),
+        "accumulation": both(mesh, accumulate=True),
+        "clipping": both(mesh, clip=True, accumulate=True),
+        "bf16 compute": both(mesh, mp_policy=bf16),
+        "activation checkpointing": both(mesh, checkpoints=True),
+        "tied weights": both(mesh, tied=True),
+        "frozen parts": both(mesh, frozen=True),
+        "resharded late": both(mesh, reshard_after_forward=False),
+    }
+
+
+def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
+    group = mesh["replicate"].get_group()
+    for held in weights(net):
+        first = held.clone()
+        dist.broadcast(first, group_src=0, group=group)
+        if not torch.equal(first, held):
+            return False
+    return True
+
+
+def every_codec(mesh: DeviceMesh) -> dict[str, tuple[bool, bool, int]]:
+    """Replicas equal, weights finite and bytes of the last step, by codec."""
+    found = {}
+    for name in CODECS:
+        net = sharded(mesh["shard"], unequal=True)
+        ours = compress_fsdp(net, name, mesh=mesh, min_compress_numel=0)
+        train(net, ours=ours, accumulate=True)
+        finite = all(bool(held.isfinite().all()) for held in weights(net))
+        sent = ours.comm_stats()["last_step"]["wire_bytes"]
+        found[name] = replicas_are_equal(net, mesh), finite, int(sent)
+        ours.close()
+    return found
+
+
+def conservation(mesh: DeviceMesh) -> dict[str, float]:
+    """What was applied and what is owed, against the sum of the exact means, relative; float64."""
+    found = {}
+    for codec in ("int4", "topk:ratio=0.05", "powersgd:rank=2"):
+        net, exact = sharded(mesh["shard"]), sharded(mesh)
+        ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0)
+        applied = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
+        wanted = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
+        for first, _ in batches(20):
+            for model, sums in ((net, applied), (exact, wanted)):
+                model.zero_grad()
+                model(first).square().mean().backward()
+                for parameter, total in zip(model.parameters(), sums, strict=True):
+                    total += local(parameter.grad)
+        worst = 0.0
+        group = mesh["replicate"].get_group()
+        names = [name for name, _ in net.named_parameters()]
+        for name, got, want in zip(names, applied, wanted, strict=True):
+            owed = torch.zeros_like(got)
+            for part in ours.reducer.residuals.parts(name):
+                owed += part.view_as(got)
+            dist.all_reduce(owed, group=group)
+            if got.numel():
+                error = (got + owed / group.size() - want).norm() / want.norm().clamp(min=1e-30)
+                worst = max(worst, float(error))
+        found[codec] = worst
+        ours.close()
+    return found
+
+
+def resume(mesh: DeviceMesh) -> dict[str, bool]:
+    """Weights of an interrupted run, against those of one that was not."""
+    straight = sharded(mesh["shard"])
+    ours = compress_fsdp(straight, "int4", mesh=mesh, min_compress_numel=0)
+    train(straight, ours=ours)
+    between, state = weights(straight), ours.reducer.state_dict()
+    train(straight, ours=ours)
+    ours.close()
+    again = sharded(mesh["shard"])
+    with torch.no_grad():
+        for parameter, held in zip(again.parameters(), between, strict=True):
+            local(parameter).copy_(held)
+    ours = compress_fsdp(again, "int4", mesh=mesh, min_compress_numel=0)
+    shared = [state]
+    dist.broadcast_object_list(shared)
+    ours.reducer.load_state_dict(shared[0])
+    train(again, ours=ours)
+    rows = {len(of) for of in shared[0]["residuals"].values()}
+    whole = {n: p.numel() for n, p in again.named_parameters()}
+    shapes = all(of.shape[1] == whole[n] for n, of in shared[0]["residuals"].items())
+    ours.close()
+    equal = all(map(torch.equal, weights(straight), weights(again)))
+    return {"equal": equal, "a row for every replica": rows == {mesh.size(0)}, "whole": shapes}
+
+
+def overflow(mesh: DeviceMesh) -> dict[str, bool]:
+    """An inf on one rank: seen everywhere, and the deferred commit leaves no trace of it."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0, commit="deferred")
+    train(net, ours=ours)
+    before = {n: ours.reducer.residuals[n].clone() for n in ours.reducer.residuals.names()}
+    (batch,) = batches(1)
+    bad = batch[0] * (torch.inf if dist.get_rank() == 0 else 1.0)
+    net.zero_grad()
+    net(bad).square().mean().backward()
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    seen = not bool(local(norm.full_tensor()).isfinite())
+    kept = all(torch.equal(ours.reducer.residuals[n], held) for n, held in before.items())
+    train(net, ours=ours)
+    ours.close()
+    return {"seen": seen, "kept": kept, "goes on": replicas_are_equal(net, mesh)}
+
+
+def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
+    """A backward pass that an exception ends, on all ranks; then training."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0)
+    fails = True
+
+    def hook(_: Tensor) -> None:
+        if fails:
+            raise KeyError("planted")
+
+    (batch,) = batches(1)
+    inner = net.blocks[0].register_forward_pre_hook(
+        lambda _, args: args[0].register_hook(hook) and None
+    )
+    try:
+        net(batch[0]).square().mean().backward()
+        raised = False
+    except KeyError:
+        raised = True
+    fails = False
+    inner.remove()
+    net.reset_iter_state()  # FSDP's own
+    train(net, ours=ours)
+    ours.close()
+    return {"raised": raised, "goes on": replicas_are_equal(net, mesh)}
+
+
+def refusals(mesh: DeviceMesh) -> dict[str, str]:
+    """Messages by what is wrong."""
+    cases: dict[str, Callable[[], object]] = {
+        "not sharded": lambda: compress_fsdp(Net(), mesh=mesh),
+        "one dimension": lambda: compress_fsdp(sharded(mesh["shard"]), mesh=mesh["shard"]),
+        "native HSDP": lambda: compress_fsdp(sharded(mesh), mesh=mesh),
+        "offload": lambda: compress_fsdp(
+            sharded(mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh=mesh
+        ),
+        "reduce dtype": lambda: compress_fsdp(
+            sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+            mesh=mesh,
+        ),
+        "another mesh": lambda: compress_fsdp(
+            sharded(init_device_mesh("cpu", (dist.get_world_size(),))), mesh=mesh
+        ),
+        "unequal settings": lambda: compress_fsdp(
+            sharded(mesh["shard"]), "int8" if dist.get_rank() else "int4", mesh=mesh
+        ),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = ""
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def main() -> None:
+    folder, replicas, shards, *scenarios = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shape = (int(replicas), int(shards))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    for name in scenarios:
+        facts = globals()[name](mesh)
+        path = Path(folder) / f"{name}.{replicas}x{shards}.{dist.get_rank()}.pt"
+        torch.save({"facts": facts}, path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Sharded models (FSDP2) whose shards cross between replicas compressed, on real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from processes import torchrun
+
+from lightning_dist.codecs import CODECS
+
+RANKS = Path(__file__).with_name("fsdp_ranks.py")
+LIMIT = 240.0
+pytestmark = pytest.mark.timeout(LIMIT + 30)
+
+
+def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
+    paths = sorted(folder.glob(f"{scenario}.{shape}.*.pt"))
+    return [torch.load(path, weights_only=True)["facts"] for path in paths]
+
+
+def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenarios: str) -> Path:
+    arguments = (folder, str(replicas), str(shards), *scenarios)
+    ranks = replicas * shards
+    torchrun(RANKS, *arguments, ranks=ranks, limit=LIMIT, python=python).require_success()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    """Two replicas of two shards."""
+    scenarios = ("equal_to_native", "every_codec", "conservation", "resume")
+    scenarios += ("overflow", "interrupted", "refusals")
+    return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
+
+
+def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
+    found = facts(square, "equal_to_native", "2x2")
+    assert len(found) == 4
+    assert [[name for name, equal in each.items() if not equal] for each in found] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "shards"), [(3, 1), (2, 3)])
+def test_uncompressed_it_has_the_bits_of_torch_in_other_shapes(
+    tmp_path: Path, quick_python: list[str], replicas: int, shards: int
+) -> None:
+    launch(tmp_path, quick_python, replicas, shards, "equal_to_native", "resume")
+    for each in facts(tmp_path, "equal_to_native", f"{replicas}x{shards}"):
+        assert all(each.values()), each
+    for each in facts(tmp_path, "resume", f"{replicas}x{shards}"):
+        assert all(each.values()), each
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_stay_equal(square: Path, codec: str) -> None:
+    for each in facts(square, "every_codec", "2x2"):
+        equal, finite, _ = each[codec]
+        assert equal
+        assert finite
+
+
+def test_fewer_bytes_travel(square: Path) -> None:
+    (each, *_) = facts(square, "every_codec", "2x2")
+    none = each["none"][2]
+    assert each["bf16"][2] == pytest.approx(none / 2, rel=0.01)
+    assert each["int8"][2] < 0.35 * none
+    assert each["int4"][2] < 0.25 * none
+
+
+def test_nothing_is_lost(square: Path) -> None:
+    for each in facts(square, "conservation", "2x2"):
+        assert all(error < 1e-5 for error in each.values()), each
+
+
+@pytest.mark.parametrize("scenario", ["resume", "overflow", "interrupted"])
+def test_state(square: Path, scenario: str) -> None:
+    found = facts(square, scenario, "2x2")
+    assert len(found) == 4
+    for each in found:
+        assert all(each.values()), each
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("not sharded", "call fully_shard"),
+        ("one dimension", "two dimensions"),
+        ("native HSDP", "call it with mesh"),
+        ("offload", "CPUOffloadPolicy"),
+        ("reduce dtype", "reduce_dtype"),
+        ("another mesh", "one dimension of mesh"),
+        ("unequal settings", "codec"),
+    ],
+)
+def test_what_cannot_work_is_refused(square: Path, case: str, says: str) -> None:
+    for each in facts(square, "refusals", "2x2"):
+        assert says in str(each[case])
