@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
+    from lightning_dist.integrations.torch.fsdp import compress_fsdp
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -87,6 +88,7 @@ _HOME = {
     "by_name": "codecs",
     "by_size": "codecs",
     "compress_ddp": "integrations.torch.ddp",
+    "compress_fsdp": "integrations.torch.fsdp",
     "init_process_group": "elastic.meeting",
     "register_codec": "codecs",
     "warmup": "codecs",
@@ -127,6 +129,7 @@ __all__ = [
     "by_name",
     "by_size",
     "compress_ddp",
+    "compress_fsdp",
     "init_process_group",
     "register_codec",
     "warmup",

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from lightning_dist.codecs import CODECS
+from lightning_dist.codecs import CODECS, warmup
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, compress_fsdp
 
 WIDTH = 33
@@ -187,7 +187,7 @@ def resume(mesh: DeviceMesh) -> dict[str, bool]:
     straight = sharded(mesh["shard"])
     ours = compress_fsdp(straight, "int4", mesh=mesh, min_compress_numel=0)
     train(straight, ours=ours)
-    between, state = weights(straight), ours.reducer.state_dict()
+    between, state = weights(straight), ours.state_dict()
     train(straight, ours=ours)
     ours.close()
     again = sharded(mesh["shard"])
@@ -197,7 +197,7 @@ def resume(mesh: DeviceMesh) -> dict[str, bool]:
     ours = compress_fsdp(again, "int4", mesh=mesh, min_compress_numel=0)
     shared = [state]
     dist.broadcast_object_list(shared)
-    ours.reducer.load_state_dict(shared[0])
+    ours.load_state_dict(shared[0])
     train(again, ours=ours)
     rows = {len(of) for of in shared[0]["residuals"].values()}
     whole = {n: p.numel() for n, p in again.named_parameters()}
@@ -205,6 +205,53 @@ def resume(mesh: DeviceMesh) -> dict[str, bool]:
     ours.close()
     equal = all(map(torch.equal, weights(straight), weights(again)))
     return {"equal": equal, "a row for every replica": rows == {mesh.size(0)}, "whole": shapes}
+
+
+def another_mesh(mesh: DeviceMesh) -> dict[str, bool]:
+    """The residuals of two replicas of two shards, loaded by four replicas."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int4", mesh=mesh, min_compress_numel=0)
+    train(net, ours=ours)
+    shared = [ours.state_dict()]
+    ours.close()
+    dist.broadcast_object_list(shared)
+    flat = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
+    net = sharded(flat["shard"])
+    ours = compress_fsdp(net, "int4", mesh=flat, min_compress_numel=0)
+    ours.load_state_dict(shared[0])
+    loaded = ours.state_dict()
+    ours.load_state_dict(shared[0])
+    train(net, ours=ours)
+    ours.close()
+    rows = shared[0]["residuals"]
+    means = loaded is None or all(
+        torch.equal(row, rows[name].mean(0))
+        for name, of in loaded["residuals"].items()
+        for row in of
+    )
+    return {"mean": means, "goes on": replicas_are_equal(net, flat)}
+
+
+def flushed(mesh: DeviceMesh) -> dict[str, bool]:
+    """A codec that keeps no residual after one that does: what is owed is sent, once."""
+    net, exact = sharded(mesh["shard"]), sharded(mesh)
+    policy = warmup({0: "int4", 3: "none"})
+    ours = compress_fsdp(net, policy, mesh=mesh, min_compress_numel=0)
+    applied, wanted = ([torch.zeros_like(w) for w in weights(each)] for each in (net, exact))
+    for first, _ in batches(5):
+        for model, sums in ((net, applied), (exact, wanted)):
+            model.zero_grad()
+            model(first).square().mean().backward()
+            for parameter, total in zip(model.parameters(), sums, strict=True):
+                total += local(parameter.grad)
+    close = [
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(applied, wanted, strict=True)
+    ]
+    freed = not ours.reducer.residuals.names()
+    ours.close()
+    return {"all is sent": all(close), "freed": freed}
 
 
 def overflow(mesh: DeviceMesh) -> dict[str, bool]:

@@ -31,7 +31,7 @@ def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenari
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """Two replicas of two shards."""
     scenarios = ("equal_to_native", "every_codec", "conservation", "resume")
-    scenarios += ("overflow", "interrupted", "refusals")
+    scenarios += ("another_mesh", "flushed", "overflow", "interrupted", "refusals")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
 
@@ -74,7 +74,9 @@ def test_nothing_is_lost(square: Path) -> None:
         assert all(error < 1e-5 for error in each.values()), each
 
 
-@pytest.mark.parametrize("scenario", ["resume", "overflow", "interrupted"])
+@pytest.mark.parametrize(
+    "scenario", ["resume", "another_mesh", "flushed", "overflow", "interrupted"]
+)
 def test_state(square: Path, scenario: str) -> None:
     found = facts(square, scenario, "2x2")
     assert len(found) == 4

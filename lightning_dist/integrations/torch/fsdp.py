@@ -62,7 +62,8 @@ def compress_fsdp(
         commit: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
-        What exchanges the gradients: ``comm_stats()``, ``no_sync()``, ``close()``.
+        What exchanges the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
+        ``load_state_dict()``, ``close()``.
 
     Raises:
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
@@ -129,6 +130,18 @@ class ShardedGradients:
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
         return self.reducer.comm_stats()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Residuals of all replicas on rank 0, None elsewhere. Collective; between backward passes.
+
+        As of ``Reducer.state_dict``: one row per replica, put together from its shards, so that any
+        mesh loads it.
+        """
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""
+        self.reducer.load_state_dict(state)
 
     def close(self) -> None:
         """Exchange nothing more, and end the reducer."""
