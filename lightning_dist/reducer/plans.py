@@ -36,13 +36,20 @@ class Plans:
     Args:
         shapes: of the parameters, by name.
         share_memory: tensors of one turn are never on their way together.
+        padded: tensors may have elements that are of no parameter.
     """
 
     def __init__(
-        self, planner: Planner, policy: Codec, shapes: Mapping[str, Shape], *, share_memory: bool
+        self,
+        planner: Planner,
+        policy: Codec,
+        shapes: Mapping[str, Shape],
+        *,
+        share_memory: bool,
+        padded: bool,
     ) -> None:
         self.planner, self._policy, self._shapes = planner, policy, shapes
-        self._share_memory = share_memory
+        self._share_memory, self._padded = share_memory, padded
         self._plans: dict[int, Plan] = {}
         self._staging: dict[int, Tensor] = {}  # uint8 memory by place
 
@@ -72,6 +79,13 @@ class Plans:
             # changes: free what belonged to the old ones.
             self.clear()
             self.planner.free()
+        # An element that no slice has would keep the local gradient, and replicas drift apart.
+        elements = sum(part.numel for part in slices)
+        assert self._padded or elements == flat.numel(), (
+            f"a tensor has {flat.numel()} elements and its slices "
+            f"{', '.join(part.name for part in slices)} have {elements}; this is a bug of "
+            "lightning_dist, please report it"
+        )
         self.planner.restart(turn)
         cut = self._by_codec(policy, slices, flat.dtype, step)
         groups = [self.planner.group(codec, of, flat, waits=waiting) for codec, of in cut.items()]

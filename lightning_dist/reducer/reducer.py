@@ -142,7 +142,13 @@ class Reducer:
             tables=self.settings.compile_kernels is not False,
             divide_last=self._sharded,
         )
-        return Plans(planner, self._policy, self._shapes, share_memory=self.immediate)
+        return Plans(
+            planner,
+            self._policy,
+            self._shapes,
+            share_memory=self.immediate,
+            padded=self._sharded,
+        )
 
     @property
     def planner(self) -> Planner:
@@ -185,8 +191,8 @@ class Reducer:
         :meth:`finish`.
 
         Args:
-            slices: where every parameter, or part of one, lies in ``flat``. Elements outside of
-                them keep their values.
+            slices: where every parameter, or part of one, lies in ``flat``; together they fill it,
+                but for the padding of shards.
             key: of this tensor among those of a step. What was worked out for a key is used again
                 while ``slices`` stay as they are. A tensor that is in other memory at every step is
                 copied to memory of the reducer and back.

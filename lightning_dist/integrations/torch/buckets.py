@@ -74,14 +74,7 @@ class DDPBuckets:
         found = self._slices.get(bucket.index())
         if found is None or found[0] != key:
             names = [self.reducer.names[parameter] for parameter in parameters]
-            slices = slices_of(names, parameters)
-            # An element that no slice has would keep the local gradient, and replicas drift apart.
-            elements, filled = bucket.buffer().numel(), sum(each.numel for each in slices)
-            assert elements == filled, (
-                f"a bucket has {elements} elements and its parameters {', '.join(names)} have "
-                f"{filled}; this is a bug of lightning_dist, please report it"
-            )
-            found = self._slices[bucket.index()] = key, slices
+            found = self._slices[bucket.index()] = key, slices_of(names, parameters)
         return found[1]
 
 
