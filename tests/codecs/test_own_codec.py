@@ -61,6 +61,7 @@ def test_a_codec_that_is_registered(package: Path, quick_python: list[str]) -> N
     run_script(quick_python, package, SCRIPT, "registered")
 
 
+@pytest.mark.slow
 def test_a_codec_that_a_package_brings(package: Path) -> None:
     names = {"rowint8": "RowInt8", "int8_decay": "DecayInt8"}
     install(package, "\n".join(f"{k} = own_package.codecs:{v}" for k, v in names.items()))

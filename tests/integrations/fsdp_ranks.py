@@ -6,7 +6,7 @@ torchrun fsdp_ranks.py FOLDER REPLICAS SHARDS SCENARIO...
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,19 @@ def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
     return True
 
 
+def some_codecs(mesh: DeviceMesh) -> dict[str, tuple[bool, bool, int]]:
+    """One of each kind, as :func:`every_codec`."""
+    return of_codecs(mesh, ("none", "bf16", "int8", "topk", "threshold", "powersgd"))
+
+
 def every_codec(mesh: DeviceMesh) -> dict[str, tuple[bool, bool, int]]:
+    return of_codecs(mesh, CODECS)
+
+
+def of_codecs(mesh: DeviceMesh, codecs: Iterable[str]) -> dict[str, tuple[bool, bool, int]]:
     """Replicas equal, weights finite and bytes of the last step, by codec."""
     found = {}
-    for name in CODECS:
+    for name in codecs:
         net = sharded(mesh["shard"], unequal=True)
         ours = compress_fsdp(net, name, mesh=mesh, min_compress_numel=0)
         train(net, ours=ours, accumulate=True)

@@ -30,7 +30,7 @@ def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenari
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """Two replicas of two shards."""
-    scenarios = ("equal_to_native", "every_codec", "conservation", "resume")
+    scenarios = ("equal_to_native", "some_codecs", "resume")
     scenarios += ("another_mesh", "flushed", "overflow", "interrupted", "refusals")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
@@ -53,24 +53,23 @@ def test_uncompressed_it_has_the_bits_of_torch_in_other_shapes(
         assert all(each.values()), each
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_replicas_stay_equal(square: Path, codec: str) -> None:
-    for each in facts(square, "every_codec", "2x2"):
-        equal, finite, _ = each[codec]
-        assert equal
-        assert finite
+def test_replicas_stay_equal_and_fewer_bytes_travel(square: Path) -> None:
+    found = facts(square, "some_codecs", "2x2")
+    for each in found:
+        assert all(equal and finite for equal, finite, _ in each.values()), each
+    none = found[0]["none"][2]
+    assert found[0]["bf16"][2] == pytest.approx(none / 2, rel=0.01)
+    assert found[0]["int8"][2] < 0.35 * none
 
 
-def test_fewer_bytes_travel(square: Path) -> None:
-    (each, *_) = facts(square, "every_codec", "2x2")
-    none = each["none"][2]
-    assert each["bf16"][2] == pytest.approx(none / 2, rel=0.01)
-    assert each["int8"][2] < 0.35 * none
-    assert each["int4"][2] < 0.25 * none
-
-
-def test_nothing_is_lost(square: Path) -> None:
-    for each in facts(square, "conservation", "2x2"):
+@pytest.mark.slow
+def test_every_codec(tmp_path: Path, quick_python: list[str]) -> None:
+    """Replicas stay equal, and what was applied and what is owed is the sum of the exact means."""
+    launch(tmp_path, quick_python, 2, 2, "every_codec", "conservation")
+    for each in facts(tmp_path, "every_codec", "2x2"):
+        assert set(each) == set(CODECS)
+        assert all(equal and finite for equal, finite, _ in each.values()), each
+    for each in facts(tmp_path, "conservation", "2x2"):
         assert all(error < 1e-5 for error in each.values()), each
 
 
