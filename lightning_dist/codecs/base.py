@@ -41,7 +41,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Native:
-    """Passes of a codec in ``kernels/native.cpp``, and what they are told of it."""
+    """Passes of a codec in ``kernels/native.cpp``, and the options that they take."""
 
     functions: str  # their names begin with it
     planes: tuple[str, ...]  # of the payload, as the C++ calls them

@@ -418,6 +418,8 @@ class Reducer:
         ``"factors"``.
         """
         network = self.network
+        if self._sharded:
+            self.state.know_all(network.data.group, device=network.device)
         state = self.state.gather(network.data.group, network.rows, device=network.device)
         return None if state is None else self._described(state)
 
@@ -427,6 +429,8 @@ class Reducer:
         The tensors of the state are empty memory; the stripes say which part of each this rank has.
         """
         network = self.network
+        if self._sharded:
+            self.state.know_all(network.data.group, device=network.device)
         state, stripes = self.state.striped(network.data.group, network.rows, device=network.device)
         return self._described(state), stripes
 

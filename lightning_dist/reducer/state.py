@@ -102,6 +102,16 @@ class ReducerState:
         factors = self._factors_of_all(group, device=device)
         return None if residuals is None else _state(residuals, momenta, factors)
 
+    def know_all(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
+        """Know the names of all ranks: some have no element of a parameter. Collective."""
+        for store in (self.residuals, self.momenta):
+            of_ranks = all_facts(store.sizes(), group=group, device=device)
+            for sizes in of_ranks:
+                for name, (numel, double) in sizes.items():
+                    if name not in store:
+                        dtype = torch.float64 if double else torch.float32
+                        store.know(name, numel=numel, dtype=dtype)
+
     def striped(
         self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device
     ) -> tuple[dict[str, Any], list[Stripes]]:

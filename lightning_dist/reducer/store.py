@@ -64,6 +64,14 @@ class Store:
     def names(self) -> list[str]:
         return [*self._parts, *(name for name in self._loaded if name not in self._parts)]
 
+    def sizes(self) -> dict[str, tuple[int, bool]]:
+        """Elements of every parameter that has state, and whether they are float64."""
+        known = {name: (tensor.numel(), tensor.dtype) for name, tensor in self._loaded.items()}
+        return {
+            n: (numel, dtype == torch.float64)
+            for n, (numel, dtype) in (known | self._whole).items()
+        }
+
     def __contains__(self, name: object) -> bool:
         return name in self._parts or name in self._loaded
 

@@ -58,11 +58,11 @@ def compress_fsdp(
     Args:
         codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
             bits of ``fully_shard`` over both dimensions with a reduction in float32.
-        mesh: of ranks of one data dimension each; all ranks give the same one.
+        mesh: of all ranks, the same on each of them.
         commit: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
-        What exchanges the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
+        The exchange of the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
         ``load_state_dict()``, ``close()``.
 
     Raises:
