@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,11 +119,10 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
     assert last.startswith("slowest: rank 2 on b to rank 3 on c, 0.250 Gbit/s, 25% of the fastest")
 
 
-def test_ranks_of_its_own(tmp_path: Path) -> None:
+def test_ranks_of_its_own(tmp_path: Path, quick_bench: list[str]) -> None:
     to = tmp_path / "bench.json"
     words = "--nproc 2 --min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --device cpu"
-    command = [sys.executable, "-m", "lightning_dist", "bench", *words.split(), "--out", to]
-    shown = run(command, limit=100).require_success().output
+    shown = run([*quick_bench, *words.split(), "--out", to], limit=100).require_success().output
     assert "2 ranks (flat) on " in shown
     (group,) = json.loads(to.read_text())["groups"]
     assert (group["ranks"], group["backend"], group["device"]) == ([0, 1], "gloo", "cpu")
