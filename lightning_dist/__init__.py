@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
     from lightning_dist.integrations.torch.fsdp import compress_fsdp
+    from lightning_dist.integrations.torch.local_updates import local_updates
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -90,6 +91,7 @@ _HOME = {
     "compress_ddp": "integrations.torch.ddp",
     "compress_fsdp": "integrations.torch.fsdp",
     "init_process_group": "elastic.meeting",
+    "local_updates": "integrations.torch.local_updates",
     "register_codec": "codecs",
     "warmup": "codecs",
 }
@@ -131,6 +133,7 @@ __all__ = [
     "compress_ddp",
     "compress_fsdp",
     "init_process_group",
+    "local_updates",
     "register_codec",
     "warmup",
 ]
