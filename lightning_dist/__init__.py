@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
@@ -74,6 +75,7 @@ _HOME = {
     "FP8": "codecs",
     "Int4": "codecs",
     "Int8": "codecs",
+    "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "NoCompression": "codecs",
     "OneBitAdam": "onebit_adam",
     "Payload": "codecs",
@@ -116,6 +118,7 @@ __all__ = [
     "ExchangedVolume",
     "Int4",
     "Int8",
+    "LocalUpdateStrategy",
     "NoCompression",
     "OneBitAdam",
     "Payload",

@@ -239,7 +239,7 @@ def test_post_local_sgd_is_ddp_until_it_starts() -> None:
         model = world.rank.ddp(plain(dtype=torch.float32))
         if local:
             worker = world.worker(
-                model, method="post_local_sgd", start_step=4, sync_every=2, codec="none"
+                model, method="post_local_sgd", ddp_steps=4, sync_every=2, codec="none"
             )
             worker.train(4)
             equal = worker.weights()
@@ -504,8 +504,8 @@ def test_the_cosine_of_two_workers() -> None:
         ({"sync_every": 0}, "sync_every must be 1 or more"),
         ({"sync_every": 5, "fragments": 2}, "multiple of fragments"),
         ({"sync_every": 8, "overlap_steps": 8}, "less than sync_every / fragments"),
-        ({"method": "post_local_sgd"}, "plain DDP before start_step"),
-        ({"start_step": 3}, "wrap it, or leave start_step out"),
+        ({"method": "post_local_sgd"}, "plain DDP before ddp_steps"),
+        ({"ddp_steps": 3}, "wrap it, or leave ddp_steps out"),
         ({"outer_lr": 0.0}, "outer_lr must be above 0"),
         ({"outer_momentum": 1.0}, "less than 1"),
         ({"mixing": -0.1}, "mixing must be 0 or more"),

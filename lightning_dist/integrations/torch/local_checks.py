@@ -45,14 +45,14 @@ def require_workers(
             "lightning_dist.compress_fsdp"
         )
     over_all = synced is not None and synced.process_group.size() == world_size
-    if schedule.start_step and not over_all:
+    if schedule.ddp_steps and not over_all:
         raise ValueError(
-            "start_step is a number of steps of plain DDP, so the model must be a "
-            f"DistributedDataParallel over all {world_size} ranks; wrap it, or leave start_step out"
+            "ddp_steps is a number of steps of plain DDP, so the model must be a "
+            f"DistributedDataParallel over all {world_size} ranks; wrap it, or leave ddp_steps out"
         )
-    if over_all and not schedule.start_step and world_size > 1:
+    if over_all and not schedule.ddp_steps and world_size > 1:
         raise ValueError(
             "the model is a DistributedDataParallel over all ranks, which averages gradients in "
             "every step; give the module itself, or one over the ranks of a worker "
-            "(process_group=), or set start_step"
+            "(process_group=), or set ddp_steps"
         )

@@ -33,7 +33,7 @@ class LocalUpdateSettings:
             0 waits for it.
         mixing: weight of the worker's own parameters after an outer step, 0 to 1; the rest is the
             anchor's.
-        start_step: attempted steps of plain DDP before the first local one.
+        ddp_steps: attempted steps of plain DDP before the first local one.
         outer_lr: learning rate of the outer SGD; 1 without momentum is the mean of the workers.
         outer_momentum: Nesterov momentum of the outer SGD.
     """
@@ -43,7 +43,7 @@ class LocalUpdateSettings:
     fragments: int = 1
     overlap_steps: int = 0
     mixing: float = 0.0
-    start_step: int = 0
+    ddp_steps: int = 0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
@@ -75,7 +75,7 @@ class LocalUpdateSettings:
         return (step // self.interval - 1) % self.fragments
 
     def _check_counts(self) -> None:
-        least = {"sync_every": 1, "fragments": 1, "overlap_steps": 0, "start_step": 0}
+        least = {"sync_every": 1, "fragments": 1, "overlap_steps": 0, "ddp_steps": 0}
         for name, limit in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < limit:
@@ -91,9 +91,9 @@ class LocalUpdateSettings:
                 f"under way at a time, got {self.overlap_steps} and {self.sync_every} / "
                 f"{self.fragments} = {self.interval}"
             )
-        if self.method == "post_local_sgd" and not self.start_step:
+        if self.method == "post_local_sgd" and not self.ddp_steps:
             raise ValueError(
-                "post_local_sgd is plain DDP before start_step, got start_step=0; set it to the "
+                "post_local_sgd is plain DDP before ddp_steps, got ddp_steps=0; set it to the "
                 "number of steps before the first local one, or use method='local_sgd'"
             )
 

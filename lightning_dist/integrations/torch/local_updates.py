@@ -43,7 +43,7 @@ def local_updates(
     fragments: int | None = None,
     overlap_steps: int | None = None,
     mixing: float | None = None,
-    start_step: int | None = None,
+    ddp_steps: int | None = None,
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_optimizer: OuterOptimizer | None = None,
@@ -74,10 +74,10 @@ def local_updates(
 
     Args:
         model: on its device. A DistributedDataParallel over some of the ranks, such as those of a
-            host, is one worker; one over all ranks needs ``start_step``.
+            host, is one worker; one over all ranks needs ``ddp_steps``.
         optimizer: of the local steps, or several. Their state stays local and differs.
         method: defaults of the arguments that follow. ``"local_sgd"``: the mean of the weights;
-            ``"post_local_sgd"``: after ``start_step`` steps of plain DDP (Lin et al., arXiv
+            ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP (Lin et al., arXiv
             1808.07217); ``"diloco"``: outer Nesterov momentum (Douillard et al., arXiv 2311.08105);
             ``"streaming"``: fragments, applied while training goes on (arXiv 2501.18512).
         sync_every: attempted steps between two outer steps of a parameter; 8 for the SGD methods,
@@ -102,7 +102,7 @@ def local_updates(
         fragments=fragments,
         overlap_steps=overlap_steps,
         mixing=mixing,
-        start_step=start_step,
+        ddp_steps=ddp_steps,
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
     )
@@ -121,6 +121,21 @@ def local_updates(
         compile_kernels=False,
     )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return attach(
+        model, optimizers, schedule, settings, outer_optimizer=outer_optimizer, groups=groups
+    )
+
+
+def attach(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedule: LocalUpdateSettings,
+    settings: Settings,
+    *,
+    outer_optimizer: OuterOptimizer | None = None,
+    groups: Groups | None = None,
+) -> LocalUpdates:
+    """What :func:`local_updates` does, with checked settings."""
     require_local(optimizers, settings)
     synced = model if isinstance(model, DistributedDataParallel) else None
     module = model if synced is None else synced.module
@@ -146,7 +161,7 @@ def local_updates(
         settings=settings,
         network=network,
         outer_optimizer=outer_optimizer,
-        synced=synced if schedule.start_step else None,
+        synced=synced if schedule.ddp_steps else None,
     )
 
 
@@ -203,6 +218,7 @@ class LocalUpdates:
         self.attempted = 0
         """Optimizer steps that were attempted so far."""
         self._exchange: _Exchange | None = None
+        self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
         self._metrics: dict[str, float] = {}
 
     def step(self) -> bool:
@@ -215,7 +231,7 @@ class LocalUpdates:
             Whether the anchor has moved.
         """
         self.attempted += 1
-        local = self.attempted - self.schedule.start_step
+        local = self.attempted - self.schedule.ddp_steps
         if local < 0:
             return False
         if local == 0:
@@ -237,7 +253,7 @@ class LocalUpdates:
 
         Without momentum: it would go on although the learning rate has come to its end.
         """
-        if self.attempted < self.schedule.start_step:
+        if self.attempted < self.schedule.ddp_steps:
             return
         if self._exchange is not None:
             self._apply()
@@ -252,15 +268,35 @@ class LocalUpdates:
     @contextmanager
     def anchor_weights(self) -> Iterator[None]:
         """The anchor's weights in the model, equal on all ranks, for an evaluation."""
-        own = [p.detach().clone() for p in self._trained.values()]
-        for fragment in self._fragments:
-            self._take_anchor(fragment, keep=0.0)
+        self._set_aside = self.worker_weights()
+        self.start_from_anchor()
         try:
             yield
         finally:
+            own, self._set_aside = self._set_aside, None
             with torch.no_grad():
-                for parameter, value in zip(self._trained.values(), own, strict=True):
-                    parameter.copy_(value)
+                for name, parameter in self._trained.items():
+                    parameter.copy_(own[name])
+
+    def worker_weights(self) -> dict[str, Tensor]:
+        """This worker's own trained parameters by name, also inside :meth:`anchor_weights`."""
+        if self._set_aside is not None:
+            return self._set_aside
+        return {name: p.detach().clone() for name, p in self._trained.items()}
+
+    def anchor_state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict`` with the anchor in the place of trained parameters."""
+        names = {id(parameter): name for name, parameter in self._trained.items()}
+        anchors = self._anchors()
+        found = {}
+        for key, value in self._module.state_dict(keep_vars=True).items():
+            name = names.get(id(value))
+            if name is None:
+                found[key] = value.detach() if isinstance(value, Tensor) else value
+                continue
+            found[key] = torch.empty_like(value, requires_grad=False)
+            as_real(found[key]).copy_(anchors[name].detach())
+        return found
 
     def metrics(self) -> Mapping[str, float]:
         """Of the last outer step, for a logger; empty before it.
@@ -330,7 +366,16 @@ class LocalUpdates:
         if state["exchange"] is not None:
             self._load_exchange(state["exchange"])
         if self._synced is not None:
-            self._synced.require_backward_grad_sync = self.attempted < self.schedule.start_step
+            self._synced.require_backward_grad_sync = self.attempted < self.schedule.ddp_steps
+
+    @torch.no_grad()
+    def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Give this worker its own weights and buffers of before."""
+        held = {name_before_compile(name): each for name, each in self._module.named_buffers()}
+        for name, value in weights.items():
+            self._trained[name].copy_(value)
+        for name, value in buffers.items():
+            held[name_before_compile(name)].copy_(value)
 
     def start_from_anchor(self) -> None:
         """Give this worker the anchor's weights."""

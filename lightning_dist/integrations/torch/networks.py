@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
-from lightning_dist.topology.groups import Tree, levels_of
+from lightning_dist.topology.groups import Tree, innermost, levels_of
 from lightning_dist.topology.launcher import claim
 
 Groups = Sequence[dist.ProcessGroup]
@@ -109,6 +110,27 @@ def network_over(
     else:
         new_group = _made(like, tree, leader=leader, timeout=timeout)
     return in_levels(network, tree, leader=leader, new_group=new_group)
+
+
+def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
+    """A group of the ranks of this rank's host, or of its innermost group. Collective.
+
+    Raises:
+        ValueError: there is one host, or no host has several ranks.
+    """
+    facts = all_facts({"host": this_host()}, group=like, device=device)
+    hosts = [fact["host"] for fact in facts]
+    topology, tree = topology_of(
+        settings, hosts=hosts, claims=[None] * len(hosts), rank=like.rank()
+    )
+    if tree is None:
+        raise ValueError(
+            "replicas='host' needs several hosts, one of them with several ranks, got "
+            f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_host= "
+            "or rank_groups="
+        )
+    found = {tuple(each): _new_group(like, each, timeout=None) for each in innermost(tree)}
+    return next(group for ranks, group in found.items() if topology.rank in ranks)
 
 
 def _made(
