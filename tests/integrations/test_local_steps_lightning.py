@@ -9,8 +9,9 @@ from results import Results, require_equal
 def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
     ranks = two("local_steps_as_in_a_loop")
     for facts in ranks:
-        require_equal(facts["trainer"]["parameters"], facts["loop"])
-        require_equal(facts["loop"], ranks[0]["loop"])
+        assert facts["trainer"]["own"] == facts["loop"]["own"]
+        require_equal(facts["trainer"]["parameters"], facts["loop"]["parameters"])
+        require_equal(facts["loop"]["parameters"], ranks[0]["loop"]["parameters"])
     own = [facts["trainer"]["own"] for facts in ranks]
     assert all(first != second for first, second in zip(*own, strict=True))
 
