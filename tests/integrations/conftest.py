@@ -15,7 +15,7 @@ OF_TWO = [
     *("failures", "checkpoints", "loggers", "refusals", "fabric_runs"),
     *("async_checkpoints", "async_agreement", "local_steps"),
 ]
-OF_THREE = ("world_sizes", "async_world_sizes")
+OF_THREE = ("world_sizes", "async_world_sizes", "local_hosts")
 LIMIT = 170.0
 
 

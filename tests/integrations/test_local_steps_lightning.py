@@ -61,3 +61,12 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
 def test_what_cannot_work_is_refused(two: Results, case: str, says: str) -> None:
     for facts in two("local_steps_refused"):
         assert says in facts[case]
+
+
+def test_ranks_of_a_host_are_one_worker(three: Results) -> None:
+    first, second, other = three("local_steps_inside_hosts")
+    assert first["own"] == second["own"]
+    assert first["own"][0] != other["own"][0]
+    for facts in (first, second, other):
+        require_equal(facts["parameters"], first["parameters"])
+        assert facts["stats"]["steps"] == 3
