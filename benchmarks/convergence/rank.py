@@ -164,6 +164,8 @@ class Training:
         tx_before, began = tx_bytes_of(link), time.perf_counter()
         for _ in range(steps):
             self._step()
+        if self._updates is not None:
+            self._updates.wait()  # or what is under way would use the link in the turns of others
         elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.barrier()  # now every rank has received what this one sent
         tx = tx_bytes_of(link) - tx_before

@@ -254,6 +254,11 @@ class LocalUpdates:
                 moved = True
         return moved
 
+    def wait(self) -> None:
+        """Wait for the exchange that is under way, if any; its mean is used when it is due."""
+        if self._exchange is not None:
+            self._wait()
+
     def finish(self) -> None:
         """End the training: every worker gets the mean of all. Collective.
 
