@@ -54,9 +54,14 @@ def forbidden(layer: str) -> tuple[str, ...]:
     return (*FRAMEWORKS, *above, *FORBIDDEN[layer])
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def imported(source: str, *, package: str) -> Iterator[str]:
     """Full names of everything that ``source`` imports, wherever in the file."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -203,7 +208,7 @@ def test_the_checker_lets_the_rest_pass() -> None:
 
 @cache
 def codec_classes() -> set[str]:
-    modules = [ast.parse(file.read_text()) for file in (PACKAGE / "codecs").glob("*.py")]
+    modules = [parsed(file.read_text()) for file in (PACKAGE / "codecs").glob("*.py")]
     classes = {n.name for m in modules for n in m.body if isinstance(n, ast.ClassDef)}
     return classes - {"MomentumCorrection"}  # a memory, of which C++ is told the momentum
 
@@ -211,7 +216,7 @@ def codec_classes() -> set[str]:
 def asked_for_codecs(source: str) -> Iterator[str]:
     """Calls of isinstance and issubclass with a class of `codecs/`."""
     names = codec_classes()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
             "isinstance",
             "issubclass",

@@ -24,7 +24,13 @@ SHAPES = {
 # Threshold: bytes that the gradients decide are not promised. Of a schedule the last stage counts.
 LATE = after_steps(1, "int8")
 EVERY = ["dgc:warmup_steps=0" if name == "dgc" else name for name in CODECS]
-LAYOUTS = [flat(2), flat(3), flat(4), Layout([[0, 1], [2, 3]]), Layout([[0, 1, 2], [3, 4]], True)]
+LAYOUTS = [
+    flat(2),
+    pytest.param(flat(3), marks=pytest.mark.slow),
+    flat(4),
+    Layout([[0, 1], [2, 3]]),
+    Layout([[0, 1, 2], [3, 4]], True),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -67,8 +67,14 @@ def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]
 
 @pytest.mark.usefixtures("whole_buckets")
 @layouts
-@pytest.mark.parametrize("parameters", [2, 24])
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("codec", "parameters"),
+    [
+        ("none", 2),
+        ("int8", 24),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 24), ("int8", 2))),
+    ],
+)
 def test_a_bucket_takes_two_collectives_a_level(
     codec: str, parameters: int, layout: Layout
 ) -> None:
