@@ -8,8 +8,8 @@ from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.notes import ONE_HOST
 from lightning_dist.profiling.analysis.parts import PARTS
-from lightning_dist.profiling.analysis.sample import sample
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
+from lightning_dist.profiling.analysis.tables import sample
 from lightning_dist.profiling.capture.events import ErrorRecord, LinkRecord
 from lightning_dist.profiling.run import Run
 

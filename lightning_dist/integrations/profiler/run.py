@@ -119,9 +119,7 @@ class ProfileRun:
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         host = self._hosts[rank]
-        self.metadata = rank_metadata(
-            model, self._reducer, host=host, max_overhead=settings.max_overhead
-        )
+        self.metadata = rank_metadata(model, self._reducer, host=host)
         if rank == 0:
             try:
                 meta = run_metadata(

@@ -18,8 +18,7 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.metrics import METRICS, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
-from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import MS, mean
+from lightning_dist.profiling.analysis.tables import MS, mean, sample
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58

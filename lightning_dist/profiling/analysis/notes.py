@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lightning_dist.profiling.analysis.clock_quality import clock_of
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
-from lightning_dist.profiling.analysis.sample import Sample
-from lightning_dist.profiling.analysis.tables import MS, StepTable
+from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
@@ -96,7 +94,7 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         "passes that only accumulate gradients need no exchange; `no_sync()` or Lightning's "
         "`accumulate_grad_batches` avoids it"
     )
-    uncompared = ", ".join(str(rank) for rank in run.ranks if clock_of(run, rank) is None)
+    uncompared = ", ".join(str(rank) for rank in run.ranks if run.clock_of(rank) is None)
     by_clocks, by_durations = table.mean_ms("by_clocks"), table.mean_ms("by_durations")
     gap = abs(by_clocks - by_durations)
     uncertainty = float(table.of("uncertainty").max(initial=0)) / MS

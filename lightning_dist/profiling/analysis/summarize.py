@@ -27,8 +27,7 @@ from lightning_dist.profiling.analysis.parts import (
     Timeline,
     Traffic,
 )
-from lightning_dist.profiling.analysis.sample import Sample, sample
-from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
+from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable, mean, sample, step_table
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.run import Run
 

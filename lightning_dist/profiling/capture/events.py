@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 SCHEMA = 2
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
@@ -41,7 +41,6 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this host may use; 0: not known.
-        max_overhead: most that the profiler was to take of a step; 0: not known.
         unseen: why no bucket of this model can be seen; empty: they can.
         script: the program, as it was called; empty: not known.
         commit: of residuals, ``"immediate"`` or ``"deferred"``; empty: not known, or stock DDP.
@@ -58,7 +57,6 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     device: str = ""
     pid: int = 0
     cores: int = 0
-    max_overhead: float = 0.0
     unseen: str = ""
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -139,6 +137,9 @@ class Span(_Row, frozen=True):
     order: int = -1
 
 
+_Nanoseconds: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class StepRecord(_Record, frozen=True, tag="step"):
     """One optimizer step. It begins where the one before it has ended.
 
@@ -156,8 +157,8 @@ class StepRecord(_Record, frozen=True, tag="step"):
     """
 
     step: int
-    begin: int
-    duration: int
+    begin: _Nanoseconds
+    duration: _Nanoseconds
     phases: tuple[Phase, ...] = ()
     buckets: tuple[BucketTimes, ...] = ()
     spans: tuple[Span, ...] = ()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lightning_dist.profiling.analysis.collectives import begin_of
+from lightning_dist.profiling.analysis.breakdown import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
 from lightning_dist.profiling.analysis.tables import MS, step_table

@@ -11,8 +11,7 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
-from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import Array, step_table
+from lightning_dist.profiling.analysis.tables import Array, sample, step_table
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.simulator import (
