@@ -18,7 +18,7 @@ from lightning_dist.profiling.analysis.parts import (
     Traffic,
 )
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
+from lightning_dist.profiling.whatif.predict import Prediction, Predictions
 
 MS = 1_000_000
 MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))
@@ -205,7 +205,7 @@ def a_whatif(*, ranks: int = 2) -> Predictions:
         scenarios=[
             told("int4", 92.0, sent_mb=8.2, change=-0.179, position=1),
             told("sign", 93.0, sent_mb=2.1, change=-0.17, position=1),
-            told("int8", 111.0, change=-0.009, position=3, bucket_mb=5.0),
+            told("fp8", 111.0, change=-0.009, position=3),
             told("ddp", 280.0, sent_mb=64.0, change=1.5, position=4),
             Prediction("topk", "flat", 2, ranks, 0.196, reason="what topk costs was not measured"),
         ],

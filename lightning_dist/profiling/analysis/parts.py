@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
-from lightning_dist.profiling.whatif.predictions import Predictions
+
+if TYPE_CHECKING:
+    from lightning_dist.profiling.whatif.predict import Predictions
 
 SCHEMA = 2
 

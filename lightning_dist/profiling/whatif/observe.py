@@ -44,7 +44,6 @@ class Observed:
         sent: bytes over the link of the busiest host.
         encode, decode: of the codec on a rank in a step; None: there is none.
         unavailable: figures that are not known, and why.
-        begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
         device: kind of device that trains, and compresses.
     """
@@ -57,7 +56,6 @@ class Observed:
     encode: float | None
     decode: float | None
     unavailable: Mapping[str, str]
-    begin: float = 0.0
     one_core: bool = False
     device: str = "cpu"
 
@@ -112,7 +110,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     ranks = chosen.ranks.values()
     durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
     times = np.array([[_times(each.record) for each in of_step] for of_step in steps])
-    encode, decode, tail, _ = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
+    encode, decode, tail = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
     return Observed(
         scenario,
         _buckets(steps, run.world_size),
@@ -122,7 +120,6 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         encode=None if codec == DDP else encode,
         decode=None if codec == DDP else decode,
         unavailable={name: reason for name, is_known, reason in unknown if not is_known},
-        begin=float(np.median(times[:, :, -1].max(axis=1))) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
             for about in abouts
@@ -131,20 +128,13 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     )
 
 
-def _times(record: StepRecord) -> tuple[int, int, int, int]:
-    """Nanoseconds: encoding, decoding, after the last mean; and the begin of the gradients."""
+def _times(record: StepRecord) -> tuple[int, int, int]:
+    """Nanoseconds: encoding, decoding, after the last mean."""
     spent = Counter[str]()
     for span in record.spans:
         spent[span.phase] += span.end - span.begin
     after = min((record.duration - bucket.done for bucket in record.buckets), default=0)
-    return spent["encode"], spent["decode"], max(after, 0), begin_of_gradients(record)
-
-
-def begin_of_gradients(record: StepRecord) -> int:
-    """Begin of the backward pass that has filled the buckets: others before it only added up."""
-    first = min((bucket.ready for bucket in record.buckets), default=record.duration)
-    begins = [each.begin for each in record.phases if each.name == "backward"]
-    return max((begin for begin in begins if begin <= first), default=first)
+    return spent["encode"], spent["decode"], max(after, 0)
 
 
 def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
