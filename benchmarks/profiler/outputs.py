@@ -18,7 +18,7 @@ from lightning_dist.profiling.capture.events import (
     StepRecord,
 )
 from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.report.files import Wanted, write_files
+from lightning_dist.profiling.report.files import write_files
 from lightning_dist.profiling.run import read_run
 
 MS = 1_000_000
@@ -38,12 +38,12 @@ def outputs(folder: Path, *, ranks: int, steps: int, seed: int) -> dict[str, Any
     summary = summarize(run)
     row["summarize_s"] = time.perf_counter() - begin
     for name, wanted, pattern in (
-        ("html", Wanted(html=True), "report.html"),
-        ("trace", Wanted(html=False, trace=True), "trace.json.gz"),
-        ("csv", Wanted(html=False, csv=True), "*.csv"),
+        ("html", {"html": True}, "report.html"),
+        ("trace", {"html": False, "trace": True}, "trace.json.gz"),
+        ("csv", {"html": False, "csv": True}, "*.csv"),
     ):
         begin = time.perf_counter()
-        written = write_files(folder, run, summary, wanted=wanted)
+        written = write_files(folder, run, summary, **wanted)
         row[f"{name}_s"] = time.perf_counter() - begin
         assert not written.problems, written.problems
         row[f"{name}_mb"] = _megabytes(folder, pattern)

@@ -39,7 +39,7 @@ from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
-from lightning_dist.profiling.report.files import Wanted, Written, write_files
+from lightning_dist.profiling.report.files import Written, write_files
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
@@ -261,10 +261,13 @@ class ProfileRun:
             return False
         return True
 
-    def report(self, wanted: Wanted) -> tuple[Summary, Written]:
+    def report(self, **files: bool) -> tuple[Summary, Written]:
         """Make the files of the folder from the lines of all ranks.
 
         After a training that has ended as it should, what codecs cost is measured first.
+
+        Args:
+            files: as of :func:`~lightning_dist.profiling.report.files.write_files`.
 
         Raises:
             ValueError: there are no lines.
@@ -276,7 +279,7 @@ class ProfileRun:
             summary = replace(summary, unavailable=unavailable)
         else:
             summary = with_whatif(summary, run, partial(self._costs, run))
-        return summary, write_files(self.folder, run, summary, wanted=wanted)
+        return summary, write_files(self.folder, run, summary, **files)
 
     def _why_no_prediction(self) -> str:
         if not self._has_finished:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,8 +60,6 @@ _TEMPLATE = {
 
 HOVER = "%{hovertext}<extra></extra>"
 _MOST_POINTS = 250
-_MOST_RATES = 16
-"""Hosts up to which the cells of the heat map have room for text."""
 _MOST_NAMES = 40
 _LONGEST_NAME = 24
 
@@ -139,50 +136,6 @@ def _steps_axis(summary: Summary) -> dict[str, Any]:
     """The numbers of the detailed steps, one beside the other."""
     ends = [-0.5, len(summary.per_step.steps) - 0.5]
     return {"title": "step", "type": "category", "range": ends, "showgrid": False, "nticks": 20}
-
-
-def links_between_hosts(summary: Summary) -> View:
-    """Heat map of Gbit/s, from the row's host to the column's: all bits over all seconds."""
-    title, hosts = "Bandwidth between hosts", {each.rank: each.host for each in summary.ranks}
-    sent: Counter[tuple[str, ...]] = Counter()
-    seconds: Counter[tuple[str, ...]] = Counter()
-    for link in (each for each in summary.links if each.get("peer") is not None):
-        ends = (link["rank"], link["peer"])
-        pair = tuple(hosts.get(rank, f"host of rank {rank}") for rank in ends)
-        sent[pair] += link["sent"]
-        seconds[pair] += link["seconds"]
-    rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
-    if not rates:
-        only_groups = "n/a between two hosts: only groups of ranks were measured."
-        sentence = only_groups if summary.links else missing(summary, "links")
-        return View("links", title, missing=sentence)
-    names = sorted({name for pair in rates for name in pair})
-    labels = [plain(name) for name in names]
-    heat = go.Heatmap(
-        zmin=0,
-        zmax=max([of for (row, column), of in rates.items() if row != column] or rates.values()),
-        colorbar={"title": {"text": "Gbit/s"}},
-        x=labels,
-        y=labels,
-        z=[[rates.get((row, column)) for column in names] for row in names],
-        texttemplate="%{z:.3r}" if len(names) <= _MOST_RATES else "",
-        hovertemplate="%{y} to %{x}<br>%{z:.3r} Gbit/s<extra></extra>",
-        xgap=2,
-        ygap=2,
-    )
-    ticks = {"tickvals": labels, "ticktext": [short(name) for name in names]}
-    axis = {"type": "category", "showgrid": False, **ticks}
-    caption = (
-        "Gbit/s from the host of the row to that of the column, on the idle link. The colours end "
-        "at the fastest link between two hosts; an empty cell was not measured."
-    )
-    drawn = styled(
-        [heat],
-        150 + max(110, min(44 * len(names), 720)),
-        xaxis={"title": "to", "side": "top", **axis},
-        yaxis={"title": "from", "autorange": "reversed", **axis},
-    )
-    return View("links", title, caption, figures={"": drawn})
 
 
 def errors_over_time(summary: Summary) -> View:

@@ -47,7 +47,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         tables.ranks_table(summary),
         figures.waits_over_time(summary),
         tables.whatif_table(summary),
-        figures.links_between_hosts(summary),
+        tables.links_table(summary),
         tables.buckets_table(summary),
         figures.errors_over_time(summary),
         tables.run_table(summary),

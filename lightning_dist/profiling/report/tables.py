@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -152,7 +152,7 @@ def parts_table(summary: Summary) -> View:
     for name in (each for each in PARTS if each in summary.breakdown_ms):
         value, meaning = finite(summary.breakdown_ms[name]), METRICS[name].meaning
         if value is None:
-            meaning = f"n/a: {why(summary.unavailable, name)}"
+            meaning = why(summary.unavailable, name)
         share = None if value is None or not total else value / total
         rows.append((METRICS[name].label, format_value(value), format_value(share, "%"), meaning))
     label, exposed = "detailed step", f"{_ms(summary.exposed_ms)}."
@@ -202,6 +202,35 @@ def buckets_table(summary: Summary) -> View:
     )
     columns = (*_BUCKET_COLUMNS, *(["relative_l2"] if errors else []))
     return _view("buckets", "Buckets", caption, columns, records)
+
+
+def links_table(summary: Summary) -> View:
+    """Gbit/s from the host of the row to that of the column: all bits over all seconds."""
+    title, hosts = "Bandwidth between hosts", {each.rank: each.host for each in summary.ranks}
+    sent: Counter[tuple[str, str]] = Counter()
+    seconds: Counter[tuple[str, str]] = Counter()
+    for link in (each for each in summary.links if each.get("peer") is not None):
+        source, target = (
+            hosts.get(link[end], f"host of rank {link[end]}") for end in ("rank", "peer")
+        )
+        sent[source, target] += link["sent"]
+        seconds[source, target] += link["seconds"]
+    rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
+    if not rates:
+        sentence = "n/a between two hosts: only groups of ranks were measured."
+        sentence = sentence if summary.links else missing(summary, "links")
+        return View("links", title, missing=sentence)
+    names = sorted({name for pair in rates for name in pair})
+    rows = [
+        (row, *(format_value(rates[row, to]) if (row, to) in rates else "" for to in names))
+        for row in names
+    ]
+    caption = (
+        "Gbit/s from the host of the row to that of the column, on the idle link; an empty cell "
+        "was not measured."
+    )
+    columns = _text("from"), *(Metric(name, f"to {name}") for name in names)
+    return View("links", title, caption, columns, rows)
 
 
 def whatif_table(summary: Summary) -> View:

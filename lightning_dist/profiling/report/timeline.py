@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from lightning_dist.profiling.analysis.intervals import lanes
-from lightning_dist.profiling.analysis.metrics import METRICS, format_value
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value, why
 from lightning_dist.profiling.analysis.parts import Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.report.figures import HOVER, fill, plain, short, styled
@@ -45,8 +45,8 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
     if not steps:
         return View("timeline", title, missing=missing(summary, "step_ms"))
     if not any(of for each in steps for of in (*each.phases.values(), *each.spans.values())):
-        reason = missing(summary, "buckets").removeprefix("n/a: ")
-        return View("timeline", title, missing=f"Nothing was recorded inside this step: {reason}")
+        reason = why(summary.unavailable, "buckets")
+        return View("timeline", title, missing=f"Nothing was recorded inside this step: {reason}.")
     everyone = sorted({rank for each in steps for rank in (*each.phases, *each.spans)})
     ranks = most_telling(summary, everyone)
     caption = (
