@@ -17,8 +17,7 @@ from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints, is_checkpoint
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description
-from lightning_dist.cli.ckpt_check import Verdict, checking, without_path
-from lightning_dist.cli.ckpt_prune import Plan, is_ours, plan
+from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, is_ours, plan, without_path
 from lightning_dist.cli.errors import DAMAGED, reported
 from lightning_dist.console import print_table, stdout_console
 
@@ -83,16 +82,15 @@ def verify_command(
     """
     found = [path for given in paths for path in _checkpoints_at(given)]
     verdicts = []
-    with checking(found) as check:
-        for path in found:
-            verdict = check(path)
-            verdicts.append(verdict)
-            if as_json:
-                continue
-            if verdict.description is not None:
-                _print_item("ok", path, _summary(verdict.description), color="green")
-            else:
-                _print_item("PROBLEM", path, verdict.problem, color="red")
+    for path in found:
+        verdict = check(path)
+        verdicts.append(verdict)
+        if as_json:
+            continue
+        if verdict.description is not None:
+            _print_item("ok", path, _summary(verdict.description), color="green")
+        else:
+            _print_item("PROBLEM", path, verdict.problem, color="red")
     if as_json:
         _print_json(checkpoints=[_fields(verdict) for verdict in verdicts])
     if any(verdict.problem for verdict in verdicts):
@@ -140,8 +138,7 @@ def prune(
                 typer.confirm(f"Finish or remove these {len(leftovers)} leftovers?", abort=True)
             recover(storage, inside)
         found = checkpoints(folder)
-        with checking() as check:
-            planned = plan(found, keep=keep, check=check)
+        planned = plan(found, keep=keep)
         if not as_json:
             _print_plan(planned, found)
         if planned.removed and not dry_run:

@@ -1,18 +1,23 @@
-"""Which checkpoints of a folder may go."""
+"""Checkpoints that are whole, and those of a folder that may go."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rich.console import Console
+from rich.text import Text
+
 from lightning_dist.checkpoint.disk.archive import ROOT
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import FORMAT, NAME, RECORD
 from lightning_dist.checkpoint.disk.scan import Found, is_original
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
-from lightning_dist.cli.ckpt_check import Check
+from lightning_dist.checkpoint.disk.verify import Description, verify
+from lightning_dist.cli.errors import line_of
 
 PROTECTED = ("last", "latest", "best")
 """What has such a name, and what it points to, is never removed."""
@@ -21,6 +26,35 @@ _SAVED_AS = re.compile(rb'"name": ("(?:[^"\\]|\\.)*")')
 _HEAD = 4096
 """Bytes in which the description of a single file is."""
 _FIRST_RECORD = f"{ROOT}/{RECORD}".encode()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of reading a checkpoint: its description, or a problem.
+
+    Args:
+        damaged: the problem is in its bytes, and not that they could not be read or understood.
+    """
+
+    path: str
+    description: Description | None
+    problem: str = ""
+    damaged: bool = False
+
+
+def check(path: str) -> Verdict:
+    """Read the checkpoint at ``path`` to the last byte; a terminal shows which one it is."""
+    try:
+        with Console(stderr=True).status(Text(f"reading {path}")):
+            return Verdict(path, verify(path))
+    except (CheckpointError, OSError) as error:
+        damaged = isinstance(error, CorruptCheckpointError)
+        return Verdict(path, None, without_path(line_of(error), path), damaged)
+
+
+def without_path(problem: str, path: str) -> str:
+    """``problem`` for where the path is said already."""
+    return problem.removeprefix(f"{path} ").removeprefix(f"{path}: ")
 
 
 @dataclass
@@ -39,7 +73,7 @@ class Plan:
         }
 
 
-def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
+def plan(found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] = check) -> Plan:
     """Keep the ``keep`` newest whole checkpoints, and remove older and damaged ones.
 
     Names of one save (links, copies) are one checkpoint, and only the name under which a run saved

@@ -44,8 +44,7 @@ class StepLines(Mapping[int, StepRecord]):
     Minutes of a run are gigabytes of spans.
 
     Raises:
-        OSError: when a step is asked for, and the file is gone.
-        ValueError: the same, and the file is another one.
+        OSError, ValueError: when a step is asked for, and the file is gone or another one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,12 +89,7 @@ class StepLines(Mapping[int, StepRecord]):
 
 @dataclass(frozen=True)
 class RankRun:
-    """Records of one rank, in the order of its lines.
-
-    Args:
-        steps: by number; where they were read from a folder, they stay in its files until they are
-            asked for.
-    """
+    """Records of one rank, in the order of its lines; steps of a folder stay in its files."""
 
     metadata: RankRecord
     steps: Mapping[int, StepRecord]
@@ -146,12 +140,7 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """All ranks that have left something, and what is missing of the rest.
-
-    Args:
-        ranks: by rank.
-        notes: what could not be read, and why; for the user to see.
-    """
+    """All ranks that have left something; ``notes`` say what could not be read, and why."""
 
     ranks: Mapping[int, RankRun]
     notes: Sequence[str] = ()
@@ -204,9 +193,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Everything that can be read of a profiled run.
-
-    Lines that are cut short or foreign are left out, and ``notes`` say so.
+    """Everything that can be read of a profiled run; ``notes`` say what is left out.
 
     Raises:
         ValueError: it is no folder, or no rank has left anything in it.

@@ -63,13 +63,7 @@ def run_metadata(
     hosts: Sequence[str],
     settings: SessionSettings,
 ) -> bytes:
-    """Content of ``meta.json``, which rank 0 writes when a profile begins.
-
-    Args:
-        reducer: of ``model``, if it is compressed.
-        of_rank: of rank 0.
-        hosts: of every rank.
-    """
+    """Content of ``meta.json``, which rank 0 writes when a profile begins."""
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
         **{name: getattr(of_rank, name) for name in _OF_RANK_0},

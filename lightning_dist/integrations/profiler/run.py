@@ -70,11 +70,10 @@ class ProfileRun:
     Args:
         parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
         first: number of the step that comes next.
-        on_step: called with every step of this rank that nothing disturbs, when its times are
-            known.
+        on_step, on_error: called with every step of this rank that nothing disturbs, and every
+            compression error.
         measure_links: measure them first.
         torch_profiler: steps, or a signal after which steps are traced by ``torch.profiler``.
-        on_error: called with every compression error that this rank has looked at.
         on_problem: called with what goes wrong on this rank, which others may not know of.
         predict: measure what codecs cost when the training is over, on rank 0.
     """

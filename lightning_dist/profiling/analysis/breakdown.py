@@ -29,10 +29,9 @@ class Analysed:
 
     Args:
         begin: on rank 0's clock.
-        spans: in their order.
-        moving: while any exchange moved, until all its members were done.
-        inter_moving: the same of exchanges with other hosts.
-        ns: all of :data:`PARTS`, which add up to the duration, and the other columns of
+        moving, inter_moving: while any exchange, or one with other hosts, moved, until all its
+            members were done.
+        ns: :data:`PARTS`, which add up to the duration, and the other columns of
             :class:`~lightning_dist.profiling.analysis.tables.StepTable`.
         waited_for: waiting, hidden or not, by the rank that came last.
     """
@@ -68,10 +67,7 @@ class Analysed:
 
 
 def begin_of(run: Run, rank: int, step: int) -> int:
-    """Begin of a step on a rank, on rank 0's clock.
-
-    One offset serves all of a step, so that its times keep their distances.
-    """
+    """Begin of a step on a rank, on rank 0's clock: one offset for all of a step."""
     of_rank = run.ranks[rank]
     begin = of_rank.head(step).begin
     return begin + of_rank.offset(begin)
@@ -122,12 +118,7 @@ def _unknown(span: Span) -> TimelineSpan:
 def _arrivals(
     spans: Mapping[int, TimelineSpan], begins: Mapping[int, int], clocks: Mapping[int, Hashable]
 ) -> dict[int, dict[str, Any]]:
-    """Fields of a collective on every member.
-
-    Args:
-        begins: of the step, on rank 0's clock.
-        clocks: of ranks; None: never compared.
-    """
+    """Fields of a collective on every member, from begins of the step on rank 0's clock."""
     of_members = {clocks[rank] for rank in spans}
     if len(spans) > 1 and None in of_members:
         # Without clocks: all leave a collective together, so who took longer has waited.
@@ -293,10 +284,7 @@ def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:
 
 
 def passes_of(record: StepRecord) -> list[list[BucketTimes]]:
-    """Buckets of every backward pass, in the order in which they were ready.
-
-    A bucket that comes again is of the next pass.
-    """
+    """Buckets of every backward pass, as they became ready: one that comes again is of the next."""
     passes: list[list[BucketTimes]] = []
     seen: set[int] = set()
     for bucket in record.buckets:

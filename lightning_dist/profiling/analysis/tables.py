@@ -63,8 +63,6 @@ class StepTable:
     """Nanoseconds, bytes and counts of a run: whole numbers, as floats, which sum them exactly.
 
     Args:
-        steps, ranks: two of the axes.
-        hosts: of every rank.
         values: by step, rank and :data:`COLUMNS`; NaN: the step was not recorded in detail.
         waited_for: by rank that waited and rank that was late, all steps added up.
         host_moving: by step and host, in the order of ``dict.fromkeys(hosts)``, while any rank of
@@ -133,12 +131,7 @@ class StepTable:
 def step_table(
     run: Run, steps: Sequence[int], analysed: Iterable[Sequence[Analysed]] | None = None
 ) -> StepTable:
-    """The table of these steps.
-
-    Args:
-        analysed: every step as :func:`~lightning_dist.profiling.analysis.breakdown.analyse` has it,
-            where that is there already.
-    """
+    """The table of these steps; ``analysed``: every step as ``analyse`` has it, if it is there."""
     hosts = {rank: each.metadata.host for rank, each in run.ranks.items() if each.steps}
     rows = {rank: row for row, rank in enumerate(hosts)}
     values = np.full((len(steps), len(rows), len(COLUMNS)), np.nan)

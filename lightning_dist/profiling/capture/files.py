@@ -34,13 +34,10 @@ def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
 
 
 class RankFile:
-    """Lines of one rank, in the order of its records. Only whole lines are there while it is open.
+    """Lines of one rank, in the order of its records; an older file under its name is replaced.
 
-    A disk that fails is no reason to stop training: nothing more is written then, because the last
+    A disk that fails does not stop the training: nothing more is written then, because the last
     line may be incomplete.
-
-    What an older run has left under its name goes: only rank 0 sees whether the number of a run is
-    taken, and only on its own disk.
 
     Args:
         folder: of the run; None: nothing is kept.
@@ -99,8 +96,7 @@ class RankFile:
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:
     """Wait until all of ``ranks`` have written how they ended, for ``timeout`` seconds at most.
 
-    Ranks that fail together end within a moment of each other, and their last lines are in no file
-    before that.
+    Ranks that fail together end within a moment of each other.
     """
     missing, until = set(ranks), time.monotonic() + timeout
     while missing := {rank for rank in missing if not _has_ended(folder / f"rank{rank}.jsonl")}:
@@ -122,11 +118,7 @@ def _has_ended(path: Path) -> bool:
 
 
 def replace_file(path: str | Path, content: bytes) -> None:
-    """Write a file; what was there is replaced when all of the new one is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file; what was there is replaced when all of the new one is on disk."""
     path = Path(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

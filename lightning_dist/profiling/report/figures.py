@@ -6,10 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import hex_to_rgb
-from plotly.subplots import make_subplots
 
 from lightning_dist.profiling.analysis.metrics import METRICS, finite
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
@@ -59,7 +56,6 @@ _TEMPLATE = {
 """Look of all figures, light and dark; the page adds the colour of its text."""
 
 HOVER = "%{hovertext}<extra></extra>"
-_MOST_POINTS = 250
 _MOST_NAMES = 40
 _LONGEST_NAME = 24
 
@@ -136,54 +132,6 @@ def _steps_axis(summary: Summary) -> dict[str, Any]:
     """The numbers of the detailed steps, one beside the other."""
     ends = [-0.5, len(summary.per_step.steps) - 0.5]
     return {"title": "step", "type": "category", "range": ends, "showgrid": False, "nticks": 20}
-
-
-def errors_over_time(summary: Summary) -> View:
-    """Compression error over steps: the median with the range as a band."""
-    looks = {"relative_l2": "transfer", "cosine": "backward", "residual_ratio": "exposed_codec"}
-    found = {}
-    for key in looks:
-        values = ((each["step"], finite(each.get(key))) for each in summary.errors)
-        if known := [(step, value) for step, value in values if value is not None]:
-            found[key] = np.array(known)
-    if not found:
-        return View("errors", "Compression error", missing=missing(summary, "errors"))
-    drawn = make_subplots(rows=len(found), cols=1, shared_xaxes=True, vertical_spacing=0.06)
-    for row, (key, points) in enumerate(found.items(), 1):
-        for curve in _band(METRICS[key].label, _LOOKS[looks[key]][0], points):
-            drawn.add_trace(curve, row=row, col=1)
-        drawn.update_yaxes(title_text=METRICS[key].label, row=row, col=1)
-    drawn.update_xaxes(title_text="step", row=len(found), col=1)
-    caption = "Median over the sampled buckets and ranks; the band is the range."
-    if "residual_ratio" not in found:
-        caption += " There is no residual ratio: no residual was kept."
-    return View(
-        "errors", "Compression error", caption, figures={"": styled(drawn, 100 + 170 * len(found))}
-    )
-
-
-def _band(name: str, color: str, points: Any) -> list[go.Scatter]:
-    """The median of points ``(step, value)`` as a line, and their range as a band behind it."""
-    of_runs = []  # of steps, where there are many
-    steps = np.unique(points[:, 0])
-    for run in np.array_split(steps, min(len(steps), _MOST_POINTS)):
-        values = points[(run[0] <= points[:, 0]) & (points[:, 0] <= run[-1]), 1]
-        of_runs.append((run.mean(), values.min(), np.median(values), values.max()))
-    x, low, middle, high = np.transpose(of_runs).tolist()
-    edge = {"x": x, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-    line = go.Scatter(
-        x=x,
-        y=middle,
-        name=name,
-        mode="lines+markers",
-        line={"width": 2, "color": color},
-        marker={"size": 4, "color": color},
-        customdata=list(zip(low, high, strict=True)),
-        hovertemplate=f"step %{{x:.0f}}<br>{name}: %{{y:.6~g}} "
-        "(%{customdata[0]:.6~g} to %{customdata[1]:.6~g})<extra></extra>",
-    )
-    inside = {"fill": "tonexty", "fillcolor": f"rgba{(*hex_to_rgb(color), 0.25)}"}
-    return [go.Scatter(y=low, **edge), go.Scatter(y=high, **inside, **edge), line]
 
 
 def fill(name: str) -> dict[str, Any]:

@@ -83,24 +83,16 @@ def to_json(content: Mapping[str, Any]) -> str:
 
 
 def write_summary(path: str | Path, summary: Summary) -> None:
-    """Write ``summary.json``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``summary.json``."""
     replace_file(path, to_json(summary.as_dict()).encode() + b"\n")
 
 
 def write_csv(path: str | Path, run: Run, summary: Summary) -> None:
     """Write ``steps.csv``, for spreadsheets and pandas.
 
-    It has a row for every step and rank, also for those that the summary leaves out
-    (``in_summary`` 0). ``begin_ms`` counts from the first of them, ``exchange_ms`` is how long any
-    exchange was under way. What was not recorded is empty, and so is a zero of what the summary
-    does not know.
-
-    Raises:
-        OSError: it cannot be written.
+    A row for every step and rank, also for those that the summary leaves out (``in_summary`` 0).
+    ``begin_ms`` counts from the first of them, ``exchange_ms`` is how long any exchange was under
+    way. What is not known is empty.
     """
     text = io.StringIO(newline="")
     writer(text, lineterminator="\n").writerows([STEP_COLUMNS, *_rows(run, summary)])

@@ -19,14 +19,7 @@ from lightning_dist.profiling.report.timeline import timeline
 
 
 def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timeline]) -> None:
-    """Write the page; equal arguments give equal bytes.
-
-    Args:
-        timelines: the steps to choose from in the time line, in this order.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page; equal arguments give equal bytes. ``timelines``: the steps to choose from."""
     replace_file(path, page(summary, timelines).encode())
 
 
@@ -49,7 +42,6 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
         tables.whatif_table(summary),
         tables.links_table(summary),
         tables.buckets_table(summary),
-        figures.errors_over_time(summary),
         tables.run_table(summary),
     )
     drawn = {each.id: list(each.figures.values()) for each in views if each.figures}

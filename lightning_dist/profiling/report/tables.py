@@ -38,6 +38,7 @@ _BUCKET_COLUMNS = (
     *("bucket", "bucket_codec", "raw_mb", "wire_mb", "ready_ms", "encode_ms", "wait_ms"),
     *("transfer_ms", "decode_ms", "end_after_last_gradient_ms"),
 )
+_ERROR_COLUMNS = ("relative_l2", "cosine", "residual_ratio")
 _WHATIF_COLUMNS = ("position", "setting", "step_ms", "exposed_ms", "sent_mb", "change", "remark")
 
 
@@ -57,7 +58,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class View:
-    """A section of the page: a table or figures, or a sentence that says why there is neither.
+    """A section of the page: a table, figures, or a sentence that says why there is neither.
 
     Args:
         rows: text of the cells.
@@ -183,25 +184,28 @@ def ranks_table(summary: Summary) -> View:
 
 
 def buckets_table(summary: Summary) -> View:
-    """Every bucket, with the error of its compression if it was measured."""
+    """Every bucket, with the medians of its compression errors if they were sampled."""
     if not summary.buckets:
         return View("buckets", "Buckets", missing=missing(summary, "buckets"))
-    errors = defaultdict(list)
+    errors: dict[tuple[int, str], list[float]] = defaultdict(list)
     for error in summary.errors:
-        if (value := finite(error.get("relative_l2"))) is not None:
-            errors[int(error["bucket"])].append(value)
+        for name in _ERROR_COLUMNS:
+            if (value := finite(error.get(name))) is not None:
+                errors[int(error["bucket"]), name].append(value)
+    sampled = [name for name in _ERROR_COLUMNS if any(key == name for _, key in errors)]
     records = []
     for each in summary.buckets:
-        loss = median(errors[each.index]) if each.index in errors else None
         own = {"bucket": str(each.index), "bucket_codec": each.codec or "none"}
-        times = {"end_after_last_gradient_ms": each.exposed_ms, "relative_l2": loss}
-        records.append({**vars(each), **own, **times})
+        own["end_after_last_gradient_ms"] = format_value(each.exposed_ms)
+        known = {x: median(errors[each.index, x]) for x in sampled if (each.index, x) in errors}
+        records.append({**vars(each), **own, **known})
     caption = (
         "Means over ranks and detailed steps; errors are medians. Buckets share the link, so times "
         "of several do not add up to time of the step. Ready counts from the begin of the step."
     )
-    columns = (*_BUCKET_COLUMNS, *(["relative_l2"] if errors else []))
-    return _view("buckets", "Buckets", caption, columns, records)
+    if "errors" in summary.unavailable:
+        caption += f" Compression errors: n/a, {summary.unavailable['errors']}."
+    return _view("buckets", "Buckets", caption, (*_BUCKET_COLUMNS, *sampled), records)
 
 
 def links_table(summary: Summary) -> View:

@@ -37,10 +37,8 @@ class Observed:
     """Inputs of a simulation; seconds, medians over steps.
 
     Args:
-        scenario: of the run.
         buckets: ready when the last rank has its gradients, in that order.
         tail: from the mean of all gradients to the end of the step.
-        step: duration.
         sent: bytes over the link of the busiest host.
         encode, decode: of the codec on a rank in a step; None: there is none.
         unavailable: figures that are not known, and why.
@@ -68,8 +66,7 @@ class Observed:
 def observe(run: Run, *, skip: int = 2) -> Observed:
     """Inputs from a run, without its first ``skip`` steps.
 
-    Ranks begin a step together, because they ended the one before together: times of several ranks
-    count from the begin of each, and no clock is asked.
+    Ranks begin a step together: times of several ranks count from the begin of each.
 
     Raises:
         ValueError: something is missing in the profile, with what it is.

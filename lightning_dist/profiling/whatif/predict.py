@@ -43,8 +43,8 @@ class Prediction:
         gbps: of the link between hosts, headers included.
         exposed_ms: from the last gradient to the mean of all.
         sent_mb: over the link of a host.
-        change: of the step against the run's own codec, form and buckets with the same link and
-            hosts, as predicted; -0.5: half as long.
+        change: of the step against the run's own codec and form with the same link and hosts, as
+            predicted; -0.5: half as long.
         position: 1 for the fastest; settings closer than the tolerance share one. None: not ranked.
         source: of the codec's cost.
         assumption: condition of the prediction, which is not ranked then; empty: none.
@@ -71,8 +71,8 @@ class Predictions:
 
     Args:
         measured_ms: median step of the run.
-        baseline: prediction for the run itself.
-        error: of ``baseline``, -0.1: a tenth shorter than measured.
+        baseline: prediction for the run itself; ``error``: of it, -0.1: a tenth shorter than
+            measured.
         tolerance: share of a step; settings that differ by less are not ranked.
         scenarios: the fastest first; those without a prediction last.
         link: measured speed of the links.
@@ -105,12 +105,11 @@ def elsewhere(
     inside_gbps: float | None = None,
     latency_us: float | None = None,
 ) -> Scenario:
-    """Scenario of a run on other links and hosts; None: as in the run.
+    """Scenario of a run on other links and hosts; None: as in the run. Rates include headers.
 
     Args:
         hosts: number, each with as many ranks as the largest host of the run.
-        link_gbps: of a host's link, headers included.
-        inside_gbps: of a rank inside its host, headers included.
+        link_gbps, inside_gbps: of a host's link, and of a rank inside its host.
         latency_us: microseconds of a round between hosts.
 
     Raises:
@@ -267,8 +266,8 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
     """Predictions with positions: one within the tolerance of the one before it shares its own.
 
     Those of a position that cannot be told from its fastest are listed by what they send, because
-    more bytes lose less, and first those that are faster than the run's own by more than the
-    tolerance. A prediction with an assumption has no position, and comes after all that have.
+    more bytes lose less, first those that are faster than the run's own by more than the tolerance.
+    A prediction with an assumption has no position, and comes after all that have.
     """
     position, fastest, before, number = 0, 0.0, -inf, 0
     ordered: list[tuple[tuple[float, ...], Prediction]] = []

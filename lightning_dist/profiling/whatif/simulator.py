@@ -160,7 +160,6 @@ def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Coll
     """Collectives of an exchange, one after the other, over the link of the busiest host.
 
     Args:
-        exchange: of the codec.
         size: bytes of a rank's payload.
         counts: ranks of every host. One rank of each: bytes that a peer sends.
     """
@@ -191,7 +190,7 @@ class _Queue:
         self.link_free = self.issued = self.sent = 0.0
 
     def send(self, at: float, unit: Collective, elements: float) -> float:
-        """Time at which a collective issued ``at`` has ended; ``unit`` is of one element.
+        """End of a collective issued ``at``; ``unit`` is of one element.
 
         Its rounds come on top of its bytes and hold up its thread, not the link.
         """
