@@ -213,12 +213,7 @@ def consolidate(
 
 
 def _require_folder(folder: str) -> tuple[Storage, str]:
-    """The storage of a folder of checkpoints, and the path within it.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is something else.
-    """
+    """The storage of a folder of checkpoints, and the path within it."""
     storage, inside = storage_of(folder)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -230,12 +225,7 @@ def _require_folder(folder: str) -> tuple[Storage, str]:
 
 
 def _checkpoints_at(path: str) -> list[str]:
-    """``path`` if it is a checkpoint or should be one, else the paths of those in this folder.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it is a folder without any.
-    """
+    """``path`` if it is a checkpoint or should be one, else the paths of those in this folder."""
     storage, inside = storage_of(path)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint or folder at {path}")
@@ -263,7 +253,7 @@ def _name_of(path: str) -> str:
 
 
 def _fields(found: Found | Verdict) -> dict[str, Any]:
-    """A checkpoint, or what came of reading it, for JSON."""
+    """A checkpoint, or the result of reading it, for JSON."""
     description = found.description
     origin = None if description is None else description.origin
     created = origin and datetime.fromtimestamp(origin.created_ns / 1e9).astimezone()

@@ -59,7 +59,7 @@ def without_path(problem: str, path: str) -> str:
 
 @dataclass
 class Plan:
-    """What would become of every checkpoint, as ``(path, why)``."""
+    """Future of every checkpoint, as ``(path, why)``."""
 
     kept: list[tuple[str, str]] = field(default_factory=list)
     removed: list[tuple[str, str]] = field(default_factory=list)
@@ -82,7 +82,6 @@ def plan(found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] =
 
     Args:
         found: as :func:`~lightning_dist.checkpoint.disk.scan.checkpoints` gives it.
-        check: reads a checkpoint; not called for those that go because they are old.
     """
     result = Plan()
     damaged: list[tuple[str, str]] = []
@@ -142,7 +141,7 @@ def _saves(found: Sequence[Found]) -> list[list[str]]:
 
 
 def _copy_of(found: Found) -> str:
-    """Why no run has written ``found`` under this name; empty if one has, or nobody knows."""
+    """Reason why no run has written ``found`` under this name; empty: one has, or nobody knows."""
     description = found.description
     if description is None or description.origin is None or is_original(description):
         return ""

@@ -154,11 +154,7 @@ def _write(
 
 
 def _answer(name: str, known: Mapping[str, Any]) -> Any:
-    """The answer to one of our questions; a wrong one is asked again.
-
-    Raises:
-        typer.Abort: the terminal is gone, or the user has had enough.
-    """
+    """The answer to one of our questions; a wrong one is asked again."""
     offered = known.get(name, OPTIONS[name].default)
     while True:
         text = str(typer.prompt(_QUESTIONS[name], default=_text(offered)))

@@ -1,4 +1,4 @@
-"""Where settings are looked for."""
+"""Places of settings."""
 
 from __future__ import annotations
 

@@ -40,9 +40,8 @@ def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) 
         rank: [0.0 if rank == late else rng.uniform(4, 22) for _ in range(steps)]
         for rank in range(ranks)
     }
-    slowest = [None if rng.random() < 0.1 else late for _ in range(steps)]
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    return PerStep(list(range(2, 2 + steps)), totals, parts, waits, slowest)
+    return PerStep(list(range(2, 2 + steps)), totals, parts, waits)
 
 
 def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
@@ -58,7 +57,6 @@ def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
         of(per_step.step_ms),
         {name: of(values) for name, values in per_step.breakdown_ms.items()},
         {rank: of(values) for rank, values in per_step.wait_ms.items()},
-        of(per_step.slowest),
     )
     return replace(summary, per_step=few, detailed_steps=len(at))
 

@@ -20,6 +20,7 @@ from summaries import a_summary, a_timeline, sampled
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan, Traffic
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
+from lightning_dist.profiling.report.figures import most_telling
 from lightning_dist.profiling.report.page import write_report
 from lightning_dist.profiling.report.tables import (
     buckets_table,
@@ -28,7 +29,6 @@ from lightning_dist.profiling.report.tables import (
     parts_table,
     ranks_table,
 )
-from lightning_dist.profiling.report.timeline import most_telling
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
@@ -42,17 +42,14 @@ def test_the_axis_of_steps_has_those_in_detail_one_beside_the_other() -> None:
     steps = [2, 6, 7, 8, 20]
     summary = sampled(a_summary(steps=24), steps)
     drawn = figures_of(summary)
-    parts, (heat, marks) = drawn["steps"]["data"], drawn["waits"]["data"]
+    parts, (heat,) = drawn["steps"]["data"], drawn["waits"]["data"]
     assert len(parts) == len(PARTS)
-    assert all(each["x"] == steps for each in (*parts, heat, marks))
+    assert all(each["x"] == steps for each in (*parts, heat))
     assert {drawn[name]["layout"]["xaxis"]["type"] for name in ("steps", "waits")} == {"category"}
     assert {each["name"]: each["y"] for each in parts} == {
         METRICS[name].label: values for name, values in summary.per_step.breakdown_ms.items()
     }
     assert heat["z"] == list(summary.per_step.wait_ms.values())
-    assert [y and y.partition(" ·")[0] for y in marks["y"]] == [
-        None if rank is None else f"rank {rank}" for rank in summary.per_step.slowest
-    ]
 
 
 def test_every_part_is_a_metric_with_a_meaning() -> None:

@@ -9,9 +9,10 @@ import pytest
 from planted import Planted
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.files import RankFile, replace_file
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.report.files import write_files
 from lightning_dist.profiling.run import read_run
+from lightning_dist.shared_folder import replace_file
 
 ALL = {"html": True, "trace": True, "csv": True}
 

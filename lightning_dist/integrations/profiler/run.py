@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.profiler.log_if_slow import log_if_slow
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
     run_metadata,
@@ -33,7 +33,7 @@ from lightning_dist.profiling.capture.ddp_hook import (
     watch_allreduce,
 )
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
-from lightning_dist.profiling.capture.files import await_ends, new_run_folder, replace_file
+from lightning_dist.profiling.capture.files import await_ends, new_run_folder
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
@@ -50,6 +50,7 @@ from lightning_dist.profiling.whatif.costs import (
 )
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.shared_folder import replace_file
 from lightning_dist.topology import this_host
 
 _TIMEOUT = 60.0
@@ -190,8 +191,7 @@ class ProfileRun:
 
         Args:
             reason: ``"finished"``, or what happened.
-            together: all ranks close now, so that they can compare clocks once more; one that is
-                gone, or does not come within a minute, costs only that.
+            together: all ranks close now, so that they can compare clocks once more.
         """
         if self._watching is None:
             return ()
@@ -293,3 +293,15 @@ class ProfileRun:
             with suppress(OSError):  # the other files say that the folder cannot be written to
                 write_costs(self.folder, costs)
         return costs
+
+
+@contextmanager
+def log_if_slow(seconds: float, say: Callable[[str], None], text: str) -> Iterator[None]:
+    """Call ``say`` with ``text`` if this is not over after so many seconds, from a thread."""
+    timer = threading.Timer(seconds, say, [text])
+    timer.daemon = True  # nobody waits for it where the process ends meanwhile
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

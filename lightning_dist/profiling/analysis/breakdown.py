@@ -29,8 +29,7 @@ class Analysed:
 
     Args:
         begin: on rank 0's clock.
-        moving, inter_moving: while any exchange, or one with other hosts, moved, until all its
-            members were done.
+        inter_moving: while any exchange with other hosts moved, until all its members were done.
         ns: :data:`PARTS`, which add up to the duration, and the other columns of
             :class:`~lightning_dist.profiling.analysis.tables.StepTable`.
         waited_for: waiting, hidden or not, by the rank that came last.
@@ -40,7 +39,6 @@ class Analysed:
     rank: int
     begin: int
     spans: Sequence[TimelineSpan]
-    moving: Intervals
     inter_moving: Intervals
     ns: Mapping[str, int]
     waited_for: Mapping[int, int]
@@ -54,11 +52,6 @@ class Analysed:
     def parts(self) -> dict[str, int]:
         """Parts of the step, by name; they add up to ``duration``."""
         return {name: self.ns[name] for name in PARTS}
-
-    @property
-    def exposed(self) -> int:
-        """Communication that compute does not hide."""
-        return self.ns["exposed"]
 
     @property
     def exchanges(self) -> list[TimelineSpan]:
@@ -207,7 +200,6 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
     waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
     waited_for = {late: length(of) for late, of in waits.items() if of}
     intra, inter = _reach(run, rank)
-    moving = union(each.moving for each in exchanges)
     inter_moving = union(each.moving for each in exchanges if each.group in inter)
     # Between clocks that differ, the least that a collective took any member, at its end.
     doubted = [(each, each.shortest) for each in exchanges if each.shortest is not None]
@@ -218,7 +210,7 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "exchange": length(in_flight),
         "hidden": length(difference(in_flight, window)),
         "waited": sum(waited_for.values()),
-        "moving": length(moving),
+        "moving": length(union(each.moving for each in exchanges)),
         "intra_moving": length(union(each.moving for each in exchanges if each.group in intra)),
         "inter_moving": length(inter_moving),
         "raw": sum(bucket.raw for bucket in record.buckets),
@@ -233,7 +225,7 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "by_durations": length(union((each.end - least, each.end) for each, least in doubted)),
     }
     begin = begin_of(run, rank, step)
-    return Analysed(record, rank, begin, spans, moving, inter_moving, ns, waited_for)
+    return Analysed(record, rank, begin, spans, inter_moving, ns, waited_for)
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:

@@ -205,14 +205,12 @@ class PerStep:
     Args:
         breakdown_ms: by part, the mean over ranks.
         wait_ms: by rank, hidden or not.
-        slowest: the rank that most waiting was for; None: there was none.
     """
 
     steps: Sequence[int]
     step_ms: Sequence[float]
     breakdown_ms: Mapping[str, Sequence[float]]
     wait_ms: Mapping[int, Sequence[float]]
-    slowest: Sequence[int | None]
 
 
 @dataclass(frozen=True)

@@ -237,10 +237,10 @@ def why_not_watched(model: DistributedDataParallel) -> str:
 
 def is_watched(model: DistributedDataParallel) -> bool:
     """True while a profile sees the gradients of ``model``."""
-    states = [
-        state for _, state in communication_hooks(model) if isinstance(state, WatchedAllReduce)
-    ]
-    return any(not state.recorder.is_closed for state in states)
+    return any(
+        isinstance(state, WatchedAllReduce) and not state.recorder.is_closed
+        for _, state in communication_hooks(model)
+    )
 
 
 def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, crosses: bool) -> None:

@@ -1,4 +1,4 @@
-"""Files of a profile: its folder, the lines of a rank, and files that are replaced as a whole."""
+"""Files of a profile: its folder, and the lines of a rank."""
 
 from __future__ import annotations
 
@@ -115,17 +115,3 @@ def _has_ended(path: Path) -> bool:
             return isinstance(from_line(last), EndRecord)
     except (OSError, ValueError):  # not there yet, empty, or half a line
         return False
-
-
-def replace_file(path: str | Path, content: bytes) -> None:
-    """Write a file; what was there is replaced when all of the new one is on disk."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -13,9 +13,8 @@ from plotly.offline import get_plotlyjs
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
-from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.report import figures, tables
-from lightning_dist.profiling.report.timeline import timeline
+from lightning_dist.shared_folder import replace_file
 
 
 def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timeline]) -> None:
@@ -36,7 +35,7 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
     views = (
         figures.steps_over_time(summary),
         tables.parts_table(summary),
-        timeline(summary, timelines),
+        figures.timeline(summary, timelines),
         tables.ranks_table(summary),
         figures.waits_over_time(summary),
         tables.whatif_table(summary),

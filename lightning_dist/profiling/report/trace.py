@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from lightning_dist.profiling.analysis.intervals import difference, lanes
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
-from lightning_dist.profiling.capture.files import replace_file
+from lightning_dist.shared_folder import replace_file
 
 Event: TypeAlias = dict[str, Any]
 _Slice: TypeAlias = list[Event]
