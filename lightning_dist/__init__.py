@@ -46,11 +46,13 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
     from lightning_dist.integrations.torch.fsdp import compress_fsdp
+    from lightning_dist.integrations.torch.local_updates import local_updates
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -64,10 +66,12 @@ _HOME = {
     "ElasticLoop": "integrations.loop.loop",
     "ElasticRestart": "integrations.lightning.elastic.restart",
     "ExchangedVolume": "metrics",
+    "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "OneBitAdam": "onebit_adam",
     "compress_ddp": "integrations.torch.ddp",
     "compress_fsdp": "integrations.torch.fsdp",
     "init_process_group": "elastic.meeting",
+    "local_updates": "integrations.torch.local_updates",
 }
 """Modules of the public names that are not in ``codecs``."""
 
@@ -91,6 +95,7 @@ __all__ = [
     "ExchangedVolume",
     "Int4",
     "Int8",
+    "LocalUpdateStrategy",
     "NoCompression",
     "OneBitAdam",
     "Payload",
@@ -108,6 +113,7 @@ __all__ = [
     "compress_ddp",
     "compress_fsdp",
     "init_process_group",
+    "local_updates",
     "register_codec",
     "warmup",
 ]
