@@ -96,9 +96,7 @@ def steps_over_time(summary: Summary) -> View:
         "cost of communication."
     )
     y_axis = {"title": "ms per step", "rangemode": "tozero"}
-    drawn = _styled(
-        bars, 440, barmode="stack", bargap=0.1, xaxis=_steps_axis(summary), yaxis=y_axis
-    )
+    drawn = styled(bars, 440, barmode="stack", bargap=0.1, xaxis=_steps_axis(summary), yaxis=y_axis)
     return View("steps", title, caption, figures={"": drawn})
 
 
@@ -132,7 +130,7 @@ def waits_over_time(summary: Summary) -> View:
         "waiting while others wait."
     )
     height = 120 + max(110, min(24 * len(names), 640))
-    drawn = _styled([heat], height, xaxis=_steps_axis(summary), yaxis=y_axis)
+    drawn = styled([heat], height, xaxis=_steps_axis(summary), yaxis=y_axis)
     return View("waits", title, caption, figures={"": drawn})
 
 
@@ -224,7 +222,7 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
         )
         traces.append(marks)
     last = max(bar.base + bar.x for of in bars.values() for bar in of)
-    return _styled(
+    return styled(
         traces,
         round(165 + max(60, top * max(5.0, min(22.0, 1500 / top)))),
         barmode="overlay",
@@ -289,7 +287,7 @@ def _fill(name: str) -> dict[str, Any]:
     return {"color": color, "pattern": {"shape": shape}}
 
 
-def _styled(drawn: go.Figure | Sequence[Any], height: int, **layout: Any) -> go.Figure:
+def styled(drawn: go.Figure | Sequence[Any], height: int, **layout: Any) -> go.Figure:
     """A figure of the page. Its tools stand in the right margin, over nothing."""
     figure = go.Figure(drawn)
     has_scale = any(isinstance(each, go.Heatmap) for each in figure.data)
