@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 from planted import Planted, replace, replaced
-from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_small_exchanges
+from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_bursts
 
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
@@ -40,13 +40,13 @@ def test_what_a_profile_says() -> None:
     assert late.buckets[0].ready == pytest.approx(0.082)  # the last rank says when
 
 
-def test_a_small_exchange_tells_the_latency_and_without_one_there_is_a_reason() -> None:
-    found = observe(with_small_exchanges(DDP.run(), took=0.4))
-    assert found.scenario.link.latency == pytest.approx(0.0002)  # of two rounds
+def test_small_collectives_tell_the_latency_and_without_them_there_is_a_reason() -> None:
+    found = observe(with_bursts(DDP.run(), latency_ms=0.2))
+    assert found.scenario.link.latency == pytest.approx(0.0002)
     assert "latency" not in found.unavailable
     without = observe(DDP.run())
     assert (without.scenario.link.latency, without.scenario.inside) == (None, None)
-    assert "no small exchange" in without.unavailable["latency"]
+    assert "small collectives were not measured" in without.unavailable["latency"]
     assert "inside" in without.unavailable
 
 
@@ -55,12 +55,10 @@ def test_small_collectives_that_were_measured_count() -> None:
         BurstRecord("flat", "all_gather", 4096, count, seconds, cpu)
         for count, seconds, cpu in [(1, 0.003, 0.001), (16, 0.016, 0.008)]
     ]
-    run = with_small_exchanges(DDP.run(), took=0.4)
-    found = observe(replaced(run, 1, bursts=bursts))
+    found = observe(replaced(DDP.run(), 1, bursts=bursts))
     link = found.scenario.link
     assert (link.latency, link.overhead, link.cpu) == (0.003, 0.001, 0.0005)
-    assert not {"latency", "overhead"} & found.unavailable.keys()
-    assert "overhead" in observe(run).unavailable
+    assert "latency" not in found.unavailable
     fast = elsewhere(found.scenario, link_gbps=100.0)
     free = replace(fast, link=replace(fast.link, overhead=0.0))
     counted, without = (predict(found, [each], costs=COSTS).scenarios[0] for each in (fast, free))
@@ -133,7 +131,7 @@ def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_the
     ]
     change = near.scenarios[0].step_ms / near.baseline.step_ms - 1
     assert near.scenarios[0].change == pytest.approx(change)
-    rounds = with_small_exchanges(DDP.run(), took=0.4)
+    rounds = with_bursts(DDP.run(), latency_ms=0.2)
     late = {each.codec: each for each in asked(rounds, {}, FP16, latency_us=1e5).scenarios}
     assert (late["ddp"].change, late["fp16"].change < 0) == (0.0, True)
 
@@ -222,7 +220,7 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     given = only(one, hosts=4, link_gbps=1.0)
     assert given.step_ms is not None
     assert given.world_size == 8
-    run = with_small_exchanges(one.run(), took=0.4)
+    run = with_bursts(one.run(), latency_ms=0.2)
     here, free, late = (
         asked(run, {}, hosts=64, link_gbps=10.0, latency_us=us) for us in (None, 0.0, 1e3)
     )

@@ -105,12 +105,10 @@ def _largest(differences: Sequence[Difference], of_step: float) -> str:
     Parts that changed in the direction of the step come first: they explain it.
     """
     signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
-    parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
+    parts = [each for each in signed if each[0] in PARTS]
     if parts:
-        along = [each for each in parts if each[1] * of_step > 0]
-        against = [each for each in parts if each not in along]
-        largest = [*along[: 2 if against else 3], *against]
-        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in largest[:3])
+        parts.sort(key=lambda each: (each[1] * of_step <= 0, -abs(each[1])))
+        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in parts[:3])
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 

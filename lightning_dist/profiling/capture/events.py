@@ -246,10 +246,8 @@ def from_line(line: bytes | str) -> Record | None:
     """
     try:
         return _DECODER.decode(line)
-    except RecursionError:
-        raise ValueError(f"not a record, it has too many brackets: {line[:80]!r}") from None
-    except ValueError as error:
-        with suppress(ValueError):
+    except (ValueError, RecursionError) as error:  # the latter of many brackets
+        with suppress(ValueError, RecursionError):
             if _KIND_DECODER.decode(line).kind not in _KINDS:
                 return None
         problem = f"not a record of a communication profile: {error}: {line[:80]!r}"

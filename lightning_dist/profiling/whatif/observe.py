@@ -28,9 +28,6 @@ from lightning_dist.profiling.whatif.simulator import (
 NS = 1e9
 """Nanoseconds in a second."""
 
-_SMALL = 1 << 16
-"""Bytes of an exchange below which it is its rounds that take the time."""
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -93,15 +90,18 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         raise ValueError(f"nothing can be predicted from this profile: {problem}")
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
-    link, inside = _link(run, every, sent[used] / moving[used] * NS), _inside(every)
+    link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
     form = FLAT if not any(across) else SHARDED if all(across) else LEADER
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
     immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
     counts = tuple(hosts.values())
     scenario = Scenario(codec, form, counts, link, inside, at_once=at_once, immediate=immediate)
     unknown = (
-        ("overhead", link.overhead, "small collectives were not measured; each counts bytes only"),
-        ("latency", link.latency is not None, "no small exchange was seen; rounds count nothing"),
+        (
+            "latency",
+            link.latency is not None,
+            "small collectives were not measured; rounds count nothing",
+        ),
         ("inside", inside, "no exchange inside a host was measured"),
     )
     ranks = chosen.ranks.values()
@@ -158,7 +158,7 @@ def _codec(every: Sequence[Analysed]) -> str:
     return max(weights, key=lambda name: weights[name])
 
 
-def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
+def _link(run: Run, rates: Array) -> Link:
     """Link between hosts, of bytes per second on every link and step that sent something."""
     hosts = {each.metadata.host for each in run.ranks.values()}
     alone = [0.0]
@@ -176,16 +176,7 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
             overhead=median(burst.seconds / burst.count for burst in several),
             cpu=median(burst.cpu / burst.count for burst in several),
         )
-    rounds = []  # seconds of one in small exchanges, of which some queued behind large ones
-    for each in every:
-        groups = run.ranks[each.rank].metadata.groups
-        for exchange in each.exchanges:
-            begin, end = exchange.transfer
-            peers = len(groups.get(exchange.group, ()))
-            if exchange.group != "intra" and exchange.sent <= _SMALL and peers > 1:
-                count = (2 if exchange.op == "all_reduce" else 1) * (peers - 1)
-                rounds.append((end - begin) / count / NS)
-    return Link(rate, min(rounds, default=None))
+    return Link(rate)
 
 
 def _inside(every: Sequence[Analysed]) -> Link | None:
