@@ -14,9 +14,8 @@ import typer
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
-from lightning_dist.configuration.files import check, parse
+from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
 from lightning_dist.configuration.options import require_fit
-from lightning_dist.configuration.places import accelerate_default, sidecar_of
 from lightning_dist.console import print_table
 
 _QUESTIONS = {

@@ -1,4 +1,4 @@
-"""Settings in YAML files."""
+"""Settings in YAML files, and where these are looked for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import yaml
 from lightning_dist.configuration.options import require_fit, require_known
 from lightning_dist.shared_folder import replace_file
 
+SIDECAR = "lightning_dist.yaml"
+PREFIX = "LIGHTNING_DIST_"
+CONFIG = f"{PREFIX}CONFIG"
+OTHERS = (f"{PREFIX}HOSTNAME",)
+"""Variables with our prefix that are no settings of what travels."""
 _HEAD = "# Settings of lightning_dist for Accelerate; `lightning-dist config` writes this file.\n"
 
 
@@ -95,3 +100,20 @@ def put(path: Path, text: str) -> None:
     """Replace a file in one go, so that nobody reads half of it; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text.encode())
+
+
+def accelerate_folder(environ: Mapping[str, str]) -> Path:
+    """Where Accelerate keeps ``default_config.yaml``; its rule, without importing it."""
+    cache = environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    return home / "accelerate"
+
+
+def accelerate_default(environ: Mapping[str, str]) -> Path:
+    """The file that ``accelerate launch`` reads when none is named."""
+    return accelerate_folder(environ) / "default_config.yaml"
+
+
+def sidecar_of(config: Path) -> Path:
+    """Our file beside a file of Accelerate's."""
+    return config.with_name(SIDECAR)

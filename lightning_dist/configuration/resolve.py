@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.configuration.files import parse, read
+from lightning_dist.configuration.files import (
+    CONFIG,
+    OTHERS,
+    PREFIX,
+    accelerate_default,
+    parse,
+    read,
+    sidecar_of,
+)
 from lightning_dist.configuration.options import (
     OPTIONS,
     require_fit,
     require_known,
     unknown,
-)
-from lightning_dist.configuration.places import (
-    CONFIG,
-    OTHERS,
-    PREFIX,
-    accelerate_default,
-    sidecar_of,
 )
 
 CODE = "the code"
