@@ -10,83 +10,67 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import Payload
-from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
+from lightning_dist.codecs.base import Codec, Payload
+from lightning_dist.exchange.rounds import ReduceScatterAllGather
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.geometry import Grid
-from lightning_dist.reducer.network import IntraLevel
-from lightning_dist.reducer.scratch import PayloadMemory
+from lightning_dist.reducer.intra_plan import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.shares import Cut, shares_of
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.tiles import Tile, columns_of, tile_of
-from lightning_dist.reducer.unit import CommUnit, decode_all, staggered
-
-
-@dataclass(frozen=True)
-class IntraKernels:
-    """The two ways inside a host. Nothing is kept of what their codec rounds.
-
-    ``up``: gradients -> mean of the host, weighted. ``down``: mean of all hosts -> gradients.
-    """
-
-    up: Kernels
-    down: Kernels
+from lightning_dist.reducer.tiles import Grid, Tile, columns_of, tile_of
+from lightning_dist.reducer.units import CommUnit, decode_all, staggered
 
 
 class HierarchicalUnit(CommUnit):
     """Parts of one bucket.
 
     Args:
+        codec: between hosts.
         cuts: the parts, each with the share of every rank of the host.
-        inter: slices of a flat share, the share -> units of a flat exchange between hosts; not
-            called on ranks that leave the way between hosts to others.
-        share_dtype: of the mean of the host.
-        memory: that units take turns with inside the host.
-        padded: all shares travel as the largest, where all ranks have one: a single collective
-            brings them back.
+        kernels: of the codec inside the host.
     """
 
     exchange: ReduceScatterAllGather
 
     def __init__(
         self,
+        plan: IntraPlan,
+        codec: Codec,
         cuts: Sequence[Cut],
         bucket: Tensor,
         *,
-        intra: IntraLevel,
         kernels: IntraKernels,
-        inter: Callable[[Sequence[ParameterSlice], Tensor], Sequence[CommUnit]],
-        share_dtype: torch.dtype,
-        memory: PayloadMemory,
-        padded: bool,
     ) -> None:
-        self._kernels, codec, world = kernels, kernels.up.codec, intra.topology.world_size
+        intra, inside = plan.intra, kernels.up.codec
+        self._kernels, world = kernels, intra.topology.world_size
         owned = [shares_of(cuts, position) for position in range(world)]
-        blocks = [sum(-(-part.numel // codec.block) for part in parts) for parts in owned]
-        memory.restart()
+        blocks = [sum(-(-part.numel // inside.block) for part in parts) for parts in owned]
+        plan.memory.restart()
         self.exchange = ReduceScatterAllGather(
-            codec.planes(bucket.dtype),
-            [max(blocks)] * world if padded and intra.level.owners == world else blocks,
+            inside.planes(bucket.dtype),
+            [max(blocks)] * world if plan.padded else blocks,
             channel=intra.data,
             topology=intra.topology,
             device=bucket.device,
-            allocate=memory.take,
+            allocate=plan.memory.take,
         )
         slices = _one_after_the_other(owned[intra.topology.rank])
-        self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=share_dtype)
-        self._inter = inter(slices, self._share) if slices else ()
+        wide = share_dtype(codec, bucket.dtype)
+        self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=wide)
+        self._inter: Sequence[CommUnit] = ()
+        if slices and plan.inter is not None:
+            self._inter = plan.inter.units(codec, slices, self._share)
         # What goes up to every owner, and the place to which its result comes down.
         flats = [[part.of(bucket) for part in parts] for parts in owned]
-        is_copied = codec.lossless and codec.block == 1  # the payload is the elements
+        is_copied = inside.lossless and inside.block == 1  # the payload is the elements
         own = [self._share] if is_copied else [part.of(self._share) for part in slices]
         self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
         self._places: list[Tensor] = []  # and where, in the payloads
@@ -97,10 +81,10 @@ class HierarchicalUnit(CommUnit):
                 self._flats += some
                 self._places += payload[0].view(-1)[: sum(sizes)].split_with_sizes(sizes)
             else:
-                self._parts += _tiles(some, codec.block, [payload])
+                self._parts += _tiles(some, inside.block, [payload])
         # What every rank said of the share, and last where its result is encoded.
         payloads = [*self.exchange.received, self.exchange.own]
-        self._own = list(_tiles(own, codec.block, payloads))
+        self._own = list(_tiles(own, inside.block, payloads))
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
@@ -181,6 +165,17 @@ class HierarchicalUnit(CommUnit):
         own = payloads[0]  # of no use where nothing is kept
         kernels.decode_and_commit(tile.grad, (), self._one, None, own, payloads)
         tile.store()
+
+
+def hierarchical_units(
+    plan: IntraPlan, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor
+) -> list[HierarchicalUnit]:
+    """The exchanges of ``slices`` of the flat ``bucket (N,)``, with ``codec`` between hosts."""
+    return [
+        HierarchicalUnit(plan, codec, cuts, bucket, kernels=plan.kernels(inside, bucket.dtype))
+        for inside, some in plan.codecs_of(slices, bucket.dtype).items()
+        for cuts in plan.cuts(codec, some, inside)
+    ]
 
 
 def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:

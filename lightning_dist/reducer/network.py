@@ -9,12 +9,35 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.exchange.channel import Channel, WaitLimit
-from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who holds a row of the gathered state: a rank, or the ranks of a host together.
+
+    The mean over the rows is what is owed to the model, whatever they are.
+    """
+
+    row_of: tuple[int, ...]  # of every rank
+    rank: int
+
+    @property
+    def count(self) -> int:
+        return max(self.row_of) + 1
+
+    @property
+    def own(self) -> int:
+        return self.row_of[self.rank]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of its row."""
+        return self.row_of.index(self.own) == self.rank
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The table of tiles over which one kernel launch walks all slices of a bucket.
 
 A slice of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of ``block``
-elements, as in :class:`lightning_dist.reducer.geometry.Grid`; the last rows may be partly empty. A
+elements, as in :class:`lightning_dist.reducer.tiles.Grid`; the last rows may be partly empty. A
 tile is a run of blocks of one row of one slice, and the work of one program of a kernel.
 """
 
@@ -128,7 +128,7 @@ class SliceTable:
         """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none.
 
         Rows follow each other without a gap, as in
-        :class:`~lightning_dist.exchange.reduce_scatter.ReduceScatterAllGather`.
+        :class:`~lightning_dist.exchange.rounds.ReduceScatterAllGather`.
         """
         return _table(codec, [list(share) for share in shares], 1, device, tile_elements)
 
