@@ -211,6 +211,7 @@ class ReduceScatterAllGather(Exchange):
 
     The memory is in use from encoding until what was received is read, and from encoding into
     ``own`` until the results are. Exchanges that do not overlap in this may share it.
+    ``payload_bytes``, ``received_bytes`` and ``own_bytes`` are the uint8 memory behind the planes.
     """
 
     def __init__(
@@ -218,16 +219,18 @@ class ReduceScatterAllGather(Exchange):
     ) -> None:
         super().__init__(**where)
         rank, self._sizes = self._topology.rank, [row_bytes(planes, count) for count in blocks]
-        self._send = self._memory(sum(self._sizes))
-        self._parts = self._send.split_with_sizes(self._sizes)
+        self.payload_bytes = self._memory(sum(self._sizes))
+        self._parts = self.payload_bytes.split_with_sizes(self._sizes)
+        self.own_bytes = self._parts[rank]
         received = self._memory(len(blocks) * self._sizes[rank])
-        self._received = received.view(len(blocks), self._sizes[rank])
+        self.received_bytes = received.view(len(blocks), self._sizes[rank])
         self.payloads = [
             views(part.unsqueeze(0), planes, count)
             for part, count in zip(self._parts, blocks, strict=True)
         ]
         """Payload ``(1, blocks[r], ...)`` for every rank ``r``; later each owner's result."""
-        self.received = [views(row.unsqueeze(0), planes, blocks[rank]) for row in self._received]
+        rows = self.received_bytes.unsqueeze(1)
+        self.received = [views(row, planes, blocks[rank]) for row in rows]
         """What every rank sent to this one, ``(1, blocks[rank], ...)`` each."""
         self.own = self.payloads[rank]
         self._equal = len(set(self._sizes)) == 1
@@ -240,15 +243,14 @@ class ReduceScatterAllGather(Exchange):
     @override
     def start(self) -> None:
         received = [self._sizes[self._topology.rank]] * len(self._sizes)
-        landing = self._received.view(-1)
-        self._work = [self._channel.all_to_all(landing, self._send, received, self._sizes)]
+        landing, own = self.received_bytes.view(-1), self.payload_bytes
+        self._work = [self._channel.all_to_all(landing, own, received, self._sizes)]
 
     @override
     def start_second(self) -> None:
         self.wait()
         if self._equal:
-            own = self._parts[self._topology.rank]  # gathered in place
-            self._work = [self._channel.all_gather(self._send, own)]
+            self._work = [self._channel.all_gather(self.payload_bytes, self.own_bytes)]  # in place
             return
         self._work = [
             self._channel.broadcast(part, owner=owner)

@@ -52,7 +52,7 @@ class PayloadMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._turn = self._taken = 0
 
@@ -65,7 +65,7 @@ class PayloadMemory:
         key, self._taken = (self._turn, self._taken), self._taken + 1
         found = self._buffers.get(key)
         if found is None or len(found) < size:  # exchanges of before keep the smaller one
-            found = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            found = torch.zeros(size, dtype=torch.uint8, device=self.device)
             self._buffers[key] = found
         return found[:size]
 

@@ -13,13 +13,15 @@ from lightning_dist.codecs.memory import NoMemory
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.wire import PayloadMemory, row_bytes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
-from lightning_dist.kernels.triton import sum_of
+from lightning_dist.kernels.triton import SliceTable, kernels_of, sum_of
+from lightning_dist.kernels.triton.table import Slice
 from lightning_dist.reducer.network import IntraLevel
 from lightning_dist.reducer.shares import Cut, fragments, shares_of, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET, unit_elements
 
 if TYPE_CHECKING:
+    from lightning_dist.kernels.triton.passes import TableKernels
     from lightning_dist.reducer.plan import Planner
 
 
@@ -32,6 +34,7 @@ class IntraKernels:
 
     up: Kernels
     down: Kernels
+    tables: TableKernels | None  # of an accelerator, of both ways
 
 
 class IntraPlan:
@@ -112,7 +115,8 @@ class IntraPlan:
             summed = sum_of(up.passes, dtype=dtype) if self._planner.tables else None
             if summed is not None:
                 up.use({"decode_and_commit": summed})
-            self._kernels[codec, dtype] = IntraKernels(up, down)
+            tables = kernels_of(codec, dtype=dtype) if self._planner.tables else None
+            self._kernels[codec, dtype] = IntraKernels(up, down, tables)
         return self._kernels[codec, dtype]
 
     def compile(
@@ -122,7 +126,9 @@ class IntraPlan:
         planner, ranks = self._planner, self.intra.topology.world_size
         for dtype in dtypes:
             kernels = self.kernels(self._codec, dtype)
-            if planner.on_accelerator:
+            if planner.on_accelerator and kernels.tables is not None:
+                self._compile_tables(kernels, dtype, share_dtype(codec, dtype))
+            elif planner.on_accelerator:
                 summed = sum_of(kernels.up.passes, dtype=dtype) if planner.tables else None
                 if summed is not None:
                     like = torch.ones((), device=planner.network.device)
@@ -135,6 +141,23 @@ class IntraPlan:
             parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
             shares = {share for part in parts for share in self.lengths(part)}
             self.inter.fuse(codec, {share_dtype(codec, each) for each in dtypes}, sizes=shares)
+
+    def _compile_tables(self, kernels: IntraKernels, dtype: torch.dtype, wide: torch.dtype) -> None:
+        """See the units that use them between hosts; payloads begin at multiples of 8 bytes."""
+        assert kernels.tables is not None
+        tables, codec, device = kernels.tables.compiling(), self._codec, self.memory.device
+        one, ranks = torch.ones((), device=device), self.intra.topology.world_size
+        ways = ((dtype, 1, 1.0), (wide, ranks, kernels.up.passes.factors.mean))
+        for numel in (codec.block, codec.block - 1, 16 * codec.block, 16 * codec.block - 1):
+            table = SliceTable.of_shares(codec, [[Slice("", 0, numel)]], device=device)
+            for flat_dtype, count, weight in ways:
+                flat = torch.zeros(numel, dtype=flat_dtype, device=device)
+                size = table.payload_bytes
+                memory = torch.zeros(8 + count * size, dtype=torch.uint8, device=device)
+                for start in (0, 8):
+                    payloads = memory[start : start + count * size]
+                    tables.encode(flat, None, one, table=table, payload=payloads[:size])
+                    tables.decode(payloads, flat, table=table, weight=weight)
 
 
 def share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:

@@ -174,6 +174,20 @@ def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
         assert after.residuals[-1].keys() == {"first"}
 
 
+@pytest.mark.parametrize("leader", [False, True])
+@pytest.mark.parametrize("tree", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
+def test_what_travels_inside_a_host_is_that_of_tiles(tree: list[list[int]], leader: bool) -> None:
+    settings = {"tree": tree, "leader": leader, "min_compress_numel": 1000}
+    codec = "int4:block_size=48 > int8:block_size=64"
+    eager = run(codec, 4, tables=False, **settings)
+    with in_tables() as launched:
+        tables = run(codec, 4, tables=False, **settings)
+    assert set(launched) >= {"encode_kernel", "decode_kernel"}
+    for before, after in zip(eager, tables, strict=True):
+        assert all(map(same, after.gradients, before.gradients))
+        assert all(map(same, after.residuals, before.residuals))
+
+
 def test_what_is_not_finite_keeps_its_residual() -> None:
     check("int8:block_size=64", 3, "deferred", spoiled=True)
 

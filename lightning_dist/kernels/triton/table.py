@@ -114,7 +114,7 @@ class SliceTable:
         Payloads are ``(rows, row_bytes)``, as :class:`~lightning_dist.exchange.rounds.TwoShot` and
         (one row) :class:`~lightning_dist.exchange.rounds.AllGather` send them.
         """
-        return _table(codec, [list(slices)], rows, device, tile_elements)
+        return _table(codec, [list(slices)], rows, device, tile_elements, None)
 
     @classmethod
     def of_shares(
@@ -122,15 +122,16 @@ class SliceTable:
         codec: BlockCodec,
         shares: Sequence[Sequence[Slice]],
         *,
+        blocks: Sequence[int] | None = None,
         device: torch.device,
         tile_elements: int | None = None,
     ) -> SliceTable:
-        """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none.
+        """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none, and ``blocks[r]``.
 
         Rows follow each other without a gap, as in
         :class:`~lightning_dist.exchange.rounds.ReduceScatterAllGather`.
         """
-        return _table(codec, [list(share) for share in shares], 1, device, tile_elements)
+        return _table(codec, [list(share) for share in shares], 1, device, tile_elements, blocks)
 
 
 def _table(
@@ -139,6 +140,7 @@ def _table(
     rows: int,
     device: torch.device,
     tile_elements: int | None,
+    blocks_of_groups: Sequence[int] | None,
 ) -> SliceTable:
     planes, shape = codec.planes(torch.float32), BlockShape.of(codec)
     if tile_elements is None:
@@ -148,9 +150,10 @@ def _table(
 
     tiles: list[Tensor] = []
     tile_starts, payload_starts, columns, names = [0], [0], list[int](), list[str]()
-    for group in groups:
+    for i, group in enumerate(groups):
         counts = [-(-part.numel // (rows * codec.block)) for part in group]
-        blocks, size = sum(counts), row_bytes(planes, sum(counts))
+        blocks = sum(counts) if blocks_of_groups is None else blocks_of_groups[i]
+        size = row_bytes(planes, blocks)
         codes = size - row_bytes(planes[1:], blocks)  # bytes of a row before its codes
         first = 0
         parts = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
