@@ -58,7 +58,7 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
     since = policy.boundaries()[-1]
     trained = {name: p for p, name in names.items() if p.requires_grad}
     planner = Planner(
-        _without_memory(network),
+        _without_memory(network, network.device),
         ReducerState(),
         error_feedback=settings.error_feedback,
         intra_codec=settings.intra,
@@ -107,8 +107,8 @@ def _alike(
         yield codec, [part], dtype, len(alike) * whole.numel / part.numel
 
 
-def _without_memory(network: Network) -> Network:
+def _without_memory(network: Network, device: torch.device) -> Network:
     intra = network.intra
     if intra is not None and intra.inter is not None:
-        intra = replace(intra, inter=_without_memory(intra.inter))
-    return replace(network, device=_META, intra=intra)
+        intra = replace(intra, inter=_without_memory(intra.inter, device))
+    return replace(network, device=_META, intra=intra, plans_for=device)

@@ -52,7 +52,7 @@ class IntraPlan:
         self.intra, self.inter, self._codec, self._planner = intra, inter, codec, planner
         network = planner.network
         self.memory = PayloadMemory(network.device)  # units take turns with it
-        self._most = unit_elements(network.rows.count, device=network.device.type)
+        self._most = unit_elements(network.rows.count, whole=network.whole_buckets)
         self._kernels: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of
@@ -52,6 +53,7 @@ class Network:
     device: torch.device
     intra: IntraLevel | None = None
     row_of: tuple[int, ...] | None = None  # who shares the state of one row; None: nobody
+    plans_for: torch.device | None = None  # another device, of which bytes are counted
 
     @property
     def world_size(self) -> int:
@@ -60,6 +62,11 @@ class Network:
     @property
     def rank(self) -> int:
         return self.topology.rank
+
+    @property
+    def whole_buckets(self) -> bool:
+        """Whether units are whole buckets and not pieces that overlap."""
+        return is_accelerator(self.plans_for or self.device)
 
     @property
     def limit(self) -> WaitLimit:

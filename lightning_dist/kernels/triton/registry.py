@@ -37,44 +37,28 @@ _LARGEST_BLOCK = 8192  # elements; a program keeps whole blocks in its registers
 
 def device_codec(codec: Codec) -> DeviceCodec | None:
     """The device functions of ``codec``; None where it has none."""
-    make = _DEVICE_CODECS.get(type(codec))
-    found = None if make is None else make(codec)
-    return None if found is None or found.codec.block > _LARGEST_BLOCK else found
-
-
-def _int8(codec: Int8) -> DeviceCodec:
-    return DeviceCodec(codec, functions.int8_encode, functions.int8_level, levels=127)
-
-
-def _int4(codec: Int4) -> DeviceCodec | None:
-    if codec.hadamard:  # a matrix product, whose order of adding is the library's
+    found = _DEVICE_CODECS.get(type(codec))
+    if found is None or not isinstance(codec, BlockCodec) or codec.block > _LARGEST_BLOCK:
         return None
-    return DeviceCodec(codec, functions.int4_encode, functions.offset_level, levels=7)
+    if isinstance(codec, Int4) and codec.hadamard:
+        return None  # a matrix product, whose order of adding is the library's
+    encode, level, constants = found
+    return DeviceCodec(codec, encode, level, **constants(codec))
 
 
-def _fp8(codec: FP8) -> DeviceCodec:
-    return DeviceCodec(codec, functions.fp8_encode, functions.fp8_level, levels=448)
-
-
-def _sign(codec: Sign) -> DeviceCodec:
-    return DeviceCodec(codec, functions.sign_encode, functions.sign_level)
-
-
-def _qsgd(codec: QSGD) -> DeviceCodec:
-    encode, level = functions.qsgd_encode, functions.offset_level
-    return DeviceCodec(codec, encode, level, levels=codec.levels, option=codec.norm == "l2")
-
-
-def _terngrad(codec: TernGrad) -> DeviceCodec:
-    encode, level = functions.terngrad_encode, functions.offset_level
-    return DeviceCodec(codec, encode, level, levels=1, option=codec.clip_sigma)
-
-
-_DEVICE_CODECS: dict[type[Codec], Callable[[Any], DeviceCodec | None]] = {
-    Int8: _int8,
-    Int4: _int4,
-    FP8: _fp8,
-    Sign: _sign,
-    QSGD: _qsgd,
-    TernGrad: _terngrad,
+_DEVICE_CODECS: dict[type[Codec], tuple[Any, Any, Callable[[Any], dict[str, float]]]] = {
+    Int8: (functions.int8_encode, functions.int8_level, lambda codec: {"levels": 127}),
+    Int4: (functions.int4_encode, functions.offset_level, lambda codec: {"levels": 7}),
+    FP8: (functions.fp8_encode, functions.fp8_level, lambda codec: {"levels": 448}),
+    Sign: (functions.sign_encode, functions.sign_level, lambda codec: {}),
+    QSGD: (
+        functions.qsgd_encode,
+        functions.offset_level,
+        lambda codec: {"levels": codec.levels, "option": codec.norm == "l2"},
+    ),
+    TernGrad: (
+        functions.terngrad_encode,
+        functions.offset_level,
+        lambda codec: {"levels": 1, "option": codec.clip_sigma},
+    ),
 }
