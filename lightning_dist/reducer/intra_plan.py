@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,15 +125,10 @@ class IntraPlan:
     ) -> None:
         """Compile the kernels for gradients of ``dtypes``; see :meth:`.Planner.fuse`."""
         planner, ranks = self._planner, self.intra.topology.world_size
-        for dtype in dtypes:
-            kernels = self.kernels(self._codec, dtype)
-            if planner.on_accelerator and kernels.tables is not None:
+        for dtype, inside in product(dtypes, dict.fromkeys((self._codec, NoCompression()))):
+            kernels = self.kernels(inside, dtype)
+            if planner.on_accelerator:
                 self._compile_tables(kernels, dtype, share_dtype(codec, dtype))
-            elif planner.on_accelerator:
-                summed = sum_of(kernels.up.passes, dtype=dtype) if planner.tables else None
-                if summed is not None:
-                    like = torch.ones((), device=planner.network.device)
-                    summed.compile(dtype, share_dtype(codec, dtype), count=ranks, like=like)
             # A share is wider than 16-bit gradients, and a fused pass is for one of the two.
             elif compute_dtype(dtype) == dtype:
                 planner.fuse_kernels(kernels.up, dtype, received=ranks)
@@ -143,11 +139,16 @@ class IntraPlan:
             self.inter.fuse(codec, {share_dtype(codec, each) for each in dtypes}, sizes=shares)
 
     def _compile_tables(self, kernels: IntraKernels, dtype: torch.dtype, wide: torch.dtype) -> None:
-        """See the units that use them between hosts; payloads begin at multiples of 8 bytes."""
-        assert kernels.tables is not None
-        tables, codec, device = kernels.tables.compiling(), self._codec, self.memory.device
+        codec, device = kernels.up.codec, self.memory.device
         one, ranks = torch.ones((), device=device), self.intra.topology.world_size
-        ways = ((dtype, 1, 1.0), (wide, ranks, kernels.up.passes.factors.mean))
+        summed = sum_of(kernels.up.passes, dtype=dtype) if self._planner.tables else None
+        if summed is not None:
+            summed.compile(dtype, wide, count=ranks, like=one)
+        if kernels.tables is None:
+            return
+        tables, weight = kernels.tables.compiling(), kernels.up.passes.factors.mean
+        ways = ((dtype, 1, 1.0), (wide, ranks, weight))
+        # As tables between hosts; payloads begin at multiples of 8 bytes.
         for numel in (codec.block, codec.block - 1, 16 * codec.block, 16 * codec.block - 1):
             table = SliceTable.of_shares(codec, [[Slice("", 0, numel)]], device=device)
             for flat_dtype, count, weight in ways:

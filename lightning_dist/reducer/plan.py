@@ -130,10 +130,11 @@ class Planner:
         known = self.compiled.setdefault(codec, (set(), set()))
         known[0].update(dtypes)
         known[1].update(sizes)
-        if self._intra is None:
-            compile_passes(codec, dtypes, self, sizes)
-        else:
-            self._intra.compile(codec, dtypes, sizes)
+        for each in dict.fromkeys((codec, raw_beside(codec))):  # what small tensors are given
+            if self._intra is None:
+                compile_passes(each, dtypes, self, sizes)
+            else:
+                self._intra.compile(each, dtypes, sizes)
 
     @property
     def on_accelerator(self) -> bool:

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_dist.accelerator import placed
 from lightning_dist.codecs.base import BlockCodec, Payload
-from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.rounds import AllGather, TwoShot
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable
@@ -245,7 +244,6 @@ def _compile(
     on_accelerator, ranks = planner.on_accelerator, planner.network.world_size
     for dtype in dtypes:
         fits = {codec, *(fitted(codec, numel, ranks=ranks, dtype=dtype) for numel in sizes)}
-        fits |= {raw_beside(codec)} if on_accelerator else set()
         for plan in (planner.blocks(fit, dtype) for fit in fits if on_accelerator or fit == codec):
             if plan.tables is not None and on_accelerator:
                 _compile_tables(plan)

@@ -89,14 +89,21 @@ def planner_of(
 
 
 def step(
-    planner: Planner, codec: str, sizes: Sequence[int], counts: Counter[str], *, small: int = 0
+    planner: Planner,
+    codec: str,
+    sizes: Sequence[int],
+    counts: Counter[str],
+    *,
+    small: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """A bucket of parameters of ``sizes``, with ``small`` uncompressed elements behind each."""
     places = [sum(sizes[:i]) + i * small for i in range(len(sizes))]
     slices = [ParameterSlice(f"p{i}", places[i], (n,)) for i, n in enumerate(sizes)]
     beside = [ParameterSlice(f"b{i}", places[i] + n, (small,)) for i, n in enumerate(sizes)]
     planner.restart(0)
-    bucket, found = torch.zeros(sum(sizes) + len(sizes) * small), resolve_codec(codec)
+    bucket = torch.zeros(sum(sizes) + len(sizes) * small, dtype=dtype)
+    found = resolve_codec(codec)
     units = list(planner.group(found, slices, bucket).units)
     if small:
         units += planner.group(raw_beside(found), beside, bucket).units
@@ -162,7 +169,9 @@ def test_with_uncompressed_parameters_beside(parameters: int, world_size: int) -
     assert counts["collectives"] <= 4, counts
 
 
-@pytest.mark.parametrize("small", [0, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "small"), [(torch.float32, 0), (torch.float32, 1000), (torch.bfloat16, 1000)]
+)
 @pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize("codec", ["int8", "sign:block_size=48", "qsgd"])
 @pytest.mark.parametrize(
@@ -170,7 +179,13 @@ def test_with_uncompressed_parameters_beside(parameters: int, world_size: int) -
     [(2, 1, "none"), (3, 1, "none"), (8, 1, "none"), (4, 2, "none"), (4, 2, "int4:block_size=48")],
 )
 def test_what_a_step_launches_was_compiled_at_set_up(
-    world_size: int, per_host: int, intra: str, codec: str, immediate: bool, small: int
+    world_size: int,
+    per_host: int,
+    intra: str,
+    codec: str,
+    immediate: bool,
+    small: int,
+    dtype: torch.dtype,
 ) -> None:
     """Triton compiles by which arguments are None, which addresses 16 divides, and constants."""
     compiled, launched = set[Any](), set[Any]()
@@ -193,8 +208,8 @@ def test_what_a_step_launches_was_compiled_at_set_up(
     with without_network(Counter(), launch), patch.object(plan, "is_accelerator", bool):
         for sizes in ([4096, 4096 * 3], [4096, 1111], *([n] for n in few)):
             planner = planner_of(world_size, per_host=per_host, immediate=immediate, intra=intra)
-            planner.fuse(resolve_codec(codec), [torch.float32], sizes=sizes)
-            step(planner, codec, sizes, Counter(), small=small)
+            planner.fuse(resolve_codec(codec), [dtype], sizes=sizes)
+            step(planner, codec, sizes, Counter(), small=small, dtype=dtype)
     assert len({name for name, *_ in launched}) >= 2
     assert launched <= compiled, launched - compiled
 
