@@ -72,13 +72,10 @@ class Slice:
 class SliceTable:
     """Tiles of one codec over the slices of one flat gradient; built once for each bucket.
 
-    ``names`` are those of the slices, in the order of a stochastic codec's salts.
-
     Row ``r`` of a payload begins ``payload_starts[r]`` bytes into the payload and is made by the
     tiles ``tile_starts[r]`` to ``tile_starts[r + 1]``.
     """
 
-    names: tuple[str, ...]
     tiles: Tensor  # (tiles, FIELDS) int64
     tile_starts: tuple[int, ...]  # rows + 1
     payload_starts: tuple[int, ...]  # rows + 1
@@ -149,7 +146,7 @@ def _table(
     per_tile = 1 << (per_tile.bit_length() - 1)
 
     tiles: list[Tensor] = []
-    tile_starts, payload_starts, columns, names = [0], [0], list[int](), list[str]()
+    tile_starts, payload_starts, columns, slices = [0], [0], list[int](), 0
     for i, group in enumerate(groups):
         counts = [-(-part.numel // (rows * codec.block)) for part in group]
         blocks = sum(counts) if blocks_of_groups is None else blocks_of_groups[i]
@@ -173,12 +170,12 @@ def _table(
                 (first + column) * 2,
                 (codes + (first + column) * shape.real) // shape.alignment,
                 number,
-                torch.tensor(len(names)),
+                torch.tensor(slices),
                 torch.tensor(0),
             )
             parts.append(torch.stack([field.expand(number.shape) for field in fields], dim=-1))
             first += count
-            names.append(part.name)
+            slices += 1
         of_group = torch.cat(parts, dim=1)
         for of_row in of_group:
             tiles.append(of_row)
@@ -187,7 +184,6 @@ def _table(
             columns.append(blocks)
     every = [number for group in groups for p in group for number in (p.offset, p.memory, p.numel)]
     return SliceTable(
-        names=tuple(names),
         tiles=torch.cat(tiles).to(device),
         tile_starts=tuple(tile_starts),
         payload_starts=tuple(payload_starts),
