@@ -37,28 +37,25 @@ _LARGEST_BLOCK = 8192  # elements; a program keeps whole blocks in its registers
 
 def device_codec(codec: Codec) -> DeviceCodec | None:
     """The device functions of ``codec``; None where it has none."""
-    found = _DEVICE_CODECS.get(type(codec))
-    if found is None or not isinstance(codec, BlockCodec) or codec.block > _LARGEST_BLOCK:
-        return None
-    if isinstance(codec, Int4) and codec.hadamard:
-        return None  # a matrix product, whose order of adding is the library's
-    encode, level, constants = found
-    return DeviceCodec(codec, encode, level, **constants(codec))
+    make = _DEVICE_CODECS.get(type(codec))
+    found = None if make is None else make(codec)
+    return None if found is None or found.codec.block > _LARGEST_BLOCK else found
 
 
-_DEVICE_CODECS: dict[type[Codec], tuple[Any, Any, Callable[[Any], dict[str, float]]]] = {
-    Int8: (functions.int8_encode, functions.int8_level, lambda codec: {"levels": 127}),
-    Int4: (functions.int4_encode, functions.offset_level, lambda codec: {"levels": 7}),
-    FP8: (functions.fp8_encode, functions.fp8_level, lambda codec: {"levels": 448}),
-    Sign: (functions.sign_encode, functions.sign_level, lambda codec: {}),
-    QSGD: (
-        functions.qsgd_encode,
-        functions.offset_level,
-        lambda codec: {"levels": codec.levels, "option": codec.norm == "l2"},
+_DEVICE_CODECS: dict[type[Codec], Callable[[Any], DeviceCodec | None]] = {
+    Int8: lambda of: DeviceCodec(of, functions.int8_encode, functions.int8_level, levels=127),
+    # The rotation is a matrix product, whose order of adding is the library's.
+    Int4: lambda of: (
+        None
+        if of.hadamard
+        else DeviceCodec(of, functions.int4_encode, functions.offset_level, levels=7)
     ),
-    TernGrad: (
-        functions.terngrad_encode,
-        functions.offset_level,
-        lambda codec: {"levels": 1, "option": codec.clip_sigma},
+    FP8: lambda of: DeviceCodec(of, functions.fp8_encode, functions.fp8_level, levels=448),
+    Sign: lambda of: DeviceCodec(of, functions.sign_encode, functions.sign_level),
+    QSGD: lambda of: DeviceCodec(
+        of, functions.qsgd_encode, functions.offset_level, of.levels, option=of.norm == "l2"
+    ),
+    TernGrad: lambda of: DeviceCodec(
+        of, functions.terngrad_encode, functions.offset_level, levels=1, option=of.clip_sigma
     ),
 }
