@@ -20,7 +20,7 @@ from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.run_config import run_config
+from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:

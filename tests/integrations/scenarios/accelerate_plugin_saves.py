@@ -150,7 +150,7 @@ class Adversaries:
                 for name, value in parameters(self.accelerator.unwrap_model(model)).items()
             },
             "residuals": [
-                {name: each.residuals[name].clone() for name in each.residuals.names()}
+                {name: each.residuals[name].clone() for name in each.residuals}
                 for each in compression.reducers
             ],
             "stats": [dict(each) for each in compression.comm_stats()],

@@ -98,7 +98,7 @@ class Training:
         return {
             "parameters": {name: p.detach().clone() for name, p in plain.named_parameters()},
             "optimizer": {f"{i}.{key}": v.clone() for i, s in adam.items() for key, v in s.items()},
-            "residuals": {} if owed is None else {n: owed[n].clone() for n in owed.names()},
+            "residuals": {} if owed is None else {n: owed[n].clone() for n in owed},
             "rate": self.schedule.get_last_lr()[0],
             "seen": self.tally.seen,
             "drawn": [torch.rand(()).item(), random.random(), float(np.random.rand())],
