@@ -74,7 +74,7 @@ class Checkpointer:
     def metrics(self) -> Metrics:
         """What saves have cost so far."""
         self._metrics.in_flight = self._delivery.count
-        self._metrics.fence_s = self._snapshots.waited
+        self._metrics.optimizer_wait_s = self._snapshots.waited
         return self._metrics
 
     def open(self, folder: str, *, alone: bool = True) -> None:
@@ -160,7 +160,7 @@ class Checkpointer:
             self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
-        self._metrics.stall_s = time.perf_counter() - began
+        self._metrics.blocking_s = time.perf_counter() - began
         self._metrics.saves += 1
 
     def _save_part(
@@ -238,22 +238,22 @@ class Checkpointer:
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show a checkpoint under a second name, after everything asked for so far."""
-        self._delivery.run_errand(Link(source, target, symbolic))
+        self._delivery.run(Link(source, target, symbolic))
 
     def remove(self, target: str) -> None:
         """Remove a checkpoint, after everything asked for so far and never before a success."""
-        self._delivery.run_errand(Remove(target))
+        self._delivery.run(Remove(target))
 
     def keep(self, target: str) -> None:
         """Take back a :meth:`remove` that still waits for a success."""
-        self._delivery.run_errand(Keep(target))
+        self._delivery.run(Keep(target))
 
     def progress(self) -> tuple[int, int]:
         """Bytes of the saves under way that are in files already, and all of them."""
         return self._delivery.progress()
 
     def poll(self) -> list[Committed | Failed]:
-        """What has become of saves since the last call, and which errands failed."""
+        """What has become of saves since the last call, and which file operations failed."""
         return self._delivery.poll()
 
     def wait(self, timeout: float | None = None) -> None:

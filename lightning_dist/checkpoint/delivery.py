@@ -29,7 +29,7 @@ from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, WriterThread
 
-Errand = Link | Remove | Keep
+FileOperation = Link | Remove | Keep
 
 _NOTHING = Keep("")
 _FAREWELL = 1.0
@@ -74,7 +74,8 @@ class Delivery:
         self._on_failed, self._on_committed = failed, committed
         self._changed = threading.Condition()
         self._in_flight: dict[str, _InFlight] = {}
-        self._errands: list[tuple[Errand, WriterHandle | None]] = []  # under way, and with whom
+        # Under way, and with whom.
+        self._operations: list[tuple[FileOperation, WriterHandle | None]] = []
         self._removals = Removals()
         self._newest = ""  # target of the last success
         self._closing = False
@@ -100,7 +101,7 @@ class Delivery:
         """Whether it is being saved, or linked to."""
         with self._changed:
             saves = (each.save.target == target for each in self._in_flight.values())
-            links = (isinstance(e, Link) and e.target == target for e, _ in self._errands)
+            links = (isinstance(e, Link) and e.target == target for e, _ in self._operations)
             return any(saves) or any(links)
 
     def is_removing(self, target: str) -> bool:
@@ -175,22 +176,22 @@ class Delivery:
             threading.Thread(target=_prepare, args=arguments, name=name, daemon=True).start()
         self._thread.submit(self._put_prepared, save, memory, copied)
         for path in again:
-            self.run_errand(Remove(path))
+            self.run(Remove(path))
 
-    def run_errand(self, errand: Errand) -> None:
+    def run(self, operation: FileOperation) -> None:
         """Have something done after everything that was sent before."""
         with self._changed:
             writer = self._writer
-            self._errands.append((errand, writer))
-            if isinstance(errand, Remove):
-                self._removals.ask(errand.target)
+            self._operations.append((operation, writer))
+            if isinstance(operation, Remove):
+                self._removals.ask(operation.target)
             else:
-                self._removals.cancel(errand.target)
+                self._removals.cancel(operation.target)
         # Not to a writer that is started later: the save before it was lost with this one.
-        self._thread.submit(self._put, errand, None, writer)
+        self._thread.submit(self._put, operation, None, writer)
 
     def poll(self) -> list[Committed | Failed]:
-        """What became of saves since the last call, and which errands failed."""
+        """What became of saves since the last call, and which file operations failed."""
         with self._changed:
             events, self._events = self._events, []
             return events
@@ -206,7 +207,7 @@ class Delivery:
         """Wait until nothing is under way; TimeoutError after ``timeout`` seconds."""
         with self._changed:
             idle = self._changed.wait_for(
-                lambda: not self._in_flight and not self._errands, timeout
+                lambda: not self._in_flight and not self._operations, timeout
             )
             if not idle:
                 raise TimeoutError(f"still writing after {timeout} s: {self._targets()}")
@@ -273,15 +274,15 @@ class Delivery:
             if isinstance(job, Save) or self._is_missing(job):
                 self._report(writer, Failed(job.target, origin, str(error)))
             else:
-                self._end_errand(job.target, writer)
+                self._end(job.target, writer)
 
     def _report(self, writer: WriterHandle | None, event: Event) -> None:
         with self._changed:
             if isinstance(event, Done):
                 self._removals.answered(event.target, waits=event.waits)
-                self._end_errand(event.target, writer)
+                self._end(event.target, writer)
             elif event.origin is None:
-                self._end_errand(event.target, writer)
+                self._end(event.target, writer)
             elif event.origin.save_id not in self._in_flight:
                 return  # reported already, when its writer ended
             else:
@@ -293,28 +294,28 @@ class Delivery:
                 self._newest = event.target
                 self._on_committed(event)
                 if not self._closing:
-                    self.run_errand(_NOTHING)  # its end says that the writer has removed as well
+                    self.run(_NOTHING)  # its end says that the writer has removed as well
             elif isinstance(event, Failed):
                 self._on_failed(event)
             if not isinstance(event, Done):
                 self._events.append(event)
             self._changed.notify_all()
 
-    def _end_errand(self, target: str, writer: WriterHandle | None) -> None:
-        """Removes one errand for ``target`` of ``writer``; another writer may have one too."""
+    def _end(self, target: str, writer: WriterHandle | None) -> None:
+        """Remove one operation on ``target`` of ``writer``; another writer may have one too."""
         with self._changed:
-            of_writer = (each for each in self._errands if each[1] is writer)
+            of_writer = (each for each in self._operations if each[1] is writer)
             ended = next((each for each in of_writer if each[0].target == target), None)
             if ended is not None:  # not lost with its writer
-                self._errands.remove(ended)
+                self._operations.remove(ended)
             self._changed.notify_all()
 
     def _lost(self, writer: WriterHandle, reason: str) -> None:
         """``writer`` has ended by itself, and all that it had with it."""
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
-            links = [e for e, with_ in self._errands if with_ is writer and self._is_missing(e)]
-            self._errands = [each for each in self._errands if each[1] is not writer]
+            links = [e for e, with_ in self._operations if with_ is writer and self._is_missing(e)]
+            self._operations = [each for each in self._operations if each[1] is not writer]
             if self._writer is writer:
                 self._writer, self._loss = None, reason
             self._changed.notify_all()
@@ -323,12 +324,12 @@ class Delivery:
         for link in links:
             self._report(writer, Failed(link.target, None, reason))
 
-    def _is_missing(self, errand: Errand) -> bool:
-        """Whether something is missing because ``errand`` was lost with its writer.
+    def _is_missing(self, operation: FileOperation) -> bool:
+        """Whether something is missing because ``operation`` was lost with its writer.
 
         Removals are asked for again, and a link to what was lost too has been reported with it.
         """
-        return isinstance(errand, Link) and errand.source == self._newest
+        return isinstance(operation, Link) and operation.source == self._newest
 
     def _start_writer(self) -> WriterHandle:
         read_back = self._settings.verify == "always"

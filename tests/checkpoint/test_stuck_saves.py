@@ -194,7 +194,7 @@ def stopped(checkpointer: Checkpointer) -> Iterator[None]:
 def test_the_wait_allows_for_the_bytes_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As AsyncState saves them; an upload of 2 MB/s is slow, not stuck."""
+    """As AsyncStateCheckpointer saves them; an upload of 2 MB/s is slow, not stuck."""
     (tmp_path / "optimizer.bin").write_bytes(bytes(1_000_000))
     checkpointer = Checkpointer(CheckpointSettings())
     checkpointer.open(f"{tmp_path}/here")

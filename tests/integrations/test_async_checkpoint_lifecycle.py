@@ -62,13 +62,13 @@ def test_loggers_hear_of_files_that_are_there(writer: Any, tmp_path: Path) -> No
         assert {name for name in row if name.startswith("checkpoint/")} == {
             f"checkpoint/{name}"
             for name in (
-                *("stall_ms", "queue_ms", "fence_ms", "write_s"),
+                *("blocking_ms", "queue_ms", "optimizer_wait_ms", "write_ms"),
                 *("bytes", "in_flight", "skipped", "failed"),
             )
         }
         assert abs(row["checkpoint/bytes"] - size) < 1000
-        assert row["checkpoint/stall_ms"] > 0
-        assert row["checkpoint/write_s"] > 0
+        assert row["checkpoint/blocking_ms"] > 0
+        assert row["checkpoint/write_ms"] > 0
 
 
 def test_a_line_for_every_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

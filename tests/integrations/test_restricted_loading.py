@@ -180,13 +180,13 @@ def _state(folder: Path, value: Any, **settings: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    from lightning_dist.accelerate import AsyncState
+    from lightning_dist.accelerate import AsyncStateCheckpointer
 
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(2, 2))
     accelerator.register_for_checkpointing(Stateful(value))
-    return AsyncState(accelerator, writer="thread", **settings)
+    return AsyncStateCheckpointer(accelerator, writer="thread", **settings)
 
 
 def test_an_accelerator_is_not_given_what_runs_code(tmp_path: Path) -> None:

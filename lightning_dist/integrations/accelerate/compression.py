@@ -65,7 +65,7 @@ class Compression(CommReport):
             one_of_several=True,
         )
 
-    def connect(self, *optimizers: Any) -> None:
+    def register_optimizers(self, *optimizers: Any) -> None:
         """Let prepared optimizers work with the compression: OneBitAdam sends its momentum.
 
         ``lightning_dist.accelerate.Accelerator`` does it in ``prepare``. Collective.

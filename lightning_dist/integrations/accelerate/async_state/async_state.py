@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class AsyncState:
+class AsyncStateCheckpointer:
     """Saves and loads an Accelerator's state in the background, complete or not at all.
 
     Accelerate writes its files into memory; a writer puts them in a folder that appears under its
@@ -176,7 +176,7 @@ class AsyncState:
             self._accelerator.project_configuration.iteration = number + 1
         if self._settings.snapshot == "sync":
             self.wait()
-        self._checkpointer.metrics.stall_s = time.perf_counter() - began
+        self._checkpointer.metrics.blocking_s = time.perf_counter() - began
         return target
 
     def load_state(
@@ -242,7 +242,7 @@ class AsyncState:
             failures = self._saves.collect()
         self._saves.report([failures])
 
-    def __enter__(self) -> AsyncState:
+    def __enter__(self) -> AsyncStateCheckpointer:
         return self
 
     def __exit__(
@@ -261,4 +261,4 @@ class AsyncState:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ValueError("this AsyncState is closed; make a new one")
+            raise ValueError("this AsyncStateCheckpointer is closed; make a new one")

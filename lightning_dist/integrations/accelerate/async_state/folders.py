@@ -21,8 +21,8 @@ def local(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if "://" in text:
         raise ValueError(
-            f"AsyncState saves to a local or mounted folder, got {text!r}; save to one and copy "
-            "the finished folder, which is complete as soon as it has its name"
+            f"AsyncStateCheckpointer saves to a local or mounted folder, got {text!r}; save to one "
+            "and copy the finished folder, which is complete as soon as it has its name"
         )
     return os.path.abspath(os.path.expanduser(text))
 
@@ -44,7 +44,7 @@ def numbers(folder: str) -> set[int]:
 
 
 def own_numbers(folder: str) -> set[int]:
-    """Every ``n`` for which AsyncState has saved ``checkpoint_n``: no copies, nor accelerate's."""
+    """Every ``n`` of a ``checkpoint_n`` of ours: no copies, nor accelerate's."""
     found = (each.description for each in checkpoints(folder))
     numbers = (number_of(each.path) for each in found if each is not None and is_original(each))
     return {number for number in numbers if number is not None}
@@ -61,8 +61,8 @@ def require_ours(target: str) -> None:
         raise ValueError(f"a checkpoint is a folder, and {target} is a file; choose another name")
     if os.listdir(target):
         raise ValueError(
-            f"{target} holds files and no {NAME}, so AsyncState did not write it and will not "
-            "replace it; remove it, or choose another name"
+            f"{target} holds files and no {NAME}, so AsyncStateCheckpointer did not write it and "
+            "will not replace it; remove it, or choose another name"
         )
 
 
@@ -73,13 +73,14 @@ def _require_original(target: str) -> None:
         return  # damaged, and about to be replaced by a whole one
     if found.origin is not None and not is_original(found):
         raise ValueError(
-            f"{target} was saved as {found.origin.name!r}, so it is a copy that AsyncState did not "
-            "make and will not replace; remove it, or choose another name"
+            f"{target} was saved as {found.origin.name!r}, so it is a copy that "
+            "AsyncStateCheckpointer did not make and will not replace; remove it, or choose "
+            "another name"
         )
 
 
 def newest(folder: str, *, check: bool) -> Description:
-    """The newest complete checkpoint of AsyncState in ``folder``; others are named in warnings.
+    """The newest complete checkpoint of ours in ``folder``; others are named in warnings.
 
     Raises:
         FileNotFoundError: there is none, not even a damaged one.

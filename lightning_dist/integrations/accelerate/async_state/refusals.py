@@ -1,4 +1,4 @@
-"""What AsyncState does not do, said before anything is saved."""
+"""What AsyncStateCheckpointer does not do, said before anything is saved."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def require_separable(accelerator: Accelerator) -> None:
 
 def _not_separable(reason: str) -> ValueError:
     return ValueError(
-        "AsyncState works for one process and for DDP, where every rank's files are written "
-        f"apart; {reason}; use accelerator.save_state there"
+        "AsyncStateCheckpointer works for one process and for DDP, where every rank's files are "
+        f"written apart; {reason}; use accelerator.save_state there"
     )

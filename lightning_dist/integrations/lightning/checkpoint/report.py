@@ -19,12 +19,12 @@ _PATIENCE = 1.0
 _REFRESH = 0.1
 
 
-def line(event: Committed, *, stall_s: float) -> str:
+def line(event: Committed, *, blocking_s: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
         f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
-        f"{stall_s * 1e3:.1f} ms"
+        f"{blocking_s * 1e3:.1f} ms"
     )
 
 

@@ -59,7 +59,7 @@ class CheckpointSession:
         self._watched: list[Optimizer] = []
         self._outcomes = Outcomes(self, settings, callback=callback, trainer=trainer)
         self._idle = Metrics()
-        self._stalls: dict[str, float] = {}  # of the last save to each path
+        self._blocking: dict[str, float] = {}  # of the last save to each path
         self._checkpointer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
             self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
@@ -143,9 +143,9 @@ class CheckpointSession:
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
-        self.metrics.stall_s = time.perf_counter() - began
+        self.metrics.blocking_s = time.perf_counter() - began
         if self._checkpointer is not None:
-            self._stalls[path] = self.metrics.stall_s
+            self._blocking[path] = self.metrics.blocking_s
 
     @contextmanager
     def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[CheckpointerIO]:
@@ -280,12 +280,12 @@ class CheckpointSession:
             return
         for event in self._checkpointer.poll():
             self._outcomes.add(event)
-            stall_s = self._stalls.pop(event.target, 0.0)
+            blocking_s = self._blocking.pop(event.target, 0.0)
             if isinstance(event, Committed) and self._trainer.is_global_zero:
-                self._announce(self._checkpointer, event, stall_s=stall_s)
+                self._announce(self._checkpointer, event, blocking_s=blocking_s)
 
-    def _announce(self, checkpointer: Checkpointer, event: Committed, *, stall_s: float) -> None:
-        rank_zero_info(line(event, stall_s=stall_s))
+    def _announce(self, checkpointer: Checkpointer, event: Committed, *, blocking_s: float) -> None:
+        rank_zero_info(line(event, blocking_s=blocking_s))
         step = max(self._trainer.global_step - 1, 0)
         log_metrics(self._trainer.loggers, checkpointer, step=step)
         callback: Any = proxy(self._callback)
