@@ -4,7 +4,7 @@
 """
 
 from lightning_dist.integrations.accelerate.accelerator import Accelerator as Accelerator
-from lightning_dist.integrations.accelerate.async_state.async_state import (
+from lightning_dist.integrations.accelerate.async_state.checkpointer import (
     AsyncStateCheckpointer as AsyncStateCheckpointer,
 )
 from lightning_dist.integrations.accelerate.compression import Compression as Compression

@@ -22,6 +22,8 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterProcess
+from lightning_dist.integrations.ranks import Ranks
+from lightning_dist.integrations.saves import Saves
 
 LIMIT = 30.0
 
@@ -218,11 +220,8 @@ def save_files(checkpointer: Checkpointer, group: Any, target: str) -> None:
 
 
 def take_turn(checkpointer: Checkpointer, group: Any, target: str) -> None:
-    pytest.importorskip("accelerate")
-    from lightning_dist.integrations.accelerate.async_state.saves import Saves
-    from lightning_dist.integrations.ranks import Ranks
-
-    Saves(checkpointer, ranks=Ranks(group)).take_turn(target)
+    saves = Saves(checkpointer, CheckpointSettings(), ranks=Ranks(group), warn=print)
+    saves.agree({}, error=saves.await_turn())
 
 
 @pytest.mark.parametrize("action", [save_part, save_files, take_turn])

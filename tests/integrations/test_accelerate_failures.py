@@ -28,7 +28,7 @@ def test_a_dead_writer_is_raised_once_and_replaced(tmp_path: Path) -> None:
     with Training(tmp_path) as training, AsyncStateCheckpointer(training.accelerator) as state:
         kill_writer_during_a_save(state)
         with pytest.raises(
-            CheckpointError, match=r"checkpoint_1 was not saved: the checkpoint writer"
+            CheckpointError, match=r"checkpoint_1 of step 1 was not written: the checkpoint writer"
         ):
             state.wait()
         state.wait()
@@ -72,7 +72,7 @@ def test_a_failure_is_a_warning_where_that_is_asked_for(
         state.save_state()
         state.wait()
         state.wait()
-    assert caplog.text.count("checkpoint_1 was not saved") == 1
+    assert caplog.text.count("checkpoint_1 of step 1 was not written") == 1
     assert names(tmp_path) == ["checkpoint_0"]
 
 
@@ -80,7 +80,7 @@ def test_closing_raises_what_was_not_reported_yet(tmp_path: Path, staging: Path)
     with Training(tmp_path) as training:
         state = AsyncStateCheckpointer(training.accelerator, staging_dir=staging)
         kill_writer_during_a_save(state)
-        with pytest.raises(CheckpointError, match="checkpoint_1 was not saved"):
+        with pytest.raises(CheckpointError, match="checkpoint_1 of step 1 was not written"):
             state.close()
         state.close()
         assert os.listdir(staging) == []
@@ -96,7 +96,7 @@ def test_an_error_in_the_training_is_not_replaced_by_one_of_a_save(
 
     with Training(tmp_path) as training, pytest.raises(KeyError):
         train_and_fail()
-    assert caplog.text.count("checkpoint_1 was not saved") == 1
+    assert caplog.text.count("checkpoint_1 of step 1 was not written") == 1
 
 
 def test_what_a_killed_process_left_in_memory_is_removed_once_nobody_needs_it(

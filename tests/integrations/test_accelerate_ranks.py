@@ -119,7 +119,10 @@ def test_a_failure_on_one_rank_is_raised_once_on_all(pair: Results) -> None:
     ranks = pair("full")
     for facts in ranks:
         assert facts["surfaced"].startswith("CheckpointError: ")
-        assert "checkpoint_1 was not saved: rank 1 could not write: OSError" in facts["surfaced"]
+        assert (
+            "checkpoint_1 of step 1 was not written: rank 1 could not write: OSError"
+            in facts["surfaced"]
+        )
         assert facts["kept"] == ["checkpoint_0"]
         assert facts["waited"] == ""
         assert facts["failed"] == 1

@@ -83,11 +83,10 @@ class CheckpointNames(ModelCheckpoint):
         """Write to ``path`` next; others that share the folder must not remove it after that."""
         for callback in callbacks_of(trainer):
             session = callback._session
-            if callback is self and session is not None:
-                session.claim(path)
-            elif session is not None and session.is_pending_deletion(path):
+            if session is not None and session.is_pending_deletion(path):
                 session.keep(path)
-                session.wait()
+                if callback is not self:
+                    session.wait()
 
     @override
     def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:

@@ -16,6 +16,7 @@ from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.integrations.saves import cannot_open
 
 _PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to own a folder."""
@@ -147,12 +148,6 @@ def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True)
         except (CheckpointError, OSError) as error:
             rank_zero_warn(f"passing over a damaged checkpoint: {error}")
     return best
-
-
-def cannot_open(folder: str, error: Exception) -> str:
-    """What to tell a user whose folder cannot be written to."""
-    kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
-    return f"no checkpoints can be written to {folder}: {kind}{error}"
 
 
 def list_in(folder: str, paths: Iterable[str]) -> list[str]:

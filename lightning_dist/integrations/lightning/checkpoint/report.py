@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -26,13 +24,6 @@ def line(event: Committed, *, blocking_s: float) -> str:
         f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
         f"{blocking_s * 1e3:.1f} ms"
     )
-
-
-def log_metrics(loggers: Iterable[Logger], checkpointer: Checkpointer, *, step: int) -> None:
-    """``checkpoint/*`` of the last save, to every logger."""
-    values = checkpointer.metrics.by_name()
-    for logger in loggers:
-        logger.log_metrics(values, step=step)
 
 
 def drain(checkpointer: Checkpointer, *, show: bool, timeout: float | None = None) -> None:
