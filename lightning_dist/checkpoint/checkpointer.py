@@ -29,6 +29,7 @@ from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.pickling import Pickled, pickled
 from lightning_dist.checkpoint.plan import Striped, plan, shape_of
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot import Snapshots
@@ -57,9 +58,8 @@ class Checkpointer:
         self.settings = settings
         self._metrics = Metrics()
         self.last_committed: Committed | None = None
-        self._group = group
-        self._ranks = ranks if group is None else group.size()
-        self._rank = 0 if group is None else group.rank()
+        self._together = Ranks(group)
+        self._ranks = ranks if group is None else self._together.count
         self.run = ""
         """Name of the run that saves, for the record."""
         self.proves_loadable = False
@@ -105,7 +105,7 @@ class Checkpointer:
     @property
     def is_first(self) -> bool:
         """Whether this rank publishes, links and removes."""
-        return self._rank == 0
+        return self._together.rank == 0
 
     @property
     def busy(self) -> bool:
@@ -181,18 +181,18 @@ class Checkpointer:
                 shape = shape_of(content, owned, striped)
             except Exception as error:  # the others must know before they wait for this rank
                 problem = error
-        origin, alike = agree(origin, group=self._group, shape=shape, problem=problem)
+        origin, alike = agree(origin, ranks=self._together, shape=shape, problem=problem)
         owned = owned if alike else {}
         divided = plan(
             content,
             owned=owned,
             overlap=self._snapshots.overlap,
             striped=striped,
-            rank=self._rank,
+            rank=self._together.rank,
             ranks=self._ranks,
         )
         records, gaps = divided.records, tuple(divided.striped.items())
-        save = SaveFolder(origin, target, divided.pieces, self._rank, records, gaps)
+        save = SaveFolder(origin, target, divided.pieces, self._together.rank, records, gaps)
         try:
             self._snapshots.take(save, divided, owned)
         except Exception as error:
@@ -229,9 +229,9 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         late = self._prepare(together=True)
-        origin, _ = agree(self._origin(step, target), group=self._group, problem=late)
+        origin, _ = agree(self._origin(step, target), ranks=self._together, problem=late)
         self._delivery.send(
-            SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
+            SaveFolder(origin, target, (), self._together.rank, files=tuple(files), scratch=scratch)
         )
         self._metrics.saves += 1
         return origin.save_id
@@ -284,7 +284,7 @@ class Checkpointer:
             self._delivery.await_slot()
             self._snapshots.wait()  # one copy at a time
         except Exception as error:
-            if not together or self._group is None:
+            if not together or self._together.group is None:
                 raise
             return error
         return None

@@ -20,10 +20,10 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.copying import LaterCopy
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterProcess
-from lightning_dist.integrations.ranks import Ranks
-from lightning_dist.integrations.saves import Saves
 
 LIMIT = 30.0
 

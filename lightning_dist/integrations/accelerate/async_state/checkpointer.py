@@ -15,6 +15,8 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
 from lightning_dist.integrations.accelerate.async_state import files, folders
@@ -24,8 +26,6 @@ from lightning_dist.integrations.accelerate.async_state.refusals import (
     staging_folder,
 )
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
-from lightning_dist.integrations.ranks import Ranks
-from lightning_dist.integrations.saves import Failure, Saves
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as AnyAccelerator

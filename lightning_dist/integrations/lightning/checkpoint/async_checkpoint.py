@@ -23,7 +23,7 @@ from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
     list_in,
 )
-from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
+from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
 from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
 from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_effective,
@@ -139,10 +139,7 @@ class AsyncCheckpoint(CheckpointNames):
         self._require_alike(trainer)
         super().setup(trainer, pl_module, stage)
         self._last.agree(trainer)
-        io = trainer.strategy.checkpoint_io
-        if not isinstance(io, ResumeCheckpointIO):
-            io = ResumeCheckpointIO(verify=self.settings.verify, trainer=trainer)
-            trainer.strategy.checkpoint_io = io
+        io = resume_io(trainer, verify=self.settings.verify)
         if self._last not in io.searches:
             io.searches.append(self._last)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -238,7 +235,8 @@ class AsyncCheckpoint(CheckpointNames):
     def _save_topk_checkpoint(
         self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        assert self._session is not None
+        if self._session is None:  # outside of a fit
+            return super()._save_topk_checkpoint(trainer, monitor_candidates)
         if not self._session.may_begin():
             self._skipped_step = trainer.global_step
             return
@@ -261,7 +259,8 @@ class AsyncCheckpoint(CheckpointNames):
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        assert self._session is not None
+        if self._session is None:  # outside of a fit
+            return super()._save_checkpoint(trainer, filepath)
         self._claim(trainer, filepath)
         at_once = weights_may_change(trainer)
         self._session.save(filepath, weights_only=self.save_weights_only, at_once=at_once)

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.ranks import Ranks
-from lightning_dist.integrations.saves import Saves
 
 
 class AsyncTorchCheckpointIO(TorchCheckpointIO):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,17 +20,16 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.ranks import Facts, Ranks
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
     forget,
 )
 from lightning_dist.integrations.lightning.checkpoint.report import drain, line
-from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.integrations.ranks import Facts, Ranks
-from lightning_dist.integrations.saves import Saves
+from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 
 
 class CheckpointSession:
@@ -119,35 +117,20 @@ class CheckpointSession:
         Args:
             at_once: all of it, for something may change the weights before the next step.
         """
-        began, trainer = time.perf_counter(), self._trainer
+        began = time.perf_counter()
         self.watch_optimizers()
-        with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
-            checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
-            with self._as_checkpoint_io(resumable=not weights_only) as io:
-                trainer.strategy.save_checkpoint(checkpoint, path)
-                if self._checkpointer is not None and not trainer.is_global_zero:
-                    io.save_checkpoint(checkpoint, path)
+        save_into(
+            self._checkpointer,
+            self._trainer,
+            path,
+            sharded=self._sharded,
+            weights_only=weights_only,
+        )
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
         self.saves.metrics.blocking_s = time.perf_counter() - began
         self._blocking[path] = self.saves.metrics.blocking_s
-
-    @contextmanager
-    def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[CheckpointerIO]:
-        """Let the strategy add what it keeps, and save into our checkpointer."""
-        strategy = self._trainer.strategy
-        io = CheckpointerIO(
-            self._checkpointer,
-            step=self._trainer.global_step,
-            sharded=self._sharded,
-            resumable=resumable,
-        )
-        usual, strategy.checkpoint_io = strategy.checkpoint_io, io
-        try:
-            yield io
-        finally:
-            strategy.checkpoint_io = usual
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""

@@ -14,9 +14,10 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.failures import failure, is_fatal
 from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.ranks import Facts, Ranks
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.ranks import Facts, Ranks
 
 
 class Failure(NamedTuple):
@@ -220,22 +221,6 @@ class Saves:
                 self._warn(each.message)
         if text := "\n".join(each.message for each in failures if raises and each.fatal):
             raise CheckpointError(text)
-
-
-def is_fatal(event: Failed) -> bool:
-    """Whether a checkpoint is missing that the disk did not take."""
-    return event.origin is not None and not event.dropped
-
-
-def failure(event: Failed, last: Committed | None) -> str:
-    """The message for a checkpoint that was not written."""
-    of_step = "" if event.origin is None else f" of step {event.origin.step}"
-    kept = (
-        f"the last complete one is {last.target} of step {last.origin.step}"
-        if last is not None
-        else "none of this run is complete yet"
-    )
-    return f"the checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"
 
 
 def cannot_open(folder: str, error: Exception) -> str:
