@@ -74,7 +74,7 @@ class Checkpointer:
     def metrics(self) -> Metrics:
         """What saves have cost so far."""
         self._metrics.in_flight = self._delivery.count
-        self._metrics.optimizer_wait_s = self._snapshots.waited
+        self._metrics.optimizer_wait_s = self._snapshots.fence.waited
         return self._metrics
 
     def open(self, folder: str, *, alone: bool = True) -> None:
@@ -212,7 +212,7 @@ class Checkpointer:
 
     def wait_for_copy(self) -> None:
         """Wait until the last save has copied all that it saves: anybody may change it now."""
-        self._snapshots.wait()
+        self._snapshots.fence.wait()
 
     def save_files(
         self, files: Sequence[tuple[str, str]], target: str, *, step: int, scratch: str = ""
@@ -266,7 +266,7 @@ class Checkpointer:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, end the writer and give folders and memory back."""
-        self._snapshots.unwatch()
+        self._snapshots.fence.unwatch()
         try:
             self._delivery.close(timeout)
         finally:
@@ -282,7 +282,7 @@ class Checkpointer:
         """Wait for earlier saves; where ranks save ``together``, why that failed is for all."""
         try:
             self._delivery.await_slot()
-            self._snapshots.wait()  # one copy at a time
+            self._snapshots.fence.wait()  # one copy at a time
         except Exception as error:
             if not together or self._together.group is None:
                 raise

@@ -83,13 +83,9 @@ class Delivery:
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: dict[str, bool] = {}  # whether others are kept out
-        self._writer: WriterHandle | None = None
+        self.writer: WriterHandle | None = None
         self._loss = "the checkpoint writer has ended"  # or how
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-delivery")
-
-    @property
-    def writer(self) -> WriterHandle | None:
-        return self._writer
 
     @property
     def count(self) -> int:
@@ -111,16 +107,16 @@ class Delivery:
 
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
-        if _only_here(folder) and isinstance(self._writer, WriterProcess):
+        if _only_here(folder) and isinstance(self.writer, WriterProcess):
             raise ValueError(
                 f"one writer writes either to files or to memory, and has been given files before "
                 f"{folder}; use writer='thread'"
             )
         self._folders[folder] = alone
-        if self._writer is None:
-            self._writer = self._start_writer()
+        if self.writer is None:
+            self.writer = self._start_writer()
         elif alone:
-            self._writer.own(folder)
+            self.writer.own(folder)
 
     def await_slot(self) -> None:
         """Wait until one more save may be under way, and a writer is there to do it.
@@ -139,10 +135,10 @@ class Delivery:
                     f"{self._targets()} is still being written after {limit:.1f} s, so no other "
                     "checkpoint can be taken; is the file system responding, or the writer stopped?"
                 )
-        if self._writer is None:  # it has ended, and that was reported
+        if self.writer is None:  # it has ended, and that was reported
             with self._changed:
                 self._removals.lost()
-            self._writer = self._start_writer()
+            self.writer = self._start_writer()
 
     def memory(self) -> SnapshotMemory:
         """Memory for the next save; it is in use from :meth:`send` until the save has ended."""
@@ -181,7 +177,7 @@ class Delivery:
     def run(self, operation: FileOperation) -> None:
         """Have something done after everything that was sent before."""
         with self._changed:
-            writer = self._writer
+            writer = self.writer
             self._operations.append((operation, writer))
             if isinstance(operation, Remove):
                 self._removals.ask(operation.target)
@@ -228,7 +224,7 @@ class Delivery:
         if stuck:
             self._give_copies_up()
             wait(last, _FAREWELL)  # so that the writer and the other ranks learn of it
-        writer, self._writer = self._writer, None
+        writer, self.writer = self.writer, None
         try:
             if writer is not None:
                 writer.close(None if deadline is None else max(deadline - time.monotonic(), 1.0))
@@ -256,7 +252,7 @@ class Delivery:
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:
         if problem := copied.result():  # the writer and the other ranks have to know
             save = replace(save, pieces=(), dropped=problem)
-        self._put(save, memory, self._writer)
+        self._put(save, memory, self.writer)
 
     def _put(self, job: Job, memory: SnapshotMemory | None, writer: WriterHandle | None) -> None:
         origin = job.origin if isinstance(job, Save) else None
@@ -269,8 +265,8 @@ class Delivery:
             writer.send(job, memory)
         except CheckpointError as error:
             with self._changed:
-                if self._writer is writer:  # it ended before it was ours
-                    self._writer, self._loss = None, str(error)
+                if self.writer is writer:  # it ended before it was ours
+                    self.writer, self._loss = None, str(error)
             if isinstance(job, Save) or self._is_missing(job):
                 self._report(writer, Failed(job.target, origin, str(error)))
             else:
@@ -316,8 +312,8 @@ class Delivery:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
             links = [e for e, with_ in self._operations if with_ is writer and self._is_missing(e)]
             self._operations = [each for each in self._operations if each[1] is not writer]
-            if self._writer is writer:
-                self._writer, self._loss = None, reason
+            if self.writer is writer:
+                self.writer, self._loss = None, reason
             self._changed.notify_all()
         for save in lost:
             self._report(writer, Failed(save.target, save.origin, reason))

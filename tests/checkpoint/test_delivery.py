@@ -27,7 +27,7 @@ def test_an_answer_ends_no_operation_of_a_writer_that_is_dying() -> None:
     delivery = Delivery(CheckpointSettings(), failed=print, committed=print)
     dying, following = Silent(), Silent()
     for writer in (dying, following):
-        delivery._writer = writer
+        delivery.writer = writer
         delivery.run(Removal("folder/1.ckpt"))
     delivery._report(following, Done("folder/1.ckpt"))
     delivery._lost(dying, "killed")

@@ -154,7 +154,7 @@ def test_a_step_waits_for_a_copy_no_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stuck_copy(tmp_path, monkeypatch) as (checkpointer, step):
-        monkeypatch.setattr(checkpointer._snapshots._fence, "_patience", 0.2)
+        monkeypatch.setattr(checkpointer._snapshots.fence, "_patience", 0.2)
         error = ends(step)
         assert isinstance(error, CheckpointError)
         assert "its copy has not ended within 0.2 s" in str(error)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.integrations.accelerate.async_state.folders import local
+from lightning_dist.integrations.accelerate.attach import kind_of
 from lightning_dist.integrations.accelerate.private import prepared_models
 
 if TYPE_CHECKING:
@@ -36,11 +37,6 @@ def staging_folder(given: str | os.PathLike[str] | None) -> str | None:
     if not os.path.isdir(folder):
         raise ValueError(f"staging_dir must be a folder, got {folder}; make it")
     return folder
-
-
-def kind_of(accelerator: Accelerator) -> str:
-    """``NO``, ``MULTI_GPU``, ``FSDP``, ..."""
-    return str(accelerator.distributed_type).rpartition(".")[2]
 
 
 def require_separable(accelerator: Accelerator) -> None:
