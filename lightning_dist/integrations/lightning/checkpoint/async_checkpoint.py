@@ -251,11 +251,11 @@ class AsyncCheckpoint(CheckpointNames):
     def _update_best_and_save(
         self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        assert self._session is not None
         before = dict(self.best_k_models)
         super()._update_best_and_save(current, trainer, monitor_candidates)
-        saved = self._last_checkpoint_saved
-        self._session.displaced.note(saved, before=before, after=self.best_k_models)
+        if self._session is not None:
+            saved = self._last_checkpoint_saved
+            self._session.displaced.note(saved, before=before, after=self.best_k_models)
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
