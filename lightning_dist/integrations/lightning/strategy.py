@@ -16,10 +16,10 @@ from lightning_dist.integrations.arguments import (
     CONFIG_KEY,
     CompressionArguments,
 )
-from lightning_dist.integrations.comm_report import comm_metrics
+from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.lightning.before_setup import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.integrations.lightning.fit_results import FitResults, ResultsLauncher
+from lightning_dist.integrations.lightning.fit_results import ResultsLauncher
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.strategy_names import register
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from lightning_dist.reducer.reducer import Reducer
-    from lightning_dist.topology import Topology
 
 
-class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
+class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, DDPStrategy):
     """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
 
     Arguments: see :class:`~lightning_dist.integrations.arguments.CompressionArguments`, and
@@ -45,7 +44,6 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     """
 
     _reducer: Reducer | None = None
-    _fit_results: FitResults | None = None  # of the last fit in processes that have ended
     _logged_step = 0
     _max_steps = -1
 
@@ -101,12 +99,11 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         )
 
     @property
-    def topology(self) -> Topology | None:
-        """Hosts and groups of the ranks; None before the first fit."""
-        if self._reducer is not None:
-            return self._reducer.network.topology
-        return None if self._fit_results is None else self._fit_results.topology
+    def reducers(self) -> list[Reducer]:
+        """Of the module; empty before the first fit."""
+        return [] if self._reducer is None else [self._reducer]
 
+    @override
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent since the start of the fit.
 
@@ -116,16 +113,7 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         """
         if self._reducer is not None:
             return self._reducer.comm_stats()
-        return {} if self._fit_results is None else self._fit_results.comm_stats
-
-    def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, hosts and versions; empty before the first fit.
-
-        A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
-        """
-        if self._reducer is not None:
-            return self._reducer.comm_config()
-        return {} if self._fit_results is None else self._fit_results.comm_config
+        return {} if self._ended is None else self._ended.comm_stats
 
     @override
     def on_train_start(self) -> None:

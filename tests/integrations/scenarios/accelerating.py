@@ -21,7 +21,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from lightning_dist import compress_ddp
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 
 Facts = dict[str, Any]
 
@@ -126,7 +126,7 @@ def writers() -> list[int]:
     return [pid for pid in children if b"disk.service" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def writer_of(state: AsyncState) -> int:
+def writer_of(state: AsyncStateCheckpointer) -> int:
     """The writer process of ``state``, which has saved something then."""
     state.save_state()
     state.wait()
@@ -134,7 +134,7 @@ def writer_of(state: AsyncState) -> int:
     return writer
 
 
-def kill_writer_during_a_save(state: AsyncState) -> None:
+def kill_writer_during_a_save(state: AsyncStateCheckpointer) -> None:
     """The second one."""
     writer = writer_of(state)
     os.kill(writer, signal.SIGSTOP)
