@@ -21,7 +21,7 @@ from lightning_dist.codecs import CODECS, warmup
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, compress_fsdp
 
 WIDTH = 33
-STEPS = 4
+STEPS = 3
 
 
 class Net(nn.Module):
