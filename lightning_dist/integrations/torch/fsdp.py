@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from lightning_dist.integrations.torch.fsdp_checks import (
     shard_dimension,
 )
 from lightning_dist.integrations.torch.networks import sharded_network
-from lightning_dist.private import at_end_of_backward
+from lightning_dist.private import at_end_of_backward, name_before_compile
 from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
@@ -41,7 +42,8 @@ def compress_fsdp(
 ) -> ShardedGradients:
     """Compress the gradients of a sharded ``model`` between its replicas. Collective.
 
-    ``mesh`` has two dimensions, replicas and shards, and ``fully_shard`` was called over the
+    ``mesh`` has two dimensions, replicas and shards (of a mesh that has more, such as one for
+    tensor parallelism, give these two), and ``fully_shard`` was called over the
     dimension of the shards::
 
         mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
@@ -58,7 +60,7 @@ def compress_fsdp(
     Args:
         codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
             bits of ``fully_shard`` over both dimensions with a reduction in float32.
-        mesh: of all ranks, the same on each of them.
+        mesh: replicas and shards; the same on each of its ranks.
         commit: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
@@ -78,7 +80,7 @@ def compress_fsdp(
         commit=commit,
     )
     groups = parameter_groups(model, mesh)
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
     network = sharded_network(mesh, shards, settings, parameters=describe_parameters(model))
     _broadcast_from_first_replica(model, network.intra.inter if network.intra else network)
@@ -211,11 +213,11 @@ def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:
 def _layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
     """Each parameter's shard, one after the other, padded to the largest of all ranks."""
     slices, offset = [], 0
-    for parameter, padded in zip(group.parameters, group.padded, strict=True):
-        assert isinstance(parameter, DTensor)
-        local, whole = parameter.to_local(), parameter.numel()
-        start = group.first_row(parameter) * (whole // max(1, parameter.shape[0]))
-        rest = whole - start - local.numel()
+    of_all = zip(group.parameters, group.shapes, group.padded, strict=True)
+    for parameter, shape, padded in of_all:
+        local = _local(parameter)
+        start = group.first_row(shape) * prod(shape[1:])
+        rest = prod(shape) - start - local.numel()
         slices.append(
             ParameterSlice(names[parameter], offset, tuple(local.shape), start=start, rest=rest)
         )

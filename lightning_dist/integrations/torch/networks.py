@@ -154,9 +154,9 @@ def sharded_network(
     ranks = mesh.mesh if shard_dimension == 1 else mesh.mesh.T  # (replicas, shards)
     world = dist.group.WORLD
     assert world is not None
-    if sorted(ranks.flatten().tolist()) != list(range(world.size())):
-        raise ValueError(f"mesh must be of all ranks, got {ranks.tolist()} of {world.size()} ranks")
-    replicas, shards = ranks.shape
+    if ranks.numel() < world.size():  # others are the rest of a mesh of more dimensions
+        world = dist.new_group(ranks.flatten().tolist(), use_local_synchronization=True)
+    order = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(world))}
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -168,9 +168,9 @@ def sharded_network(
     topology = Topology(tuple(fact["host"] for fact in facts), world.rank())
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, device)
-    if shards == 1 or replicas == 1:
+    if ranks.shape[1] == 1:
         return network
-    tree: Tree = tuple(tuple(row) for row in ranks.tolist())
+    tree: Tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
     return in_levels(
         network, tree, leader=False, new_group=_made(world, tree, leader=False, timeout=None)
     )
