@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.model_parallel import (
+        CompressedModelParallelStrategy,
+    )
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
@@ -63,6 +66,7 @@ _HOME = {
     "Codec": "codecs",
     "CommProfiler": "integrations.profiler.comm_profiler",
     "CompressedDDPStrategy": "integrations.lightning.strategy",
+    "CompressedModelParallelStrategy": "integrations.lightning.model_parallel",
     "CompressionError": "metrics",
     "DGC": "codecs",
     "ElasticEnvironment": "integrations.lightning.launcher",
@@ -107,6 +111,7 @@ __all__ = [
     "Codec",
     "CommProfiler",
     "CompressedDDPStrategy",
+    "CompressedModelParallelStrategy",
     "CompressionError",
     "ElasticEnvironment",
     "ElasticLoop",
@@ -149,10 +154,10 @@ def _register(lightning: object) -> None:
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.strategy_names import NAMES
+    from lightning_dist.integrations.strategy_names import NAMES, SHARDED
     from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
-    explain_wrong_strategies(package.__name__, NAMES)
+    explain_wrong_strategies(package.__name__, {*NAMES, SHARDED})
 
 
 register_post_import_hook(_register, "lightning")

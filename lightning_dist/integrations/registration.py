@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.integrations.strategy_names import NAME, NAMES, register
+from lightning_dist.integrations.strategy_names import NAME, NAMES, SHARDED, register
 from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
 
@@ -17,7 +17,11 @@ def register_all() -> None:
     register(StrategyRegistry, lightning_strategy)
     register(STRATEGY_REGISTRY, fabric_strategy)
     CODECS.on_add(_register_codec)
-    explain_wrong_strategies("lightning", NAMES)
+    if SHARDED not in StrategyRegistry:
+        StrategyRegistry.register(
+            SHARDED, sharded_strategy, description="FSDP2, compressed between replicas"
+        )
+    explain_wrong_strategies("lightning", {*NAMES, SHARDED})
 
 
 def _register_codec(codec: str) -> None:
@@ -34,6 +38,15 @@ def lightning_strategy(**arguments: Any) -> Any:
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
+
+
+def sharded_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.CompressedModelParallelStrategy``."""
+    from lightning_dist.integrations.lightning.model_parallel import (
+        CompressedModelParallelStrategy,
+    )
+
+    return CompressedModelParallelStrategy(**arguments)
 
 
 def fabric_strategy(**arguments: Any) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 from lightning_dist.codecs import CODECS
 
 NAME = "compressed_ddp"
+SHARDED = "compressed_model_parallel"
+"""Of Lightning's registry alone: Fabric's strategy needs a function of the user's."""
 NAMES: dict[str, dict[str, Any]] = {
     NAME: {"start_method": "popen"},
     f"{NAME}_spawn": {"start_method": "spawn"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.codecs import Codec
+from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.fsdp_checks import (
     ParameterGroup,
@@ -71,22 +73,69 @@ def compress_fsdp(
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
             a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
     """
-    settings = Settings.check(
+    settings = sharded_settings(
         codec,
         error_feedback=error_feedback,
         min_compress_numel=min_compress_numel,
         start_step=start_step,
-        compile_kernels=False,
         commit=commit,
     )
+    return attach(model, settings, mesh=mesh)
+
+
+def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings: Any) -> Settings:
+    """The checked settings of :func:`compress_fsdp`.
+
+    Raises:
+        ValueError: a setting is out of range, or cannot take effect for shards.
+    """
+    checked = Settings.check(codec, compile_kernels=False, **settings)
+    if not checked.intra.lossless:
+        raise ValueError(
+            f"inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
+            "for it; give the codec between replicas alone"
+        )
+    return checked
+
+
+def attach(
+    model: nn.Module,
+    settings: Settings,
+    *,
+    mesh: DeviceMesh,
+    continue_from: Reducer | None = None,
+    grad_scale: Callable[[], Tensor | None] | None = None,
+    timeout: timedelta | None = None,
+) -> ShardedGradients:
+    """What :func:`compress_fsdp` does, with checked settings.
+
+    Args:
+        continue_from: the reducer of an earlier fit; its residuals and step count go on.
+        grad_scale: as of :class:`Reducer`.
+        timeout: of the new process groups.
+    """
     groups = parameter_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
-    network = sharded_network(mesh, shards, settings, parameters=describe_parameters(model))
+    parameters = describe_parameters(model)
+    network = sharded_network(mesh, shards, settings, parameters=parameters, timeout=timeout)
+    require_effect(settings, names, says=dist.get_rank() == 0)
     _broadcast_from_first_replica(model, network.intra.inter if network.intra else network)
-    # FSDP launches collectives of its own during the backward pass: ours follow in its order.
-    reducer = Reducer(names, settings=settings, network=network, sharded=True, in_order=True)
-    return ShardedGradients(model, reducer, [_layout_of(group, names) for group in groups])
+    layouts = [_layout_of(group, names) for group in groups]
+    reducer = Reducer(
+        names,
+        settings=settings,
+        network=network,
+        state=None if continue_from is None else continue_from.state,
+        grad_scale=grad_scale,
+        sharded=True,
+        in_order=True,  # FSDP launches collectives of its own in the backward pass
+    )
+    if continue_from is not None:
+        reducer.step = continue_from.step
+        parts = [part for layout in layouts for part in layout.slices]
+        reducer.state.keep_only({part.name: part.whole for part in parts})
+    return ShardedGradients(model, reducer, layouts)
 
 
 @dataclass
@@ -115,7 +164,7 @@ class ShardedGradients:
         for index, group in enumerate(groups):
             reducer.reserve(group.slices, group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
-        self._unhook = model.register_forward_pre_hook(lambda *_: self._begin())
+        self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,8 +201,11 @@ class ShardedGradients:
             group.module.set_all_reduce_hook(_nothing)
         self.reducer.close()
 
-    def _begin(self) -> None:
-        """A backward pass that an exception has cut short has left what nobody waits for."""
+    def begin(self) -> None:
+        """Give up what a backward pass that an exception has cut short has left.
+
+        Called before each forward pass of the model; by whoever does not call the model itself.
+        """
         if self._queued:
             self._queued = False
             self._under_way.clear()

@@ -129,12 +129,17 @@ def _groups_of(module: FSDPModule) -> list[ParameterGroup]:
     for each in fsdp_params:
         kept = each.sharded_param.dtype
         reduced = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or kept
-        if reduced != kept or reduced == torch.float16:
+        if kept == torch.float16:
             raise ValueError(
-                f"fully_shard({name}) must reduce gradients in the dtype of its parameters, not in "
-                f"float16, got reduce_dtype {reduced} for parameters in {kept}: FSDP copies the "
-                "gradients before they are exchanged; set MixedPrecisionPolicy(reduce_dtype="
-                f"{kept})"
+                f"fully_shard({name}) must not have parameters in float16, in which FSDP divides "
+                "gradients once more after they are exchanged; keep parameters in bfloat16 or "
+                "float32"
+            )
+        if reduced != kept:
+            raise ValueError(
+                f"fully_shard({name}) must reduce gradients in the dtype of its parameters, got "
+                f"reduce_dtype {reduced} for parameters in {kept}: FSDP copies the gradients "
+                f"before they are exchanged; set MixedPrecisionPolicy(reduce_dtype={kept})"
             )
         if each.fsdp_placement != Shard(0):
             raise ValueError(

@@ -145,7 +145,12 @@ def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
 
 
 def sharded_network(
-    mesh: DeviceMesh, shard_dimension: int, settings: Settings, *, parameters: str
+    mesh: DeviceMesh,
+    shard_dimension: int,
+    settings: Settings,
+    *,
+    parameters: str,
+    timeout: timedelta | None = None,
 ) -> Network:
     """The groups between the replicas of a model that is sharded over one dimension of ``mesh``.
 
@@ -160,7 +165,7 @@ def sharded_network(
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    data, control = new_groups(world)
+    data, control = new_groups(world, timeout=timeout)
     limit = WaitLimit()
     own = {**settings.fingerprint(), "mesh": str(ranks.tolist()), "parameters": parameters}
     facts = all_facts({**own, "host": this_host()}, group=data, device=device)
@@ -171,6 +176,5 @@ def sharded_network(
     if ranks.shape[1] == 1:
         return network
     tree: Tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
-    return in_levels(
-        network, tree, leader=False, new_group=_made(world, tree, leader=False, timeout=None)
-    )
+    new_group = _made(world, tree, leader=False, timeout=timeout)
+    return in_levels(network, tree, leader=False, new_group=new_group)
