@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts
@@ -20,8 +21,10 @@ from lightning_dist.integrations.refusals import (
     refuse_pytorch_lightning,
     refuse_unknown,
 )
+from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
 from lightning_dist.integrations.torch.in_force import show
+from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 from lightning_dist.topology.hosts import describe_counts, ranks_by
@@ -142,6 +145,14 @@ class ModelParallelArguments:
                 self._settings.codec,
             )
         return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=DIMENSIONS)
+
+    def _require_optimizer(self, optimizer: Optimizer) -> None:
+        require_one_momentum(optimizer, self._settings)
+        if isinstance(optimizer, OneBitAdam):
+            raise ValueError(
+                "OneBitAdam exchanges momenta of whole parameters, and here they are sharded; use "
+                "torch.optim.AdamW"
+            )
 
     def _compress(
         self, model: nn.Module, *, continue_from: Reducer | None = None

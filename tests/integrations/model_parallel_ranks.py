@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{int(os.environ['RANK']) // 2}"
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import AsyncCheckpoint, CompressedModelParallelStrategy, OneBitAdam
+from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
 
 WIDTH = 18
 BATCHES = 4
@@ -278,6 +281,76 @@ def refusals() -> dict[str, str]:
         except (ValueError, TypeError) as error:
             found[name] = str(error)
     return found
+
+
+def parallelize(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in net:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return fully_shard(net, mesh=mesh["data_parallel"])
+
+
+def native_hsdp(net: nn.Module, _: DeviceMesh) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+class Run:
+    """A loop under Fabric; micro-batches of two."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.fabric = L.Fabric(accelerator="cpu", devices=dist_size(), strategy=strategy)
+        self.fabric.launch()
+        torch.manual_seed(3)
+        sizes = (WIDTH, 2 * WIDTH, WIDTH)
+        self.net = self.fabric.setup_module(
+            nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+        )
+        self.optimizer = self.fabric.setup_optimizers(torch.optim.Adam(self.net.parameters()))
+        self.state = {"model": self.net, "optimizer": self.optimizer, "step": 0}
+
+    def train(self, steps: int, *, native: bool = False) -> list[Tensor]:
+        begin = self.state["step"]
+        for step in range(begin, begin + steps):
+            generator = torch.Generator().manual_seed(4 * step + dist.get_rank())
+            for last in (False, True):
+                x = torch.randn(3, WIDTH, generator=generator)
+                if native:
+                    self.net.set_requires_all_reduce(last)
+                with nullcontext() if native else self.waiting(not last):
+                    self.fabric.backward((self.net(x) - x.flip(-1)).square().mean())
+            self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.state["step"] = begin + steps
+        return [p.detach().to_local().clone() for p in self.net.parameters()]
+
+    def waiting(self, enabled: bool) -> Any:
+        return self.fabric.no_backward_sync(self.net, enabled=enabled)
+
+
+def under_fabric(codec: str) -> CompressedFabric:
+    return CompressedFabric(parallelize, codec, min_compress_numel=0)
+
+
+def fabric() -> dict[str, bool]:
+    """Fabric: codec none against torch's HSDP, and a run that goes on from a checkpoint."""
+    native = FabricModelParallel(native_hsdp, data_parallel_size=4, tensor_parallel_size=1)
+    expected = Run(native).train(3, native=True)
+    straight, first, second = (Run(under_fabric("int4")) for _ in range(3))
+    whole = straight.train(4)
+    first.train(2)
+    first.fabric.save(FOLDER / "fabric", first.state)
+    second.train(1)  # what it owes is forgotten
+    second.fabric.load(FOLDER / "fabric", second.state)
+    (stats,) = second.fabric.strategy.comm_stats()
+    return {
+        "equal to native": same(expected, Run(under_fabric("none")).train(3)),
+        "resumed": same(whole, second.train(2)),
+        "bytes": stats["inter_bytes"] < 0.3 * stats["raw_bytes"],
+        "hosts": second.fabric.strategy.topology.by_host() == ((0, 1), (2, 3)),
+    }
 
 
 def main() -> None:

@@ -14,12 +14,11 @@ from typing_extensions import override
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.before_setup import call_before_setup
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.lightning.private import give_device_mesh
 from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.model_parallel import ModelParallelArguments
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
-from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp import ShardedGradients
-from lightning_dist.onebit_adam import OneBitAdam
 
 
 class CompressedModelParallelStrategy(
@@ -54,7 +53,7 @@ class CompressedModelParallelStrategy(
         self._setup_distributed()
         self._device_mesh = self._replicated_mesh()
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        give_device_mesh(self.lightning_module, self._device_mesh)
         call_before_setup(self.lightning_module)
 
     @override
@@ -71,12 +70,7 @@ class CompressedModelParallelStrategy(
         if trainer.state.fn != TrainerFn.FITTING:
             return
         for optimizer in self.optimizers:
-            require_one_momentum(optimizer, self._settings)
-            if isinstance(optimizer, OneBitAdam):
-                raise ValueError(
-                    "OneBitAdam exchanges momenta of whole parameters, and here they are sharded; "
-                    "use torch.optim.AdamW"
-                )
+            self._require_optimizer(optimizer)
         assert self.model is not None
         self._logged_step = 0
         self._gradients = self._compress(self.model, continue_from=self._reducer)
