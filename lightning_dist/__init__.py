@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
     from lightning_dist.integrations.lightning.model_parallel import (
         CompressedModelParallelStrategy,
     )
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
     from lightning_dist.integrations.torch.fsdp import compress_fsdp
+    from lightning_dist.integrations.torch.local_updates import local_updates
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -77,6 +79,7 @@ _HOME = {
     "FP8": "codecs",
     "Int4": "codecs",
     "Int8": "codecs",
+    "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "NoCompression": "codecs",
     "OneBitAdam": "onebit_adam",
     "Payload": "codecs",
@@ -94,6 +97,7 @@ _HOME = {
     "compress_ddp": "integrations.torch.ddp",
     "compress_fsdp": "integrations.torch.fsdp",
     "init_process_group": "elastic.meeting",
+    "local_updates": "integrations.torch.local_updates",
     "register_codec": "codecs",
     "warmup": "codecs",
 }
@@ -119,6 +123,7 @@ __all__ = [
     "ExchangedVolume",
     "Int4",
     "Int8",
+    "LocalUpdateStrategy",
     "NoCompression",
     "OneBitAdam",
     "Payload",
@@ -136,6 +141,7 @@ __all__ = [
     "compress_ddp",
     "compress_fsdp",
     "init_process_group",
+    "local_updates",
     "register_codec",
     "warmup",
 ]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.integrations.strategy_names import NAME, NAMES, SHARDED, register
+from lightning_dist.integrations.strategy_names import (
+    LOCAL_NAMES,
+    NAME,
+    NAMES,
+    SHARDED_NAMES,
+    register,
+)
 from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
 
@@ -15,13 +22,11 @@ def register_all() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     register(StrategyRegistry, lightning_strategy)
+    register(StrategyRegistry, local_update_strategy, LOCAL_NAMES, what="local updates")
+    register(StrategyRegistry, sharded_strategy, SHARDED_NAMES, what="compressed FSDP2")
     register(STRATEGY_REGISTRY, fabric_strategy)
     CODECS.on_add(_register_codec)
-    if SHARDED not in StrategyRegistry:
-        StrategyRegistry.register(
-            SHARDED, sharded_strategy, description="FSDP2, compressed between replicas"
-        )
-    explain_wrong_strategies("lightning", {*NAMES, SHARDED})
+    explain_wrong_strategies("lightning", ChainMap(NAMES, LOCAL_NAMES, SHARDED_NAMES))
 
 
 def _register_codec(codec: str) -> None:
@@ -54,3 +59,10 @@ def fabric_strategy(**arguments: Any) -> Any:
     from lightning_dist.integrations.fabric import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
+
+
+def local_update_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.LocalUpdateStrategy``."""
+    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
+
+    return LocalUpdateStrategy(**arguments)

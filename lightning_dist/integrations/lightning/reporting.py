@@ -109,6 +109,9 @@ class ReportsCommunication:
         if not stats or stats["steps"] in (0, self._logged_step):
             return
         self._logged_step = stats["steps"]
-        metrics = comm_metrics([stats])
+        metrics = self._comm_metrics(stats)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
+
+    def _comm_metrics(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        return comm_metrics([stats])

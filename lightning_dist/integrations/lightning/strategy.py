@@ -95,10 +95,14 @@ class CompressedDDPStrategy(
     ) -> None:
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         if self._reducer is not None and "optimizer_states" in checkpoint:
-            state = self._state_for(self.checkpoint_io, self._reducer)
-            if state is not None:
-                checkpoint[CHECKPOINT_KEY] = state
+            self._add_state(checkpoint, self._reducer)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
+        """Add what an exact restart needs, on rank 0. Collective."""
+        state = self._state_for(self.checkpoint_io, reducer)
+        if state is not None:
+            checkpoint[CHECKPOINT_KEY] = state
 
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
