@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{int(os.environ['RANK']) // 2}"
 
+import accelerate_fsdp
 import lightning as L
 import torch
 import torch.distributed as dist
@@ -351,6 +352,10 @@ def fabric() -> dict[str, bool]:
         "bytes": stats["inter_bytes"] < 0.3 * stats["raw_bytes"],
         "hosts": second.fabric.strategy.topology.by_host() == ((0, 1), (2, 3)),
     }
+
+
+def accelerate() -> dict[str, Any]:
+    return accelerate_fsdp.facts(FOLDER)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ RESUMES = ("resume", "resume_one_file", "resume_tensor_parallel")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("model_parallel")
     scenarios = ["equal_to_native", "reports", "accumulation", *RESUMES, "tensor_parallel"]
-    scenarios += ["evaluation", "refusals", "fabric"]
+    scenarios += ["evaluation", "refusals", "fabric", "accelerate"]
     finished = torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=quick_python)
     finished.require_success()
     return folder
@@ -30,7 +30,9 @@ def facts(folder: Path, scenario: str) -> list[dict[str, Any]]:
     return [each["facts"] for each in found]
 
 
-@pytest.mark.parametrize("scenario", ["equal_to_native", *RESUMES, "evaluation", "fabric"])
+@pytest.mark.parametrize(
+    "scenario", ["equal_to_native", *RESUMES, "evaluation", "fabric", "accelerate"]
+)
 def test_it_holds(square: Path, scenario: str) -> None:
     for each in facts(square, scenario):
         assert all(each.values()), each

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.torch.checks import require_effect
-from lightning_dist.integrations.torch.ddp import describe_parameters
+from lightning_dist.integrations.torch.ddp import describe_parameters, remember
 from lightning_dist.integrations.torch.fsdp_checks import (
     ParameterGroup,
     parameter_groups,
@@ -135,6 +135,7 @@ def attach(
         reducer.step = continue_from.step
         parts = [part for layout in layouts for part in layout.slices]
         reducer.state.keep_only({part.name: part.whole for part in parts})
+    remember(model, reducer)
     return ShardedGradients(model, reducer, layouts)
 
 
