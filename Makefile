@@ -49,6 +49,7 @@ bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 	$(BIN)/python -m benchmarks.step_time codecs --json benchmarks/results/allreduce.json
 	$(BIN)/python -m benchmarks.step_time forms --json benchmarks/results/hierarchical.json
+	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp.json
 	$(BIN)/python -m benchmarks.step_time.model benchmarks/results/hierarchical.json \
 	  --gbit 1 --json benchmarks/results/hierarchical_model.json
 	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json

@@ -5,6 +5,7 @@ torchrun fsdp_ranks.py FOLDER REPLICAS SHARDS SCENARIO...
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -172,6 +173,28 @@ def tensor_parallel(_: DeviceMesh) -> dict[str, bool]:
 
 def compiled_blocks(mesh: DeviceMesh) -> dict[str, bool]:
     return {"compiled": both(mesh, compiled="inductor", accumulate=True)}
+
+
+def memory(mesh: DeviceMesh) -> dict[str, bool]:
+    """Between passes nothing is held of a parameter's whole size, here or by the reducer."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0)
+    train(net, ours=ours, accumulate=True)
+    shards = sum(local(p).nbytes for p in net.parameters())
+    largest = max(p.numel() * p.element_size() for p in net.parameters())
+    gc.collect()
+    held = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    memory = ours.reducer.memory()
+    ours.close()
+    return {
+        "residuals of a shard": memory["residual_bytes"] == shards,
+        "payloads of a shard": 0 < memory["buffer_bytes"] <= 2 * shards,
+        "nothing whole": bool(held) and max(held.values()) < largest,
+    }
 
 
 def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:

@@ -32,7 +32,7 @@ def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) ->
     """Two replicas of two shards."""
     scenarios = ("equal_to_native", "some_codecs", "resume")
     scenarios += ("another_mesh", "flushed", "overflow", "interrupted", "refusals")
-    scenarios += ("tensor_parallel",)
+    scenarios += ("tensor_parallel", "memory")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
 
@@ -75,7 +75,8 @@ def test_every_codec(tmp_path: Path, quick_python: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["resume", "another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel"]
+    "scenario",
+    ["resume", "another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory"],
 )
 def test_state(square: Path, scenario: str) -> None:
     found = facts(square, scenario, "2x2")
