@@ -34,7 +34,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import AsyncCheckpoint, CompressedModelParallelStrategy, OneBitAdam
+from lightning_dist import (
+    AsyncCheckpoint,
+    CommProfiler,
+    CompressedModelParallelStrategy,
+    OneBitAdam,
+)
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
 
 WIDTH = 18
@@ -351,6 +356,25 @@ def fabric() -> dict[str, bool]:
         "resumed": same(whole, second.train(2)),
         "bytes": stats["inter_bytes"] < 0.3 * stats["raw_bytes"],
         "hosts": second.fabric.strategy.topology.by_host() == ((0, 1), (2, 3)),
+    }
+
+
+def profile() -> dict[str, Any]:
+    """Facts of rank 0; what other ranks have is in its summary."""
+    profiler = CommProfiler(dirpath=FOLDER / "profile", measure_links=False, print_summary=False)
+    fitted(ours(), callbacks=[profiler], accumulate_grad_batches=2)
+    summary = profiler.summary
+    if summary is None:
+        return {"rank": dist.get_rank()}
+    return {
+        "rank": 0,
+        "steps": summary.steps + summary.warmup_steps,
+        "buckets": len(summary.buckets),
+        "inter bytes": summary.traffic.inter_bytes,
+        "bytes": summary.traffic.wire_bytes,
+        "transfer": summary.breakdown_ms["exposed_transfer"],
+        "waits": sorted(each.rank for each in summary.ranks),
+        "errors": bool(summary.errors),
     }
 
 

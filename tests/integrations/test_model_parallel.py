@@ -19,7 +19,7 @@ RESUMES = ("resume", "resume_one_file", "resume_tensor_parallel")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("model_parallel")
     scenarios = ["equal_to_native", "reports", "accumulation", *RESUMES, "tensor_parallel"]
-    scenarios += ["evaluation", "refusals", "fabric", "accelerate"]
+    scenarios += ["evaluation", "refusals", "fabric", "profile", "accelerate"]
     finished = torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=quick_python)
     finished.require_success()
     return folder
@@ -62,6 +62,17 @@ def test_only_the_last_micro_batch_is_exchanged(square: Path) -> None:
 def test_tensor_parallel_ranks_get_the_same_data(square: Path) -> None:
     for rank, each in enumerate(facts(square, "tensor_parallel")):
         assert each == {"equal": True, "sampler": {"num_replicas": 2, "rank": rank // 2}}
+
+
+def test_the_profiler_sees_what_crosses_between_replicas(square: Path) -> None:
+    first, *others = facts(square, "profile")
+    assert [each["rank"] for each in others] == [1, 2, 3]
+    assert first["steps"] == 4, "of two micro-batches"
+    assert first["buckets"] == 2
+    assert first["bytes"] == first["inter bytes"] > 0
+    assert first["transfer"] > 0
+    assert first["waits"] == [0, 1, 2, 3]
+    assert first["errors"]
 
 
 @pytest.mark.parametrize(

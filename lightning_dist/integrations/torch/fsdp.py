@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.settings import Settings
+
+_attached: WeakValueDictionary[int, ShardedGradients] = WeakValueDictionary()
+"""By the id of the model, which must stay copyable, so that nothing may be hung on it."""
 
 
 def compress_fsdp(
@@ -136,7 +140,14 @@ def attach(
         parts = [part for layout in layouts for part in layout.slices]
         reducer.state.keep_only({part.name: part.whole for part in parts})
     remember(model, reducer)
-    return ShardedGradients(model, reducer, layouts)
+    gradients = _attached[id(model)] = ShardedGradients(model, reducer, layouts)
+    return gradients
+
+
+def gradients_of(model: nn.Module) -> ShardedGradients | None:
+    """What exchanges the gradients of a sharded ``model``; None if nothing does, or no more."""
+    found = _attached.get(id(model))
+    return None if found is None or found.reducer.closed else found
 
 
 @dataclass
@@ -158,8 +169,9 @@ class ShardedGradients:
     """
 
     def __init__(self, model: nn.Module, reducer: Reducer, groups: Sequence[_Group]) -> None:
-        self.reducer, self._groups = reducer, groups
-        self._syncs = True
+        self.model, self.reducer, self._groups = model, reducer, groups
+        self.synchronises = True
+        """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: dict[int, tuple[Handle, Callable[[], None]]] = {}
         self._queued = False
         for index, group in enumerate(groups):
@@ -173,11 +185,11 @@ class ShardedGradients:
 
         Gradients stay sharded; the first backward pass after it exchanges what has accumulated.
         """
-        before, self._syncs = self._syncs, False
+        before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.synchronises = before
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
@@ -223,7 +235,7 @@ class ShardedGradients:
             )
         accumulates = group.parameters[0].grad is not None
         group.accumulated = accumulates
-        if not self._syncs:
+        if not self.synchronises:
             return
         if not self._queued:
             self._queued = True
