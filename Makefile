@@ -62,6 +62,7 @@ bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 	$(BIN)/python -m benchmarks.step_time codecs --json benchmarks/results/allreduce.json
 	$(BIN)/python -m benchmarks.step_time forms --json benchmarks/results/hierarchical.json
+	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp.json
 	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \

@@ -8,8 +8,17 @@ from lightning_dist.integrations.accelerate.async_state.checkpointer import (
     AsyncStateCheckpointer as AsyncStateCheckpointer,
 )
 from lightning_dist.integrations.accelerate.compression import Compression as Compression
+from lightning_dist.integrations.accelerate.fsdp import (
+    CompressedFSDPPlugin as CompressedFSDPPlugin,
+)
 from lightning_dist.integrations.accelerate.plugin import (
     CompressedDDPPlugin as CompressedDDPPlugin,
 )
 
-__all__ = ["Accelerator", "AsyncStateCheckpointer", "CompressedDDPPlugin", "Compression"]
+__all__ = [
+    "Accelerator",
+    "AsyncStateCheckpointer",
+    "CompressedDDPPlugin",
+    "CompressedFSDPPlugin",
+    "Compression",
+]

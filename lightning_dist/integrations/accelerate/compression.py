@@ -12,7 +12,6 @@ from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.attach import (
     CompressionHandler,
     handler_of,
-    require_attachable,
 )
 from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_report import CommReport, comm_metrics
@@ -33,12 +32,9 @@ class Compression(CommReport):
         accelerator: which has prepared nothing yet.
         settings: of every model.
 
-    Raises:
-        ValueError: see :meth:`CompressedDDPPlugin.attach`.
     """
 
     def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
-        require_attachable(accelerator)
         self._accelerator, self._settings = accelerator, settings
         self.take_place()
         accelerator.register_save_state_pre_hook(self._save)
