@@ -68,6 +68,38 @@ def forms(result: Result) -> str | None:
     return "\n\n".join([*tables, caption(text, result["meta"])]) if tables else None
 
 
+def sharded(result: Result) -> str | None:
+    """Step times of sharded models, against torch's HSDP with as many micro-batches."""
+    rows = [row for row in result["rows"] if row["reason"] is None and row["form"] == "fsdp"]
+    if not rows:
+        return None
+    native = {
+        (row["micro_batches"], row["link_mbit"]): row["step_ms_median"]
+        for row in rows
+        if row["codec"].startswith("native-hsdp") and "deferred" not in row["codec"]
+    }
+
+    def faster(row: Row) -> str:
+        of = native.get((row["micro_batches"], row["link_mbit"]))
+        return NA if of is None else f"{of / row['step_ms_median']:.2f}x"
+
+    columns: list[Column] = [
+        ("row", lambda row: f"`{row['codec'].partition('@')[0]}`"),
+        ("micro-batches", "{micro_batches}"),
+        ("MB sent", "{wire_bytes!b}"),
+    ]
+    for link in links_of(rows):
+        columns += [(f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link)]
+        columns += [("faster than HSDP", faster, link)]
+    text = (
+        f"Median step of 10 x Linear(1024, 1024), 42 MB of gradients, {rows[0]['layout']} hosts x "
+        "ranks: sharded within hosts but for `all-ranks`; MB that a rank sends to other hosts in a "
+        "step (interface). All ranks share two cores."
+    )
+    table = markdown(columns, pivot(rows, of=["codec"], by="link_mbit"))
+    return f"{table}\n\n{caption(text, result['meta'])}"
+
+
 def _of_link(link: float | None) -> list[Column]:
     return [
         (f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link),

@@ -90,7 +90,7 @@ def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
         failed(model.begin(feed(rank.rank, 1, SHAPES)), r"no answer.*within 0\.3 s|earlier")
         assert digest(held(model.reducer)) == before
         kept = model.reducer.residuals
-        left[rank.rank] = {name: kept[name].clone() for name in kept.names()}
+        left[rank.rank] = {name: kept[name].clone() for name in kept}
         two.wait()
         start = time.monotonic()
         model.reducer.rebind(among(rank, [0, 1], "second"))
