@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
     from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
+    from lightning_dist.integrations.lightning.model_parallel import (
+        CompressedModelParallelStrategy,
+    )
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
@@ -61,6 +64,7 @@ _HOME = {
     "AsyncTorchCheckpointIO": "integrations.lightning.checkpoint.io",
     "CommProfiler": "integrations.profiler.comm_profiler",
     "CompressedDDPStrategy": "integrations.lightning.strategy",
+    "CompressedModelParallelStrategy": "integrations.lightning.model_parallel",
     "CompressionError": "metrics",
     "ElasticEnvironment": "integrations.lightning.launcher",
     "ElasticLoop": "integrations.loop.loop",
@@ -88,6 +92,7 @@ __all__ = [
     "Codec",
     "CommProfiler",
     "CompressedDDPStrategy",
+    "CompressedModelParallelStrategy",
     "CompressionError",
     "ElasticEnvironment",
     "ElasticLoop",
@@ -132,10 +137,10 @@ def _register(lightning: object) -> None:
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.strategy_names import NAMES
+    from lightning_dist.integrations.strategy_names import NAMES, SHARDED
     from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
-    explain_wrong_strategies(package.__name__, NAMES)
+    explain_wrong_strategies(package.__name__, {*NAMES, SHARDED})
 
 
 register_post_import_hook(_register, "lightning")

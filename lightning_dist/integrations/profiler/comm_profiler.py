@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.run import ProfileRun
+from lightning_dist.integrations.profiler.sharded import ShardedModel, as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
@@ -201,8 +202,9 @@ class CommProfiler(pl.Callback):
         if self._nothing:
             rank_zero_warn(self._nothing)
             return
-        model = trainer.strategy.model
-        assert isinstance(model, DistributedDataParallel)
+        assert trainer.strategy.model is not None
+        model = as_ddp(trainer.strategy.model)
+        assert model is not None
         if self._upload == "all" and not any(isinstance(x, WandbLogger) for x in trainer.loggers):
             raise ValueError(_NO_WANDB)
         self._live = LiveProfile()
@@ -212,8 +214,11 @@ class CommProfiler(pl.Callback):
         self.summary = None
         self.errors.clear()
         self._alarm = ResidualAlarm()
+        # Predictions are of steps of DDP.
+        how: dict[str, Any] = {"predict": False} if isinstance(model, ShardedModel) else {}
         self._run = self._start(
             model,
+            **how,
             parent=self._dirpath or parent,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
@@ -284,7 +289,7 @@ def _why_nothing(trainer: pl.Trainer) -> str:
     because = ""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         because = "fast_dev_run only tries the training out"
-    elif not isinstance(trainer.strategy.model, DistributedDataParallel):
+    elif trainer.strategy.model is None or as_ddp(trainer.strategy.model) is None:
         wanted = "strategy='ddp' or 'compressed_ddp'"
         name = type(trainer.strategy).__name__
         because = f"{name} does not use DistributedDataParallel; use {wanted}"
@@ -295,8 +300,8 @@ def _why_nothing(trainer: pl.Trainer) -> str:
 
 def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     """The DDP module of what Fabric or Accelerate have made."""
-    inner = before_compile(without_fabric(model))
-    if not isinstance(inner, DistributedDataParallel):
+    inner = as_ddp(before_compile(without_fabric(model)))
+    if inner is None:
         raise ValueError(
             f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "
             "it the model that DDP, fabric.setup() or accelerator.prepare() returned. Without "
