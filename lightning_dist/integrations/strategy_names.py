@@ -23,6 +23,7 @@ LOCAL_NAMES: dict[str, dict[str, Any]] = {
     "compressed_local_sgd": {"method": "local_sgd"},
     "compressed_diloco": {"method": "diloco"},
     "compressed_streaming_diloco": {"method": "streaming"},
+    "compressed_sparseloco": {"method": "sparseloco"},
 }
 SHARDED = "compressed_model_parallel"
 SHARDED_NAMES: dict[str, dict[str, Any]] = {SHARDED: {}}

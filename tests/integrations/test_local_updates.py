@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam, local_updates
-from lightning_dist.codecs import CODECS
+from lightning_dist.codecs import CODECS, TopK, resolve_codec
 from lightning_dist.integrations.torch.local_updates import LocalUpdates
 
 WIDTH = 24
@@ -528,6 +528,8 @@ def test_optimizers_and_models_that_exchange_themselves_are_refused() -> None:
             world.worker(plain(), lambda each: OneBitAdam(each, freeze_step=2))
         with pytest.raises(ValueError, match="averages gradients in every step"):
             world.worker(world.rank.ddp(plain()))
+        with pytest.raises(ValueError, match="has a DistributedDataParallel inside"):
+            world.worker(nn.Sequential(world.rank.ddp(plain())))
 
     run(train, 2)
 
@@ -571,3 +573,54 @@ def test_any_outer_optimizer_and_schedule() -> None:
     first, second = run(train, 2)
     assert not torch.equal(first[0], plain()[0].weight)
     assert all(map(torch.equal, first, second))
+
+
+def test_sparseloco_is_the_rule() -> None:
+    """``e <- decay e + D``, ``q = C(e)``, ``e <- e - q``, ``anchor <- anchor - mean q``."""
+    workers, windows, width = 2, 4, 64
+    codec = resolve_codec("topk:ratio=0.015625,values=int2,decay=0.95")
+    assert isinstance(codec, TopK)
+
+    def start() -> nn.Module:
+        model = nn.Linear(width, width, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(
+                torch.randn(width, width, generator=torch.Generator().manual_seed(0))
+            )
+        return model
+
+    def learn(model: nn.Module, generator: torch.Generator) -> None:
+        x = torch.randn(8, width, generator=generator)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
+
+    def train(world: World) -> tuple[Tensor, dict[str, Any]]:
+        worker = world.worker(start(), sgd, method="sparseloco", sync_every=2)
+        generator = torch.Generator().manual_seed(world.rank.rank)
+        for _ in range(2 * windows):
+            learn(worker.model, generator)
+            worker.updates.step()
+        return worker.weights()[0], dict(worker.updates.comm_stats())
+
+    anchor = start().weight.detach().clone()
+    owed = [torch.zeros(1, codec.block) for _ in range(workers)]
+    generators = [torch.Generator().manual_seed(rank) for rank in range(workers)]
+    for _ in range(windows):
+        total = torch.zeros(1, codec.block)
+        for rank in range(workers):
+            model = start()
+            with torch.no_grad():
+                model.weight.copy_(anchor)
+            for _ in range(2):
+                learn(model, generators[rank])
+            owed[rank] = 0.95 * owed[rank] + (anchor - model.weight.detach()).view(1, -1)
+            sent = codec.decode(codec.encode(owed[rank]), torch.float32)
+            owed[rank] = owed[rank] - sent
+            total += sent / workers
+        anchor = anchor - total.view(width, width)
+    for weight, stats in run(train, workers):
+        torch.testing.assert_close(weight, anchor, rtol=1e-5, atol=1e-6)
+        assert stats["last_step"]["wire_bytes"] == 64 * 12 // 8 + 64 * 2 // 8 + 4 + 4  # padded

@@ -17,7 +17,11 @@ from lightning_dist.codecs import Codec
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings, Method
+from lightning_dist.integrations.torch.local_settings import (
+    LocalUpdateSettings,
+    Method,
+    default_codec,
+)
 from lightning_dist.integrations.torch.local_updates import LocalUpdates, OuterOptimizer, attach
 from lightning_dist.integrations.torch.networks import host_group
 
@@ -54,7 +58,7 @@ class LocalUpdateStrategy(CompressedDDPStrategy):
         outer_optimizer: OuterOptimizer | None = None,
         replicas: Literal["rank", "host"] = "rank",
         evaluate: Literal["anchor", "worker"] = "anchor",
-        codec: str | Codec | dict[str, str | Codec] = "int8",
+        codec: str | Codec | dict[str, str | Codec] | None = None,
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
@@ -72,7 +76,7 @@ class LocalUpdateStrategy(CompressedDDPStrategy):
             replicas: a worker is a rank, or all ranks of a host with DDP between them.
             evaluate: validation during the fit uses the anchor, equal on all ranks, or each
                 worker's own weights.
-            codec: of what is exchanged between workers.
+            codec: of what is exchanged between workers: by default int8, of sparseloco its own.
             **kwargs: see :class:`~lightning_dist.CompressedDDPStrategy`.
 
         Raises:
@@ -106,7 +110,7 @@ class LocalUpdateStrategy(CompressedDDPStrategy):
         self._evaluates_anchor = evaluate == "anchor"
         self._updates: LocalUpdates | None = None
         self._evaluation = ExitStack()
-        super().__init__(codec, **kwargs)
+        super().__init__(default_codec(method) if codec is None else codec, **kwargs)
 
     @property
     def updates(self) -> LocalUpdates | None:

@@ -44,6 +44,11 @@ def require_workers(
             "local updates need whole parameters on every rank, got a model that is sharded; use "
             "lightning_dist.compress_fsdp"
         )
+    if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} has a DistributedDataParallel inside, which averages "
+            "gradients in every step; give the module that it wraps"
+        )
     over_all = synced is not None and synced.process_group.size() == world_size
     if schedule.ddp_steps and not over_all:
         raise ValueError(

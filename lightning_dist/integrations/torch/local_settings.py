@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Method = Literal["local_sgd", "post_local_sgd", "diloco", "streaming"]
+Method = Literal["local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "local_sgd": {"sync_every": 8},
@@ -19,7 +19,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "outer_lr": 0.4,
         "outer_momentum": 0.9,
     },
+    "sparseloco": {"sync_every": 30},
 }
+_CODECS = {"sparseloco": "topk:ratio=0.015625,values=int2,decay=0.95"}
+
+
+def default_codec(method: Method) -> str:
+    """The codec of the pseudo-gradient where the user names none."""
+    return _CODECS.get(method, "int8")
 
 
 @dataclass(frozen=True)

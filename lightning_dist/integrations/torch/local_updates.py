@@ -19,7 +19,11 @@ from lightning_dist.integrations.torch.checks import require_compressible, requi
 from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.fragments import Fragment, cut
 from lightning_dist.integrations.torch.local_checks import require_local, require_workers
-from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings, Method
+from lightning_dist.integrations.torch.local_settings import (
+    LocalUpdateSettings,
+    Method,
+    default_codec,
+)
 from lightning_dist.integrations.torch.networks import Groups, network_over
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.handle import Handle
@@ -47,7 +51,7 @@ def local_updates(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_optimizer: OuterOptimizer | None = None,
-    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    codec: str | Codec | Mapping[str, str | Codec] | None = None,
     error_feedback: bool | Literal["auto"] = "auto",
     hierarchical: bool | Literal["auto", "leader"] = "auto",
     ranks_per_host: int | None = None,
@@ -79,18 +83,20 @@ def local_updates(
         method: defaults of the arguments that follow. ``"local_sgd"``: the mean of the weights;
             ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP (Lin et al., arXiv
             1808.07217); ``"diloco"``: outer Nesterov momentum (Douillard et al., arXiv 2311.08105);
-            ``"streaming"``: fragments, applied while training goes on (arXiv 2501.18512).
+            ``"streaming"``: fragments, applied while training goes on (arXiv 2501.18512);
+            ``"sparseloco"``: the mean of the 64 largest of every 4096 changes, with two-bit values
+            and an error feedback that fades (arXiv 2508.15706).
         sync_every: attempted steps between two outer steps of a parameter; 8 for the SGD methods,
-            32 for the others.
+            30 for sparseloco, 32 for the others.
         fragments: parts of the model that are exchanged in turn; a peak as many times lower.
         overlap_steps: attempted steps that an exchange has, before its mean is used; 0 waits.
         mixing: weight of a worker's own parameters when the anchor has moved, 0 to 1.
-        outer_lr: of the outer SGD: 1, 0.7 (diloco) or 0.4 (streaming).
-        outer_momentum: Nesterov, 0 for the SGD methods, else 0.9.
+        outer_lr: of the outer SGD: 0.7 (diloco), 0.4 (streaming) or 1.
+        outer_momentum: Nesterov: 0.9 (diloco, streaming) or 0.
         outer_optimizer: another one, made from the anchor's tensors, as ``lambda tensors:
             torch.optim.AdamW(tensors, lr=0.1)``.
-        codec: of the pseudo-gradient; this and what follows as for
-            :func:`~lightning_dist.compress_ddp`.
+        codec: of the pseudo-gradient, by default int8, of sparseloco its own; this and what follows
+            as for :func:`~lightning_dist.compress_ddp`.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect, a model or an optimizer
@@ -112,7 +118,7 @@ def local_updates(
             "set them there"
         )
     settings = Settings.check(
-        codec,
+        default_codec(method) if codec is None else codec,
         error_feedback=error_feedback,
         hierarchical=hierarchical,
         ranks_per_host=ranks_per_host,
@@ -247,6 +253,11 @@ class LocalUpdates:
                 self._apply()
                 moved = True
         return moved
+
+    def wait(self) -> None:
+        """Wait for the exchange that is under way, if any; its mean is used when it is due."""
+        if self._exchange is not None:
+            self._wait()
 
     def finish(self) -> None:
         """End the training: every worker gets the mean of all. Collective.
