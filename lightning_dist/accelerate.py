@@ -1,10 +1,12 @@
 """Accelerate's side: compressed gradients, and checkpoints in the background.
 
-``from lightning_dist.accelerate import Accelerator, AsyncState, CompressedDDPPlugin``
+``from lightning_dist.accelerate import Accelerator, AsyncStateCheckpointer, CompressedDDPPlugin``
 """
 
 from lightning_dist.integrations.accelerate.accelerator import Accelerator as Accelerator
-from lightning_dist.integrations.accelerate.async_state.async_state import AsyncState as AsyncState
+from lightning_dist.integrations.accelerate.async_state.checkpointer import (
+    AsyncStateCheckpointer as AsyncStateCheckpointer,
+)
 from lightning_dist.integrations.accelerate.compression import Compression as Compression
 from lightning_dist.integrations.accelerate.fsdp import (
     CompressedFSDPPlugin as CompressedFSDPPlugin,
@@ -15,7 +17,7 @@ from lightning_dist.integrations.accelerate.plugin import (
 
 __all__ = [
     "Accelerator",
-    "AsyncState",
+    "AsyncStateCheckpointer",
     "CompressedDDPPlugin",
     "CompressedFSDPPlugin",
     "Compression",

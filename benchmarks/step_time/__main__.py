@@ -1,8 +1,8 @@
 """How long a training step takes on a slow link, by codec and by form of the exchange.
 
-    python -m benchmarks.step_time codecs [--quick] [--layout 2x1] [--link 200] [--row int8] ...
-    python -m benchmarks.step_time forms [--quick] [--layout 3+1] [--row sharded/bf16+int8] ...
-    python -m benchmarks.step_time fsdp [--quick] [--layout 2x2] [--row fsdp/int8@4] ...
+    python -m benchmarks.step_time codecs [--layout 2x1] [--link 200] [--row int8] ...
+    python -m benchmarks.step_time forms [--layout 3+1] [--row sharded/bf16+int8] ...
+    python -m benchmarks.step_time fsdp [--layout 2x2] [--row fsdp/int8@4] ...
 
 Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
 10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD. A layout is `2x2`,
@@ -117,16 +117,13 @@ SUBJECTS = {
 }
 """A table, and the rows and layouts that are measured where the command line has none."""
 LINKS: list[float | None] = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
-QUICK_LINKS: list[float | None] = [None, 200.0]
-QUICK_ROUNDS = 3
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with what depends on the subject and --quick filled in."""
+    """The command line, with what depends on the subject filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("subject", choices=SUBJECTS, help="which rows and layouts are measured by default")
-    add("--quick", action="store_true", help="one layout, few rounds, no risky rows")
     add("--layout", action="append", help="2x2: hosts x ranks, 3+1: ranks of each; repeatable")
     add("--link", type=rate, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
     add("--row", action="append", help="beside no-comm, ddp and torch-fp16-hook; repeatable")
@@ -139,12 +136,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N")
     given = parser.parse_args(argv)
     _, rows, layouts = SUBJECTS[given.subject]
-    links = LINKS
-    if given.quick:
-        rows = [row for row in rows if row not in RISKY_BASELINES]
-        layouts, links = layouts[:1], QUICK_LINKS
-        given.rounds = given.rounds or QUICK_ROUNDS
-    given.layout, given.link = given.layout or layouts, given.link or links
+    given.layout, given.link = given.layout or layouts, given.link or LINKS
     given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
     try:
         for text in given.layout:

@@ -1,4 +1,4 @@
-"""Tables of step times: by codec, by form of the exchange, and for more hosts by the cost model."""
+"""Tables of step times: by codec, and by form of the exchange."""
 
 from __future__ import annotations
 
@@ -98,27 +98,6 @@ def sharded(result: Result) -> str | None:
     )
     table = markdown(columns, pivot(rows, of=["codec"], by="link_mbit"))
     return f"{table}\n\n{caption(text, result['meta'])}"
-
-
-def curve(result: Result) -> str | None:
-    """What the cost model says of more hosts."""
-    rows, meta = result["rows"], result["meta"]
-    if not rows:
-        return None
-    rows = [{**row, "line": (row["form"], row["codec"])} for row in rows]
-    columns: list[Column] = [("Predicted: hosts", "{hosts:,}")]
-    for line in dict.fromkeys(row["line"] for row in rows):
-        cell = "{predicted_ms:,.0f} ms ({speedup_vs_flat_fp32:.1f}x)"
-        columns.append((f"{line[0]} `{line[1]}`", cell, line))
-    errors, asked = meta["errors"], meta["arguments"]
-    text = (
-        f"{meta['label']}: communication of a step of 42 MB, {asked['ranks_per_host']} ranks per "
-        f"host, {asked['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
-        f"for the codecs, {asked['latency_us']:g} us per round between hosts (too few ranks to "
-        f"tell). Error of the fit over {errors['rows']} measured rows: median "
-        f"{errors['median'] * 100:.1f} %, largest {errors['largest'] * 100:.0f} %."
-    )
-    return f"{markdown(columns, pivot(rows, of=['hosts'], by='line'))}\n\n<sub>{text}</sub>"
 
 
 def _of_link(link: float | None) -> list[Column]:

@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CONFIG_KEY
-from lightning_dist.integrations.comm_report import comm_metrics
+from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.torch.checks import require_begun
 
 if TYPE_CHECKING:
-    from lightning_dist.integrations.lightning.fit_results import FitResults
     from lightning_dist.reducer.reducer import Reducer
-    from lightning_dist.topology import Topology
 
 
-class ReportsCommunication:
+class ReportsCommunication(CommReport):
     """Mixin before a strategy that has a reducer in a fit."""
 
     _reducer: Reducer | None = None
-    _fit_results: FitResults | None = None  # of the last fit in processes that have ended
     _logged_step = 0
     _max_steps = -1
 
@@ -33,12 +31,11 @@ class ReportsCommunication:
         def barrier(self, name: str | None = None) -> None: ...
 
     @property
-    def topology(self) -> Topology | None:
-        """Hosts and groups of the ranks; None before the first fit."""
-        if self._reducer is not None:
-            return self._reducer.network.topology
-        return None if self._fit_results is None else self._fit_results.topology
+    def reducers(self) -> list[Reducer]:
+        """Of the module; empty before the first fit."""
+        return [] if self._reducer is None else [self._reducer]
 
+    @override
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent since the start of the fit.
 
@@ -48,16 +45,7 @@ class ReportsCommunication:
         """
         if self._reducer is not None:
             return self._reducer.comm_stats()
-        return {} if self._fit_results is None else self._fit_results.comm_stats
-
-    def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, hosts and versions; empty before the first fit.
-
-        A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
-        """
-        if self._reducer is not None:
-            return self._reducer.comm_config()
-        return {} if self._fit_results is None else self._fit_results.comm_config
+        return {} if self._ended is None else self._ended.comm_stats
 
     def on_train_start(self) -> None:
         super().on_train_start()  # type: ignore[misc]

@@ -16,9 +16,9 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.disk.scan import newest_valid, saved_by
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.account import Account, cost_line, start_line
 from lightning_dist.elastic.launch import Launch
@@ -25,7 +26,6 @@ from lightning_dist.integrations.loop.data import Dealt
 from lightning_dist.integrations.loop.objects import Objects
 from lightning_dist.integrations.loop.progress import Progress
 from lightning_dist.integrations.loop.settings import LoopSettings
-from lightning_dist.integrations.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

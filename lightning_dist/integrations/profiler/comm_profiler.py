@@ -34,7 +34,6 @@ from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.capture.torch_tools import require_traceable
-from lightning_dist.profiling.report.files import Wanted
 
 _NO_WANDB = (
     "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
@@ -145,7 +144,7 @@ class CommProfiler(pl.Callback):
             on_error=self._on_error,
             on_problem=_warn_here,
         )
-        self._wanted = Wanted(html=html, trace=trace, csv=csv)
+        self._files = {"html": html, "trace": trace, "csv": csv}
         self._print_summary = print_summary
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
@@ -272,7 +271,7 @@ class CommProfiler(pl.Callback):
         if run.metadata.rank != 0:
             return
         try:
-            self.summary, written = run.report(self._wanted)
+            self.summary, written = run.report(**self._files)
         except ValueError as error:
             rank_zero_warn(f"CommProfiler: no report: {error}")
             return

@@ -27,7 +27,7 @@ from lightning_dist.integrations.torch.fsdp_checks import (
 )
 from lightning_dist.integrations.torch.networks import sharded_network
 from lightning_dist.private import at_end_of_backward, name_before_compile
-from lightning_dist.reducer.handle import Handle
+from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.settings import Settings

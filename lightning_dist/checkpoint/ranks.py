@@ -12,18 +12,22 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckp
 from lightning_dist.exchange.handshake import all_facts
 
 Facts = dict[str, Any]
+_CPU = torch.device("cpu")
 
 
 class Ranks:
     """All ranks of a job; every method is collective.
 
     Args:
-        group: a group of all ranks on CPU; None for a job of one.
+        group: of all ranks; None for a job of one.
+        device: on which ``group`` works.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, *, device: torch.device = _CPU) -> None:
+        self.group, self._device = group, device
         self.rank = 0 if group is None else group.rank()
+        self.leader = 0
+        """The rank that decides, writes and keeps the account: a role that may move."""
         self.count = 1 if group is None else group.size()
 
     def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
@@ -36,7 +40,7 @@ class Ranks:
         by_rank: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
         if self.group is not None:
             mine = {"facts": facts, "error": None if error is None else describe_error(error)}
-            by_rank = all_facts(mine, group=self.group, device=torch.device("cpu"))
+            by_rank = all_facts(mine, group=self.group, device=self._device)
         if error is not None:
             raise error
         for of_rank in by_rank:
@@ -44,16 +48,33 @@ class Ranks:
                 raise error_from(of_rank["error"])
         return [of_rank["facts"] for of_rank in by_rank]
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank leads."""
+        return self.rank == self.leader
+
+    def of_leader(self, facts: Facts, *, error: Exception | None = None) -> Facts:
+        """The facts of the leader; see :meth:`all`."""
+        return self.all(facts, error=error)[self.leader]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order; anything that can be pickled."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def on_first(self, action: Callable[[], Facts]) -> Facts:
-        """What ``action`` returns on rank 0, which alone runs it. What it raises, all raise."""
+        """What ``action`` returns on the leader, which alone runs it. What it raises, all raise."""
         facts: Facts = {}
         error: Exception | None = None
-        if self.rank == 0:
+        if self.is_leader:
             try:
                 facts = action()
             except Exception as raised:
                 error = raised
-        return self.all(facts, error=error)[0]
+        return self.of_leader(facts, error=error)
 
 
 _TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}
