@@ -199,8 +199,8 @@ def reports() -> dict[str, Any]:
 
 
 def held(strategy: Any) -> list[Tensor]:
-    store = strategy._reducer.residuals
-    return [part for name in sorted(store.names()) for part in store.parts(name)]
+    residuals = strategy._reducer.residuals
+    return [residuals[name] for name in sorted(residuals)]
 
 
 def accumulation() -> dict[str, int]:

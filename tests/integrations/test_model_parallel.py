@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,23 @@ from processes import torchrun
 RANKS = Path(__file__).with_name("model_parallel_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
-RESUMES = ("resume", "resume_one_file", "resume_tensor_parallel")
+FAST = ("equal_to_native", "reports", "accumulation", "resume", "refusals")
+FAST += ("fabric", "profile", "accelerate")
+SLOW = ("resume_one_file", "resume_tensor_parallel", "tensor_parallel", "evaluation")
 
 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    folder = tmp_path_factory.mktemp("model_parallel")
-    scenarios = ["equal_to_native", "reports", "accumulation", *RESUMES, "tensor_parallel"]
-    scenarios += ["evaluation", "refusals", "fabric", "profile", "accelerate"]
-    finished = torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=quick_python)
+    return launch(tmp_path_factory.mktemp("model_parallel"), quick_python, FAST)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    return launch(tmp_path_factory.mktemp("model_parallel_rest"), quick_python, SLOW)
+
+
+def launch(folder: Path, python: list[str], scenarios: Sequence[str]) -> Path:
+    finished = torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=python)
     finished.require_success()
     return folder
 
@@ -30,11 +39,16 @@ def facts(folder: Path, scenario: str) -> list[dict[str, Any]]:
     return [each["facts"] for each in found]
 
 
-@pytest.mark.parametrize(
-    "scenario", ["equal_to_native", *RESUMES, "evaluation", "fabric", "accelerate"]
-)
+@pytest.mark.parametrize("scenario", ["equal_to_native", "resume", "fabric", "accelerate"])
 def test_it_holds(square: Path, scenario: str) -> None:
     for each in facts(square, scenario):
+        assert all(each.values()), each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["resume_one_file", "resume_tensor_parallel", "evaluation"])
+def test_it_holds_in_other_forms(rest: Path, scenario: str) -> None:
+    for each in facts(rest, scenario):
         assert all(each.values()), each
 
 
@@ -59,8 +73,9 @@ def test_only_the_last_micro_batch_is_exchanged(square: Path) -> None:
         assert each == {"steps": 2, "optimizer": 2}
 
 
-def test_tensor_parallel_ranks_get_the_same_data(square: Path) -> None:
-    for rank, each in enumerate(facts(square, "tensor_parallel")):
+@pytest.mark.slow
+def test_tensor_parallel_ranks_get_the_same_data(rest: Path) -> None:
+    for rank, each in enumerate(facts(rest, "tensor_parallel")):
         assert each == {"equal": True, "sampler": {"num_replicas": 2, "rank": rank // 2}}
 
 

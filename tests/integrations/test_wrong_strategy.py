@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import lightning as L
@@ -10,8 +11,9 @@ import pytest
 from lightning.fabric import Fabric
 from processes import run
 
-from lightning_dist import CompressedDDPStrategy
+from lightning_dist import CompressedDDPStrategy, CompressedModelParallelStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+from lightning_dist.fabric import CompressedModelParallelStrategy as FabricSharded
 
 FOR_TRAINER = "lightning_dist.CompressedDDPStrategy"
 FOR_FABRIC = "lightning_dist.fabric.CompressedDDPStrategy"
@@ -62,6 +64,34 @@ def test_a_name_with_options(make: Any) -> None:
 @pytest.mark.parametrize("name", ["dpp", "horovod"])
 def test_names_of_others_keep_lightnings_message(make: Any, name: str) -> None:
     assert refused(make, name).startswith("You selected an invalid strategy name")
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "says"),
+    [
+        (L.Trainer, lambda: FabricSharded(lambda model, mesh: model), "which is for Fabric"),
+        (Fabric, CompressedModelParallelStrategy, "which is for Trainer"),
+        (Fabric, lambda: "compressed_model_parallel", "needs the function that calls fully_shard"),
+        (L.Trainer, lambda: "compressed_model_paralel", "did you mean 'compressed_model_parallel'"),
+    ],
+)
+def test_strategies_of_sharded_models(make: Any, strategy: Any, says: str) -> None:
+    assert says in refused(make, strategy())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"block_size": 64}, "write codec='int8:block_size=64'"),
+        ({"replicate": 2}, "did you mean 'replicate_size'"),
+        ({"replicate_size": 0}, "above 0, got 0"),
+        ({"tensor_parallel_size": "auto"}, "got 'auto'"),
+        ({"codec": {"intra": "bf16", "inter": "int8"}}, "the codec between replicas alone"),
+    ],
+)
+def test_arguments_of_sharded_models(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        CompressedModelParallelStrategy(**{"codec": "int8", **arguments})
 
 
 OTHER_PACKAGE = """

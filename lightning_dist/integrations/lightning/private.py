@@ -61,8 +61,8 @@ NAMES: Table = {
     f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
     f"{_PYTORCH}.loggers:WandbLogger": "_experiment _id _wandb_init",
     f"{_PYTORCH}.strategies:DDPStrategy": (
-        "_configure_launcher _get_process_group_backend _launcher _start_method _timeout "
-        "configure_ddp load_optimizer_state_dict save_checkpoint"
+        "_configure_launcher _ddp_kwargs _get_process_group_backend _launcher _setup_model "
+        "_start_method _timeout configure_ddp load_optimizer_state_dict save_checkpoint"
     ),
     f"{_PYTORCH}.strategies:ModelParallelStrategy": (
         "_device_mesh _get_process_group_backend _setup_distributed _timeout"
