@@ -43,7 +43,7 @@ def main() -> None:
         f"{folder}/elastic",  # what a restart goes on from
         loader=loader,
         state={"model": model, "optimizer": optimizer},
-        every_n_steps=5,
+        every_n_train_steps=5,
         device=accelerator.device,
     )
     with (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.elastic.journal import FINISHED, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.layout import Layout
 from lightning_dist.elastic.state import ElasticState
@@ -34,54 +34,38 @@ class Account:
         self._open_journal(folder, rank=rank)
         self.run_id = self._last_start().get("run_id") or secrets.token_hex(6)
 
-    def open(
-        self,
-        folder: str,
-        *,
-        rank: int,
-        seed: int | None,
-        broadcast: Callable[[Any], Any],
-        all_agree: Callable[[bool], bool],
-    ) -> None:
+    def open(self, folder: str, *, ranks: Ranks, seed: int | None) -> None:
         """Agree on which run this is. Collective.
 
         Args:
             seed: of the order of the samples; None: that of the run.
-            broadcast: returns what rank 0 gives.
-            all_agree: whether all ranks give True.
 
         Raises:
             ValueError: not all ranks see the folder.
         """
-        self._open_journal(folder, rank=rank)
-        said: tuple[str, int, dict[str, Any] | None] = (self.run_id, 0, None)
-        if self._is_first:
-            start = self._last_start()
-            self._before = self._journal.last_progress()
-            run_id = self.run_id or start.get("run_id") or secrets.token_hex(6)
-            begun = None if self._before is None else start.get("first")  # if it did any step
-            said = run_id, _seed(seed, start.get("seed")), begun
-        self.run_id, self.seed, first = broadcast(said)
-        self.first = None if first is None else Layout(**first)
+        self._open_journal(folder, rank=ranks.rank)
+        said = ranks.on_first(lambda: self._said(seed))
+        self.run_id, self.seed = said["run_id"], said["seed"]
+        self.first = None if said["first"] is None else Layout(**said["first"])
         self._given_seed = seed
-        self._require_shared(folder, broadcast=broadcast, all_agree=all_agree)
-
-    def _require_shared(
-        self,
-        folder: str,
-        *,
-        broadcast: Callable[[Any], Any],
-        all_agree: Callable[[bool], bool],
-    ) -> None:
-        """Find out now, and not when another host has to go on, that it could not."""
-        if not self._journal.is_kept:
-            return
-        name = broadcast(self._journal.leave_token() if self._is_first else "")
-        if not all_agree(not name or self._journal.has_token(name)):
+        # Find out now, and not when another host has to go on, that it could not.
+        sees = not said["token"] or self._journal.has_token(said["token"])
+        if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
                 f"some ranks do not see rank 0's {folder}, so they could not go on from its "
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
+
+    def _said(self, seed: int | None) -> dict[str, Any]:
+        """What rank 0 knows, for all."""
+        start = self._last_start()
+        self._before = self._journal.last_progress()
+        return {
+            "run_id": self.run_id or start.get("run_id") or secrets.token_hex(6),
+            "seed": _seed(seed, start.get("seed")),
+            "first": None if self._before is None else start.get("first"),  # if it did any step
+            "token": self._journal.leave_token() if self._journal.is_kept else "",
+        }
 
     def _open_journal(self, folder: str, *, rank: int) -> None:
         storage, inside = storage_of(folder)

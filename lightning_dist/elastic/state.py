@@ -1,4 +1,4 @@
-"""What a checkpoint holds so that any number of ranks can go on from it."""
+"""Where a training is: what a checkpoint holds so that any number of ranks can go on from it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+
+from lightning_dist.elastic import rng
 from lightning_dist.elastic.layout import Layout
 from lightning_dist.elastic.plan import Position
+from lightning_dist.elastic.seeds import derive_seed
 
 KEY = "lightning_dist_elastic"
 _VERSION = 1
@@ -75,5 +79,40 @@ def require_same_data(state: ElasticState, *, size: int | None, path: str) -> No
     if state.size != size:
         raise ValueError(
             f"{path} is of another run: its epochs have {state.size} samples, the train dataloader "
-            f"has {size}. Give ElasticRestart another folder, or put the dataset back"
+            f"has {size}. Give another folder, or put the dataset back"
         )
+
+
+class Generators:
+    """Random generators of this process, which go on where they were saved.
+
+    With another number of ranks they get seeds of their own, from step and rank.
+
+    Args:
+        resumed: what the checkpoint said; None for a fresh start.
+        rank: this one.
+        world_size: ranks.
+        device: whose generator is kept too.
+    """
+
+    def __init__(
+        self, resumed: ElasticState | None, *, rank: int, world_size: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._pending: dict[str, Any] | None = None
+        if resumed is not None:
+            seed = derive_seed(resumed.seed, "rng", resumed.total_steps, rank)
+            same = len(resumed.rng) == world_size
+            self._pending = resumed.rng[rank] if same else {"seed": seed}
+
+    def capture(self) -> dict[str, Any]:
+        """States to save: those to be restored, if they are not yet."""
+        return self._pending or rng.capture(self._device)
+
+    def restore(self) -> None:
+        """Once, where the generators were saved: before anything draws from them."""
+        state, self._pending = self._pending, None
+        if state is not None and "seed" in state:
+            rng.seed_all(state["seed"], self._device)
+        elif state is not None:
+            rng.restore(state, self._device)

@@ -219,8 +219,8 @@ def save_files(checkpointer: Checkpointer, group: Any, target: str) -> None:
 
 def take_turn(checkpointer: Checkpointer, group: Any, target: str) -> None:
     pytest.importorskip("accelerate")
+    from lightning_dist.checkpoint.ranks import Ranks
     from lightning_dist.integrations.accelerate.async_state.saves import Saves
-    from lightning_dist.integrations.ranks import Ranks
 
     Saves(checkpointer, ranks=Ranks(group)).take_turn(target)
 

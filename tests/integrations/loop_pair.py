@@ -39,7 +39,7 @@ def train(
     }
     # It computes from the rate that it began with, which has to be scaled too.
     falling = torch.optim.lr_scheduler.LambdaLR(optimizers["judge"], lambda n: 0.5 ** (n // 5))
-    settings = {"every_n_steps": 2, "seed": 5, "accumulate": 2, **elastic}
+    settings = {"every_n_train_steps": 2, "seed": 5, "accumulate": 2, **elastic}
     state = {
         **{f"{name}_model": each for name, each in models.items()},
         **{f"{name}_optimizer": each for name, each in optimizers.items()},

@@ -102,7 +102,7 @@ def train(
     model, optimizer, backward = FRAMEWORKS[framework](module, optimizer, codec)
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
     ids: list[int] = []
-    settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
+    settings = {"every_n_train_steps": 2, "seed": 5, **(elastic or {})}
     if saving is not None:
         settings["checkpoint"] = CheckpointSettings(**{"snapshot": "blocking", **saving})
     with ElasticLoop(

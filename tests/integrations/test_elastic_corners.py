@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader
 
 from lightning_dist.elastic.state import KEY
-from lightning_dist.integrations.lightning.elastic.signals import Preempted
+from lightning_dist.integrations.lightning.elastic.connectors import Preempted
 
 
 def ids_of(folder: Path) -> list[list[int]]:

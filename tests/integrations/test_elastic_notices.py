@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from processes import Finished, run
 
 from lightning_dist.elastic.watchdog import EXIT_STUCK
-from lightning_dist.integrations.lightning.elastic.signals import Preempted, requeue
+from lightning_dist.integrations.lightning.elastic.connectors import Preempted, requeue
 
 MAIN = """
 import signal, sys, os

@@ -18,28 +18,59 @@ from elastic_runs import (
     make_loader,
 )
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
+from loop_runs import net
 
-from lightning_dist import AsyncCheckpoint, ElasticRestart
+from lightning_dist import AsyncCheckpoint, ElasticLoop, ElasticRestart
 from lightning_dist.checkpoint.disk.errors import CheckpointError
+
+
+def restart(folder: Path, **settings: Any) -> Any:
+    return ElasticRestart(folder, **settings)
+
+
+def loop(folder: Path, **settings: Any) -> Any:
+    return ElasticLoop(folder, loader=make_loader(), state={"model": net()}, **settings)
+
+
+@pytest.mark.parametrize("make", [restart, loop])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_policy": "constant"}, "batch_policy is one of 'constant_global'.* got 'constant'"),
+        ({"keep": 0}, "keep has to be positive; got 0"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps has to be positive; got 0"),
+        ({"every_n_epochs": -1}, "after steps, after epochs or both.* and every_n_epochs=-1"),
+        ({"every_n_epochs": 0}, "after steps, after epochs or both.* and every_n_epochs=0"),
+        ({"grace_period": -1.0}, "grace_period has to be positive"),
+        ({"hang_timeout": 0}, "hang_timeout is positive, or None"),
+    ],
+)
+def test_settings_that_mean_nothing(
+    settings: dict[str, Any], message: str, make: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_policy": "constant"}, "batch_policy is one of 'constant_global'.* got 'constant'"),
-        ({"keep": 0}, "keep has to be positive.* got 0"),
-        ({"every_n_epochs": -1}, "every_n_epochs not negative.* -1"),
-        ({"grace_period": -1.0}, "grace_period has to be positive"),
-        ({"hang_timeout": 0}, "hang_timeout is positive, or None"),
-        ({"every_n_epochs": 0}, "neither after steps nor after epochs"),
         ({"monitor": "score"}, "monitor could not take effect; use an AsyncCheckpoint beside it"),
         ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k could not take effect"),
+        ({"filename": "{step}"}, "filename could not take effect"),
         ({"format": "both"}, "format is one of"),
     ],
 )
-def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_of_a_model_checkpoint(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         ElasticRestart(tmp_path, **settings)
+
+
+def test_a_folder_has_to_be_given() -> None:
+    with pytest.raises(ValueError, match="dirpath is the folder that every start looks into"):
+        ElasticRestart("")
 
 
 def test_settings_of_the_trainer(tmp_path: Path) -> None:

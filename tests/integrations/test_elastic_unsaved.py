@@ -50,7 +50,7 @@ if framework == "trainer":
     hooks = [FailAt("on_after_backward", at, action) for at, action in actions.items()]
     fit(folder, *hooks, elastic={**saving, "every_n_train_steps": 4})
 else:
-    train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_steps": 4})
+    train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_train_steps": 4})
 """
 FRAMEWORKS = ("trainer", "loop")
 
@@ -118,7 +118,7 @@ def test_all_ranks_know(tmp_path: Path, quick_python: list[str]) -> None:
     saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
     settings: dict[str, dict[str, Any]] = {
         "trainer": {"elastic": {**saving, "every_n_train_steps": 4}},
-        "plain": {"elastic": {"every_n_steps": 4}, "saving": saving},
+        "plain": {"elastic": {"every_n_train_steps": 4}, "saving": saving},
     }
     jobs = []
     for framework, hook in (("trainer", "on_after_backward"), ("plain", "after_backward")):

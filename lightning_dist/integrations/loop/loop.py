@@ -15,10 +15,10 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.journal import Summary
 from lightning_dist.elastic.layout import BatchPolicy
 from lightning_dist.elastic.plan import Pass
+from lightning_dist.elastic.session import RunSettings, Session
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.state import ElasticState
-from lightning_dist.integrations.loop.run import LoopRun
-from lightning_dist.integrations.loop.settings import LoopSettings
+from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
 class ElasticLoop:
@@ -28,7 +28,7 @@ class ElasticLoop:
     DDP::
 
         state = {"model": model, "optimizer": optimizer}
-        with ElasticLoop("ckpts/", loader=loader, state=state, every_n_steps=50) as loop:
+        with ElasticLoop("ckpts/", loader=loader, state=state, every_n_train_steps=50) as loop:
             for epoch in loop.epochs(3):
                 for x, y in loop.batches():
                     loss = criterion(model(x), y)
@@ -47,7 +47,8 @@ class ElasticLoop:
         state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
             optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
             compressed models go with them.
-        every_n_steps: optimizer steps between two checkpoints. None: at the end of epochs only.
+        every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
+            only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch; 0: never.
         keep: how many of the newest stay; a damaged one is passed over for the one before.
         batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
@@ -78,7 +79,7 @@ class ElasticLoop:
         *,
         loader: Any,
         state: Mapping[str, Any],
-        every_n_steps: int | None = None,
+        every_n_train_steps: int | None = None,
         every_n_epochs: int = 1,
         keep: int = 2,
         batch_policy: BatchPolicy = "constant_global",
@@ -93,22 +94,27 @@ class ElasticLoop:
         hang_timeout: float | None = 600.0,
         checkpoint: CheckpointSettings | None = None,
     ) -> None:
-        self._settings = LoopSettings(
+        if accumulate < 1:
+            raise ValueError(f"accumulate has to be positive; got {accumulate}")
+        self._settings = RunSettings(
             dirpath,
-            every_n_steps=every_n_steps,
+            every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
             keep=keep,
             batch_policy=batch_policy,
-            accumulate=accumulate,
-            device=device,
             seed=seed,
             weights_only=weights_only,
-            signals=tuple(signals),
         )
-        self._loader, self._given = loader, state
-        ending = EndSettings(preempted, poll_s, grace_period, hang_timeout)
+        self._loader, self._given, self._device = loader, state, device
         saving = checkpoint or CheckpointSettings(snapshot="blocking")
-        self._run = LoopRun(self._settings, ending=ending, saving=saving)
+        ending = EndSettings(preempted, poll_s, grace_period, hang_timeout)
+        self._run = LoopPlacement(
+            Session(self._settings, ending=ending, saving=saving),
+            self._settings,
+            accumulate=accumulate,
+            signals=signals,
+            overlaps=saving.snapshot in ("auto", "overlap"),
+        )
         self._in_epoch = False
         self._this: Pass | None = None
         self._index = -1  # of this pass in its epoch
@@ -119,7 +125,6 @@ class ElasticLoop:
         if run.is_open or run.is_complete:
             raise ValueError("an ElasticLoop is entered once; make a new one")
         try:
-            run.meet()
             run.open(self._loader, self._given)
         except BaseException as error:
             run.close(error)
@@ -129,12 +134,12 @@ class ElasticLoop:
     @property
     def resumed(self) -> ElasticState | None:
         """What the checkpoint said that this start goes on from; None for a fresh start."""
-        return self._run.progress.resumed
+        return self._run.session.resumed
 
     @property
     def steps(self) -> int:
         """Optimizer steps so far, of all starts."""
-        return self._run.progress.steps
+        return self._run.steps
 
     @property
     def this_pass(self) -> Pass | None:
@@ -149,12 +154,12 @@ class ElasticLoop:
     @property
     def summary(self) -> Summary:
         """What restarts have cost this run so far; on rank 0."""
-        return self._run.account.summary
+        return self._run.session.account.summary
 
     @property
     def run_id(self) -> str:
         """A name that stays over restarts: ``id=`` of a wandb run, with ``resume="allow"``."""
-        return self._run.account.run_id
+        return self._run.session.account.run_id
 
     def metrics(self) -> dict[str, float]:
         """``elastic/*`` and ``checkpoint/*`` of the run so far, under the names of a Trainer's.
@@ -164,11 +169,12 @@ class ElasticLoop:
         ``epochs()``. What is not known yet is left out: times of saves before the first, and
         ``elastic/seconds_lost`` until training is where it was before the restart.
         """
-        return self._run.metrics()
+        costs = self._run.session.costs
+        return {**costs, **self._run.session.metrics.by_name()} if costs else {}
 
     def beat(self) -> None:
         """There is progress, outside of batches too; see ``hang_timeout``."""
-        self._run.life.beat()
+        self._run.session.life.beat()
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs of the training that are left, of ``count``."""
@@ -176,18 +182,18 @@ class ElasticLoop:
             raise ValueError("epochs() is for the inside of `with ElasticLoop(...) as loop:`")
         if not self._run.begin(epochs=count):
             return
-        for epoch in range(self._run.progress.position.epoch, count):
+        for epoch in range(self._run.position.epoch, count):
             self._begin_epoch(epoch)
             yield epoch
             self._end_epoch(epoch)
         self._run.complete()
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._run.data.set_epoch(epoch)
+        self._run.data.cursor.set_epoch(epoch)
         self._in_epoch = True
-        self._run.life.beat()
-        if self._run.data.begin.samples == 0:
-            self._run.progress.restore_rng()
+        self._run.session.life.beat()
+        if self._run.data.cursor.begin.samples == 0:
+            self._run.generators.restore()
 
     def _end_epoch(self, epoch: int) -> None:
         if self._in_epoch:
@@ -195,9 +201,9 @@ class ElasticLoop:
                 f"epoch {epoch} has batches left, which the next one would leave out; to end the "
                 "training early leave epochs() too, with break, return or an exception"
             )
-        self._run.progress.end_epoch(epoch)
-        if self._settings.is_due_after_epoch(epoch, steps=self._run.progress.steps):
-            self._run.save()
+        self._run.end_epoch(epoch)
+        if self._settings.is_due_after_epoch(epoch, steps=self._run.steps):
+            self._run.session.save()
         self._run.stop_if_told()
 
     def batches(self) -> Iterator[Any]:
@@ -208,16 +214,16 @@ class ElasticLoop:
         """
         if not self._in_epoch:
             raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
-        plan, device = self._run.data.plan(), self._settings.device
-        self._run.progress.restore_rng()
-        for index, batch in enumerate(self._run.data.batches, start=plan.first_pass):
+        plan, device = self._run.data.plan(), self._device
+        self._run.generators.restore()
+        for index, batch in enumerate(self._run.batches, start=plan.first_pass):
             self._this = plan.pass_at(index)
             self._is_weighted = self._has_stepped = False
             self._index = index
             with self._run.objects.exchanging(self._this.ends_step):
                 yield batch if device is None else move_data_to_device(batch, device)
             self._require_told()
-            self._run.life.beat()
+            self._run.session.life.beat()
         self._this, self._in_epoch = None, False
 
     def _require_told(self) -> None:
@@ -241,7 +247,7 @@ class ElasticLoop:
         if self._this is None:
             raise ValueError("weighted() is for the loss of a batch of batches()")
         self._is_weighted = True
-        weight = self._this.weight / self._run.data.layout.accumulate
+        weight = self._this.weight / self._run.data.layouts[1].accumulate
         return loss if weight == 1.0 else loss * weight
 
     def step_ended(self) -> None:
@@ -261,8 +267,8 @@ class ElasticLoop:
         self._has_stepped = True
         self._run.step(plan.after(done))
         if done < len(plan):  # or else a checkpoint waits for what the user does after the epoch
-            if self._settings.is_due_after_step(self._run.progress.steps):
-                self._run.save()
+            if self._settings.is_due_after_step(self._run.steps):
+                self._run.session.save()
             self._run.stop_if_told()
 
     def __exit__(

@@ -14,6 +14,7 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
 from lightning_dist.integrations.accelerate.async_state.loading import load
@@ -25,7 +26,6 @@ from lightning_dist.integrations.accelerate.async_state.refusals import (
 )
 from lightning_dist.integrations.accelerate.async_state.saves import Saves
 from lightning_dist.integrations.accelerate.async_state.snapshot import take
-from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as AnyAccelerator

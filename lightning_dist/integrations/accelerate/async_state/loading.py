@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.integrations.accelerate import residuals
 from lightning_dist.integrations.accelerate.async_state.files import as_seen_by, problem_on_load
 from lightning_dist.integrations.accelerate.async_state.places import Source
 from lightning_dist.integrations.accelerate.private import registered_objects
-from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.integrations.accelerate.async_state import folders
 from lightning_dist.integrations.accelerate.async_state.scratch import sweep
-from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch
 from lightning_dist.integrations.accelerate.async_state.snapshot import Snapshot
-from lightning_dist.integrations.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.async_state.files import (
     names_in,
@@ -19,7 +20,6 @@ from lightning_dist.integrations.accelerate.async_state.files import (
     share_of,
 )
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, base_for
-from lightning_dist.integrations.ranks import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -23,7 +23,7 @@ from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
     list_in,
 )
-from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
+from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
 from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
 from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_effective,
@@ -139,10 +139,7 @@ class AsyncCheckpoint(CheckpointNames):
         self._require_alike(trainer)
         super().setup(trainer, pl_module, stage)
         self._last.agree(trainer)
-        io = trainer.strategy.checkpoint_io
-        if not isinstance(io, ResumeCheckpointIO):
-            io = ResumeCheckpointIO(verify=self.settings.verify, trainer=trainer)
-            trainer.strategy.checkpoint_io = io
+        io = resume_io(trainer, verify=self.settings.verify)
         if self._last not in io.searches:
             io.searches.append(self._last)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.failures import failure, is_fatal
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.lightning.checkpoint.io import failure, is_fatal, raise_all
+from lightning_dist.integrations.lightning.checkpoint.io import raise_all
 
 Scores = Mapping[str, Tensor]
 """Scores of checkpoints by path."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.failures import failure, is_fatal
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
@@ -194,19 +195,3 @@ def raise_all(messages: Iterable[str]) -> None:
     """Raise one CheckpointError that says all of them, if there are any."""
     if text := "\n".join(messages):
         raise CheckpointError(text)
-
-
-def is_fatal(event: Failed) -> bool:
-    """Whether a checkpoint is missing that the disk did not take."""
-    return event.origin is not None and not event.dropped
-
-
-def failure(event: Failed, last: Committed | None) -> str:
-    """What to tell a user about a checkpoint that was not written."""
-    of_step = "" if event.origin is None else f" of step {event.origin.step}"
-    kept = (
-        f"the last complete one is {last.target} of step {last.origin.step}"
-        if last is not None
-        else "none of this run is complete yet"
-    )
-    return f"the checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"

@@ -19,13 +19,13 @@ from typing_extensions import override
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import describe, verify
+from lightning_dist.checkpoint.ranks import describe_error, error_from
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
     without_manifest,
 )
 from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO, is_http
-from lightning_dist.integrations.ranks import describe_error, error_from
 from lightning_dist.private import loads_by_itself
 
 
@@ -43,6 +43,8 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         super().__init__(snapshot="sync", writer="thread", verify=verify)
         self.searches: list[LastCheckpoint] = []
         """Of the callbacks, for what ``ckpt_path="last"`` was found to be."""
+        self.verified: str | None = None
+        """Path of a checkpoint that need not be verified once more."""
         self._trainer = trainer
         self._alone = False  # many jobs may save into one folder by hand, each its own files
 
@@ -109,7 +111,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         storage, inside = storage_of(path)
         if not storage.exists(inside):
             raise FileNotFoundError(f"there is no checkpoint at {path}")
-        if self.settings.verify != "never":
+        if self.settings.verify != "never" and path != self.verified:
             verify(path)
         return path
 
@@ -120,6 +122,15 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 f"{path} was saved by {origin.ranks} ranks and is loaded by "
                 f"{self._trainer.world_size}"
             )
+
+
+def resume_io(trainer: pl.Trainer, *, verify: Any) -> ResumeCheckpointIO:
+    """The IO by which ``trainer`` loads; put in the place of its own, if it is not there yet."""
+    io = trainer.strategy.checkpoint_io
+    if not isinstance(io, ResumeCheckpointIO):
+        io = ResumeCheckpointIO(verify=verify, trainer=trainer)
+        trainer.strategy.checkpoint_io = io
+    return io
 
 
 def require_same_model(saved: Mapping[str, Tensor], model: nn.Module, path: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -22,11 +21,10 @@ from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Outcomes, Scores
 from lightning_dist.integrations.lightning.checkpoint.find_last import cannot_open
 from lightning_dist.integrations.lightning.checkpoint.report import drain, line, log_metrics
-from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
+from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 
 
 class CheckpointSession:
@@ -113,11 +111,6 @@ class CheckpointSession:
             return cannot_open(folder, error)
         return ""
 
-    def save_for(self, run: str, *, weights_only: bool) -> None:
-        """Note the name of the run in what is saved, and prove that it can be read again."""
-        if self._checkpointer is not None:
-            self._checkpointer.run, self._checkpointer.proves_loadable = run, weights_only
-
     def watch_optimizers(self) -> None:
         """Know the optimizers; other ones if a module has put others in their place."""
         optimizers = list(self._trainer.strategy.optimizers)
@@ -134,34 +127,15 @@ class CheckpointSession:
         """
         began, trainer = time.perf_counter(), self._trainer
         self.watch_optimizers()
-        with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
-            checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
-            with self._as_checkpoint_io(resumable=not weights_only) as io:
-                trainer.strategy.save_checkpoint(checkpoint, path)
-                if self._checkpointer is not None and not trainer.is_global_zero:
-                    io.save_checkpoint(checkpoint, path)
+        save_into(
+            self._checkpointer, trainer, path, sharded=self._sharded, weights_only=weights_only
+        )
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
         self.metrics.stall_s = time.perf_counter() - began
         if self._checkpointer is not None:
             self._stalls[path] = self.metrics.stall_s
-
-    @contextmanager
-    def _as_checkpoint_io(self, *, resumable: bool) -> Iterator[CheckpointerIO]:
-        """Let the strategy add what it keeps, and save into our checkpointer."""
-        strategy = self._trainer.strategy
-        io = CheckpointerIO(
-            self._checkpointer,
-            step=self._trainer.global_step,
-            sharded=self._sharded,
-            resumable=resumable,
-        )
-        usual, strategy.checkpoint_io = strategy.checkpoint_io, io
-        try:
-            yield io
-        finally:
-            strategy.checkpoint_io = usual
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""

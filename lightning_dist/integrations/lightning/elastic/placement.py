@@ -1,65 +1,136 @@
-"""Where a fit under ElasticRestart is, what a checkpoint says of it, and how it goes on there."""
+"""A session of a fit: where Lightning's loops are, and how its checkpoints are written."""
 
 from __future__ import annotations
 
+import time
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_dist.elastic import rng
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.plan import Pass, Position
-from lightning_dist.elastic.seeds import derive_seed
-from lightning_dist.elastic.state import KEY, ElasticState, require_same_data
-from lightning_dist.elastic.vote import Vote
+from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.state import KEY, ElasticState, Generators
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.elastic.data import ElasticData
-from lightning_dist.integrations.lightning.elastic.resume import (
+from lightning_dist.integrations.lightning.checkpoint.report import drain, line
+from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
+from lightning_dist.integrations.lightning.elastic.connectors import requeue
+from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
+from lightning_dist.integrations.lightning.elastic.loops import (
     place_at_epoch_begin,
     place_within_epoch,
 )
 
 
-class ElasticPosition:
+class TrainerPlacement(Placement):
+    """What a fit does for its session.
+
+    Args:
+        trainer: of the fit.
+        session: from the set-up of the fit to its end.
+        sharded: whether every rank writes its part of a checkpoint.
+    """
+
+    def __init__(self, trainer: pl.Trainer, session: Session, *, sharded: bool) -> None:
+        self._trainer, self._session, self._sharded = trainer, session, sharded
+        self._stalls: dict[str, float] = {}  # of saves under way, by path
+        self._watched: list[Optimizer] = []
+        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
+            import_module("omegaconf")
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    @override
+    def epoch(self) -> int:
+        return self._trainer.current_epoch
+
+    @override
+    def tell(self, text: str) -> None:
+        rank_zero_info(text)
+
+    @override
+    def warn(self, text: str) -> None:
+        rank_zero_warn(text)
+
+    @override
+    def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
+        drain(checkpointer, show=self._trainer.is_global_zero, timeout=seconds)
+
+    @override
+    def stopping(self, reasons: list[str]) -> None:
+        if self._trainer.is_global_zero:
+            requeue(private.cluster_environment(self._trainer), reasons)
+
+    def watch_optimizers(self) -> None:
+        """Know the optimizers; other ones if a module has put others in their place."""
+        optimizers = list(self._trainer.strategy.optimizers)
+        checkpointer = self._session.retention.checkpointer
+        if checkpointer is not None and [*map(id, optimizers)] != [*map(id, self._watched)]:
+            checkpointer.wait_for_copy()
+            checkpointer.watch(optimizers)
+            self._watched = optimizers
+
+    @override
+    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
+        began = time.perf_counter()
+        self.watch_optimizers()
+        save_into(checkpointer, self._trainer, path, sharded=self._sharded)
+        if checkpointer is not None and weights_may_change(self._trainer):
+            checkpointer.wait_for_copy()
+        self._session.metrics.stall_s = self._stalls[path] = time.perf_counter() - began
+
+    @override
+    def committed(self, event: Committed) -> None:
+        rank_zero_info(line(event, stall_s=self._stalls.pop(event.target, 0.0)))
+        self._log(self._session.metrics.by_name())
+
+    def log_costs(self) -> None:
+        """Tell the loggers what restarts have cost; on rank 0."""
+        if self._session.costs:
+            self._log(self._session.costs)
+
+    def _log(self, values: dict[str, float]) -> None:
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=max(self._trainer.global_step - 1, 0))
+
+
+class LoopPosition:
     """Follows the passes of one fit.
 
     Args:
         trainer: of the fit.
         data: its train dataloader.
-        resumed: what the checkpoint said; None for a fresh start.
-        path: of that checkpoint.
-        vote: reaches the other ranks.
-        run_id: of the run.
-        seed: of the run.
+        session: of the fit, which has been loaded.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        *,
-        data: ElasticData,
-        resumed: ElasticState | None,
-        path: str,
-        vote: Vote,
-        run_id: str,
-        seed: int,
-    ) -> None:
-        self._trainer = trainer
-        self._data = data
-        self._resumed = resumed
-        self._path = path
-        self._vote = vote
-        self._run_id = run_id
-        self._seed = seed
-        self._rng = None if resumed is None else self._rng_in(resumed)
+    def __init__(self, trainer: pl.Trainer, *, data: TrainerDeal, session: Session) -> None:
+        self._trainer, self._data, self._session = trainer, data, session
+        self._resumed: ElasticState | None = session.resumed
         self._epoch: int | None = None
         self._before_iteration: int | None = None  # batches of this epoch, of other iterations
         self._before_epoch = self._in_epoch = 0  # samples
         self._validated_step = -1
-        if resumed is not None:
-            self._before_epoch = resumed.total_samples - resumed.position.samples
-            self._validated_step = resumed.total_steps if resumed.validated else -1
+        if self._resumed is not None:
+            self._before_epoch = self._resumed.total_samples - self._resumed.position.samples
+            self._validated_step = self._resumed.total_steps if self._resumed.validated else -1
+        self.generators = Generators(
+            self._resumed,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            device=trainer.strategy.root_device,
+        )
         self._rng_of_step: dict[str, Any] | None = None
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
@@ -87,11 +158,11 @@ class ElasticPosition:
         self._before_iteration = None
         self._data.cursor.set_epoch(self._trainer.current_epoch)
         self._data.refresh()
-        self.restore_rng()
+        self.generators.restore()
 
     def begin_pass(self, index: int) -> None:
         """Batch ``index`` of the epoch is there."""
-        self.restore_rng()
+        self.generators.restore()
         self._epoch = self._trainer.current_epoch
         if self._before_iteration is None:
             self._before_iteration = self._processed
@@ -103,7 +174,7 @@ class ElasticPosition:
             self._in_epoch = self._data.plan().after(self._processed).samples
         # A validation that is cut short begins anew, so it has to draw the same again.
         due = private.is_validation_due(self._trainer)
-        self._rng_of_step = rng.capture(self._trainer.strategy.root_device) if due else None
+        self._rng_of_step = self.generators.capture() if due else None
 
     def end_validation(self) -> None:
         """What was due at this step is over."""
@@ -136,25 +207,9 @@ class ElasticPosition:
             return 0
         return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
 
-    def _rng_in(self, state: ElasticState) -> dict[str, Any]:
-        """What this rank's generators were, if there were as many ranks; or a seed of its own."""
-        rank = self._trainer.global_rank
-        if len(state.rng) == self._trainer.world_size:
-            return state.rng[rank]
-        return {"seed": derive_seed(state.seed, "rng", state.total_steps, rank)}
-
-    def restore_rng(self) -> None:
-        """Once, where the generators were saved: before anything draws from them."""
-        state, self._rng = self._rng, None
-        device = self._trainer.strategy.root_device
-        if state is not None and "seed" in state:
-            rng.seed_all(state["seed"], device)
-        elif state is not None:
-            rng.restore(state, device)
-
     def place_loops(self) -> None:
         """Let Lightning's loops, just restored, count as this number of ranks does."""
-        state, data, loop = self._resumed, self._data, self._loop
+        state, data = self._resumed, self._data
         if state is None:
             return
         if state.stopped:
@@ -164,23 +219,15 @@ class ElasticPosition:
                 "epoch; nothing is left to do"
             )
         private.forget_loader_states(self._trainer)
-        loop.setup_data()
+        self._loop.setup_data()
         if data.goes_on_by_itself:
             return  # within an epoch, as Lightning counts it
-        if not data.is_dealt:
-            steps = state.total_steps
-            place_at_epoch_begin(self._trainer, state.position.epoch, steps=steps, passes=0)
-            return
-        require_same_data(state, size=data.size, path=self._path)
-        self._place(state)
-
-    def _place(self, state: ElasticState) -> None:
-        position, plan, steps = state.position, self._data.plan(), state.total_steps
-        before = position.epoch * len(plan)
-        if position.samples == 0:
+        position, steps = state.position, state.total_steps
+        before = position.epoch * len(data.plan()) if data.is_dealt else 0
+        if not data.is_dealt or position.samples == 0:
             place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
             return
-        passes = plan.passes_after(position.steps)
+        passes = data.plan().passes_after(position.steps)
         self.validates_first = place_within_epoch(
             self._trainer,
             position,
@@ -196,7 +243,7 @@ class ElasticPosition:
         if loader is None or self._has_ended:
             return None
         if self._before_iteration is None:
-            return self._data.resumed_loader
+            return self._data.own_state
         done = self._processed
         accumulate = self._trainer.accumulate_grad_batches
         beyond = done % accumulate if private.is_accumulating(self._trainer) else 0
@@ -210,37 +257,25 @@ class ElasticPosition:
             metrics = {name: torch.tensor(value) for name, value in own.items()}
             self._trainer.callback_metrics.update(metrics)
 
-    def _logged(self) -> dict[str, float]:
-        metrics = self._trainer.callback_metrics
-        return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
-
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Put all of this into a checkpoint. Collective.
 
         Nothing where the train dataloader has not been made yet: no position is known then.
         """
-        trainer, data = self._trainer, self._data
-        if not data.is_known:
+        trainer, position = self._trainer, self.position
+        if not self._data.is_known:
             return
-        own = self._rng or self._rng_of_step or rng.capture(trainer.strategy.root_device)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        gathered = self._vote.gather((own, self._loader_state(), self._logged()))
-        states, of_loaders, metrics = (list(each) for each in zip(*gathered, strict=True))
-        first, layout = data.layouts()
-        position = self.position
-        validated = position.samples == 0 or self._validated_step == trainer.global_step
-        checkpoint[KEY] = ElasticState(
-            run_id=self._run_id,
-            seed=self._seed,
-            first=first,
-            layout=layout,
-            position=position,
-            total_samples=self.total_samples,
-            total_steps=trainer.global_step,
-            size=data.size,
-            validated=validated,
-            rng=[] if any("seed" in each for each in states) else states,
-            loaders=[] if any(each is None for each in of_loaders) else of_loaders,
-            metrics=metrics,
+        logged = trainer.callback_metrics
+        checkpoint[KEY] = self._session.describe(
+            self._data.layouts,
+            position,
+            samples=self.total_samples,
+            steps=trainer.global_step,
+            rng=self._rng_of_step or self.generators.capture(),
+            loader=self._loader_state(),
+            metrics={name: float(each) for name, each in logged.items() if each.numel() == 1},
+            size=self._data.size,
+            validated=position.samples == 0 or self._validated_step == trainer.global_step,
             stopped=trainer.should_stop and private.may_stop_early(trainer),
-        ).as_dict()
+        )

@@ -44,6 +44,14 @@ class Ranks:
                 raise error_from(of_rank["error"])
         return [of_rank["facts"] for of_rank in by_rank]
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order; anything that can be pickled."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def on_first(self, action: Callable[[], Facts]) -> Facts:
         """What ``action`` returns on rank 0, which alone runs it. What it raises, all raise."""
         facts: Facts = {}

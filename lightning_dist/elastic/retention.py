@@ -1,0 +1,243 @@
+"""The newest checkpoints of a run: written in the background, and only as many kept as wanted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import is_owned
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, saved_by
+from lightning_dist.checkpoint.disk.storage import storage_of
+from lightning_dist.checkpoint.failures import failure, is_fatal
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.membership import Membership
+
+_PATIENCE = 5.0
+"""Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
+
+
+class Retention:
+    """Saves, and keeps the newest ``keep`` that are durable.
+
+    Removes only what its own run has saved under its present name, and only when something newer
+    is durable, so that failed saves count for nothing.
+
+    Args:
+        folder: a path or URL that all ranks see.
+        keep: how many stay.
+        settings: how they are taken and written.
+        members: all ranks; with ``members.writers`` each writes its part.
+        warn: told on rank 0 what the user should know.
+        committed: told on rank 0 of each checkpoint that is durable.
+        wait: waits for the writer, for so many seconds.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        keep: int,
+        settings: CheckpointSettings,
+        members: Membership,
+        warn: Callable[[str], None],
+        committed: Callable[[Committed], None],
+        wait: Callable[[Checkpointer, float | None], None] = Checkpointer.wait,
+    ) -> None:
+        self._wait = wait
+        self._folder, self._keep, self._settings = folder, keep, settings
+        self._members, self._warn, self._committed = members, warn, committed
+        self.checkpointer: Checkpointer | None = None
+        """None on ranks that do not write."""
+        if members.rank == 0 or members.writers is not None:
+            self.checkpointer = Checkpointer(
+                settings, group=members.writers, ranks=members.world_size
+            )
+        self._found: str | None = None
+        self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
+        self._fatal: list[str] = []  # failures that the other ranks do not know yet
+        self._idle = Metrics()
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return self._idle if self.checkpointer is None else self.checkpointer.metrics
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The last checkpoint of this start that is durable; on a rank that writes."""
+        return None if self.checkpointer is None else self.checkpointer.last_committed
+
+    def open(self) -> str | None:
+        """Become the one trainer of the folder; the newest complete checkpoint in it. Collective.
+
+        Raises:
+            ValueError: another trainer writes there, it cannot be written, or somebody else's
+                checkpoints are in it.
+            CheckpointError: there are checkpoints, and none is complete.
+        """
+        ranks = self._members.ranks
+        found: str | None = ranks.on_first(lambda: {"path": self._open_first()})["path"]
+        if self._members.writers is not None:
+            error: Exception | None = None
+            try:
+                if self._members.rank > 0:
+                    self._open_too()
+            except ValueError as raised:
+                error = raised
+            ranks.all({}, error=error)
+        self._found = found
+        return found
+
+    def _open_first(self) -> str | None:
+        self._take_folder()  # a writer of the dead may have one to finish
+        newest = newest_valid(self._folder, check=self._settings.verify != "never")
+        if newest is not None:
+            return newest.path
+        for other in checkpoints(self._folder):
+            if other.description is not None and other.description.origin is None:
+                raise ValueError(not_ours(other.path))
+        return None
+
+    def _open_too(self) -> None:
+        if not is_owned(self._folder):
+            raise ValueError(
+                f"with format='sharded' all ranks write to one folder, and some do not see rank "
+                f"0's {self._folder}; put it on a filesystem that all hosts mount, or use "
+                "format='single'"
+            )
+        self._take_folder()
+
+    def _take_folder(self) -> None:
+        assert self.checkpointer is not None
+        try:
+            self.checkpointer.open(self._folder)
+        except (ValueError, OSError, CheckpointError) as error:
+            kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
+            raise ValueError(
+                f"no checkpoints can be written to {self._folder}: {kind}{error}"
+            ) from error
+
+    def save_for(self, run: str, *, restricted: bool, resumed: str | None) -> None:
+        """Be ``run``, whose checkpoints here count from now on.
+
+        What is newer than ``resumed`` was passed over, and goes first.
+
+        Args:
+            restricted: prove at the first save that torch's restricted unpickler can read it.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.run, self.checkpointer.proves_loadable = run, restricted
+        if self._members.rank == 0:
+            own = saved_by(run, self._folder, resumed=resumed)
+            self._ledger = [each.path for each in own]
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`.Checkpointer.watch`."""
+        if self.checkpointer is not None:
+            self.checkpointer.watch(optimizers)
+
+    def begin(self, name: str) -> str | None:
+        """Path for a save under ``name``; None: ``on_busy`` says to skip it. Collective.
+
+        Raises:
+            CheckpointError: an earlier one has failed, on all ranks.
+        """
+        self.collect()
+        busy = self.checkpointer is not None and self.checkpointer.busy
+        path = self._free_path(name) if self._members.rank == 0 else ""
+        facts = self._members.ranks.all({"busy": busy, "path": path}, error=self._take_fatal())
+        if self._settings.on_busy == "wait" or not any(each["busy"] for each in facts):
+            return str(facts[0]["path"])
+        self.metrics.skipped += 1
+        self._warn("no checkpoint: an earlier one is still being written (on_busy='skip')")
+        return None
+
+    def _free_path(self, name: str) -> str:
+        """A path in the folder where nothing is that this run did not write."""
+        assert self.checkpointer is not None
+        stem, suffix = os.path.splitext(f"{self._folder.rstrip('/')}/{name}")
+        for version in itertools.count():
+            path = f"{stem}-v{version}{suffix}" if version else f"{stem}{suffix}"
+            storage, inside = storage_of(path)
+            is_own = path in self._ledger or self.checkpointer.is_pending(path)
+            if is_own or not storage.exists(inside):
+                break
+        return path
+
+    def collect(self) -> None:
+        """Take note of what became of saves since the last call."""
+        events = [] if self.checkpointer is None else self.checkpointer.poll()
+        for event in events if self._members.rank == 0 else ():
+            if isinstance(event, Committed):
+                self._keep_newest(event.target)
+                self._committed(event)
+            elif is_fatal(event) and self._settings.on_error == "raise":
+                self._fatal.append(failure(event, self.last_committed))
+            else:
+                self._warn(failure(event, self.last_committed))
+
+    def _keep_newest(self, path: str) -> None:
+        assert self.checkpointer is not None
+        ledger = [*(each for each in self._ledger if each != path), path]
+        self._ledger = ledger[-self._keep :]
+        for each in ledger[: -self._keep]:
+            self.checkpointer.remove(each)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is a failure for all ranks to raise; on rank 0."""
+        return bool(self._fatal)
+
+    def agree_on_failures(self) -> None:
+        """Let all ranks know what could not be written. Collective.
+
+        Raises:
+            CheckpointError: something could not, on all ranks.
+        """
+        self.collect()
+        self._members.ranks.all({}, error=self._take_fatal())
+
+    def _take_fatal(self) -> CheckpointError | None:
+        fatal, self._fatal = self._fatal, []
+        return CheckpointError("\n".join(fatal)) if fatal else None
+
+    def is_saved_within(self, seconds: float | None) -> bool:
+        """Wait for what this rank writes, for so long; whether all of it is durable."""
+        if self.checkpointer is not None:
+            try:
+                self._wait(self.checkpointer, seconds)
+                self.collect()
+                self._wait(self.checkpointer, seconds)  # for removals
+            except TimeoutError:
+                return False
+        return True
+
+    def close(self, *, patiently: bool) -> None:
+        """Give the folder back; ``patiently``: when everything is durable."""
+        if self.checkpointer is None:
+            return
+        self.is_saved_within(None if patiently else _PATIENCE)
+        for each in self._fatal:
+            self._warn(each)
+        try:
+            self.checkpointer.close(None if patiently else _PATIENCE)
+        except (CheckpointError, TimeoutError) as error:
+            if patiently:
+                raise
+            self._warn(f"the training ends before its checkpoints are complete: {error}")
+
+
+def not_ours(path: str) -> str:
+    """What to tell a user whose folder has a checkpoint without a position in the data."""
+    return (
+        f"{path} was not saved under ElasticRestart or ElasticLoop, so nobody knows which samples "
+        "it has seen; give a folder of its own, and to begin a Trainer's run from this checkpoint "
+        "fit(ckpt_path=...)"
+    )

@@ -1,0 +1,396 @@
+"""One process of a run: it opens its folder, loads, saves, stops with all others, and completes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.account import Account, cost_line, start_line
+from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.layout import BatchPolicy, Layout, lr_factor, require_policy
+from lightning_dist.elastic.life import Life, stop_line
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.plan import Position
+from lightning_dist.elastic.rates import scale_learning_rates
+from lightning_dist.elastic.retention import Retention
+from lightning_dist.elastic.settings import EndSettings
+from lightning_dist.elastic.state import ElasticState
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What users set of a run, in a Trainer or a loop of their own; see ElasticRestart.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    dirpath: str | os.PathLike[str]
+    every_n_train_steps: int | None
+    every_n_epochs: int
+    keep: int
+    batch_policy: BatchPolicy
+    seed: int | None
+    weights_only: bool
+
+    def __post_init__(self) -> None:
+        require_policy(self.batch_policy)
+        if not self.dirpath:
+            raise ValueError("dirpath is the folder that every start looks into; give one")
+        for name in ("every_n_train_steps", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} has to be positive; got {value}")
+        if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
+            raise ValueError(
+                "checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
+                f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
+            )
+
+    @property
+    def folder(self) -> str:
+        """An absolute path, or a URL."""
+        folder = os.fspath(self.dirpath)
+        return folder if "://" in folder else os.path.realpath(os.path.expanduser(folder))
+
+    def is_due_after_step(self, steps: int) -> bool:
+        """Whether to save when so many steps are done."""
+        return self.every_n_train_steps is not None and steps % self.every_n_train_steps == 0
+
+    def is_due_after_epoch(self, epoch: int, *, steps: int) -> bool:
+        """Whether to save when ``epoch``, counted from 0, has ended."""
+        by_epochs = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+        return by_epochs or self.is_due_after_step(steps)
+
+
+class Placement:
+    """What a session leaves to a Trainer, or to a loop of the user's own."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far, of all starts."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """Epochs so far, for the names of checkpoints."""
+        raise NotImplementedError
+
+    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
+        """Hand the state of the training to ``checkpointer``, if this rank writes. Collective."""
+        raise NotImplementedError
+
+    def tell(self, text: str) -> None:
+        """Tell the user, on rank 0."""
+        raise NotImplementedError
+
+    def warn(self, text: str) -> None:
+        """Warn the user, on rank 0."""
+        raise NotImplementedError
+
+    def committed(self, event: Committed) -> None:
+        """A checkpoint is durable; on rank 0."""
+
+    def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
+        """Wait for what is being written."""
+        checkpointer.wait(seconds)
+
+    def all_saved(self) -> None:
+        """All ranks stop, and what can be saved is: signals may end this process now."""
+
+    def stopping(self, reasons: list[str]) -> None:
+        """All ranks stop, for ``reasons`` by rank; empty for those that were not told."""
+
+
+class Session:
+    """From the set-up of a training to its end.
+
+    Args:
+        settings: of the run.
+        ending: when this process ends by itself.
+        saving: how checkpoints are written.
+        sharded: whether every rank writes its part of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        ending: EndSettings,
+        saving: CheckpointSettings,
+        sharded: bool = False,
+    ) -> None:
+        self._settings, self._saving, self._sharded = settings, saving, sharded
+        self.account = Account()
+        self.life = Life(ending, self.account)
+        self._members: Membership | None = None
+        self._retention: Retention | None = None
+        self.resumed: ElasticState | None = None
+        """What the checkpoint said that this start goes on from; None for a fresh start."""
+        self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
+        self._saved_step = -1  # of the last save that this start has asked for
+        self.newest = ""
+        """The newest checkpoint that is known to be durable, on all ranks."""
+        self._metrics = Metrics()
+        self._last: Committed | None = None
+
+    @property
+    def members(self) -> Membership:
+        """All ranks, from :meth:`meet` on."""
+        assert self._members is not None
+        return self._members
+
+    @property
+    def retention(self) -> Retention:
+        """The checkpoints, from :meth:`open` to :meth:`close`."""
+        assert self._retention is not None
+        return self._retention
+
+    def meet(self) -> None:
+        """Begin to watch for progress, and make the groups of all ranks. Collective."""
+        self.life.open()
+        self._members = Membership(sharded=self._sharded)
+
+    def open(self, placement: Placement) -> str | None:
+        """Own the folder; the newest complete checkpoint in it. Collective.
+
+        Raises:
+            ValueError: not all ranks see it, it cannot be written, or is not of such a run.
+            CheckpointError: there are checkpoints, and none is complete.
+        """
+        self._placement, self._saved_step, self.resumed = placement, -1, None
+        folder = self._settings.folder
+        self.account.open(folder, ranks=self.members.ranks, seed=self._settings.seed)
+        self._retention = Retention(
+            folder,
+            keep=self._settings.keep,
+            settings=self._saving,
+            members=self.members,
+            warn=placement.warn,
+            committed=placement.committed,
+            wait=placement.wait,
+        )
+        found = self.retention.open()
+        self.newest = found or ""
+        return found
+
+    def load(self, state: ElasticState | None, *, is_own: bool) -> None:
+        """Go on from ``state``, or begin afresh.
+
+        Args:
+            is_own: its checkpoint was in the folder of this run; or else another run begins with
+                it.
+        """
+        self.life.beat()
+        self.resumed = state
+        self.account.resume(state, is_own=is_own)
+
+    def scale_rates(
+        self, optimizers: Iterable[Any], schedulers: Iterable[Any], *, first: Layout, now: Layout
+    ) -> None:
+        """Scale learning rates where the batch policy says so and the layout has changed."""
+        before = first if self.resumed is None else self.resumed.layout
+        factor = lr_factor(self._settings.batch_policy, before=before, now=now)
+        scale_learning_rates(optimizers, schedulers, factor=factor)
+
+    def begin(self, first: Layout, now: Layout | None, *, foreign: str = "") -> None:
+        """Say where training goes on, and write it down.
+
+        Args:
+            first: the layout that the run began with.
+            now: None where samples are not counted.
+            foreign: without a state, the checkpoint of somebody else that training goes on from.
+        """
+        world_size = self.members.world_size
+        line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
+        self._placement.tell(line)
+        for missing in Launch.from_env().missing_settings():
+            self._placement.warn(missing)
+        self.account.start(self.resumed, first=first, world_size=world_size)
+        self._count_costs()
+
+    def nothing_is_left(self, now: Layout | None) -> None:
+        """Say that this start does not train: it is no restart, and the account is as it was."""
+        line = start_line(self.resumed, now, world_size=self.members.world_size)
+        self._placement.tell(f"{line}; there is nothing left to do")
+        self._count_costs()
+
+    def _count_costs(self) -> None:
+        if self.members.rank == 0:
+            self._costs = self.account.metrics(world_size=self.members.world_size)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """``elastic/*``; empty on all ranks but 0, and before training begins."""
+        return self._costs
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return self._metrics if self._retention is None else self._retention.metrics
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint of this start that is durable; on a rank that writes."""
+        return self._last if self._retention is None else self._retention.last_committed
+
+    def step(self, samples: int) -> bool:
+        """An optimizer step is done, of all ranks, and ``samples`` so far.
+
+        Returns whether the run has now caught up with what it had done before the restart.
+        """
+        self.life.beat()
+        if caught_up := self.account.step(samples):
+            self._count_costs()
+        return caught_up
+
+    def describe(
+        self,
+        layouts: tuple[Layout, Layout],
+        position: Position,
+        *,
+        samples: int,
+        steps: int,
+        rng: dict[str, Any],
+        loader: Any = None,
+        metrics: dict[str, float] | None = None,
+        **facts: Any,
+    ) -> dict[str, Any]:
+        """The :class:`.ElasticState` of now, as it goes into a checkpoint. Collective.
+
+        Args:
+            layouts: of the run's first start, and now.
+            samples: that optimizer steps have used, of all epochs.
+            steps: of all epochs.
+            rng: of this rank's generators; ``{"seed": ...}`` if they are still to be seeded.
+            loader: state of this rank's loader, if it keeps one.
+            metrics: what this rank has logged.
+            **facts: others of the state.
+        """
+        gathered = self.members.ranks.gather((rng, loader, metrics or {}))
+        states, loaders, logged = (list(each) for each in zip(*gathered, strict=True))
+        first, layout = layouts
+        return ElasticState(
+            run_id=self.account.run_id,
+            seed=self.account.seed,
+            first=first,
+            layout=layout,
+            position=position,
+            total_samples=samples,
+            total_steps=steps,
+            rng=[] if any("seed" in each for each in states) else states,
+            loaders=[] if any(each is None for each in loaders) else loaders,
+            metrics=logged,
+            **facts,
+        ).as_dict()
+
+    def save(self) -> None:
+        """Save this step, unless it is saved or ``on_busy`` says to skip it. Collective."""
+        steps = self._placement.steps
+        if self._saved_step == steps:
+            return
+        path = self.retention.begin(f"epoch={self._placement.epoch}-step={steps}.ckpt")
+        if path is None:
+            return
+        self._placement.write(self.retention.checkpointer, path)
+        self._saved_step = steps
+        self.life.beat()
+
+    def _save_for_good(self) -> int | None:
+        """Save this step if it is not saved yet, and wait; the newest step that is durable then."""
+        self._await_saves()
+        if self._durable_step() != self._placement.steps:
+            self._saved_step = -1  # a save of this step that was asked for has failed
+            self.save()
+            self._await_saves()
+        self.retention.agree_on_failures()
+        return self._durable_step()
+
+    def _durable_step(self) -> int | None:
+        """Step of the newest checkpoint that is durable; collective."""
+        last = self.retention.last_committed
+        step = None if self.resumed is None else self.resumed.total_steps
+        facts: dict[str, Any] = {"step": step, "path": self.newest}
+        if last is not None:
+            facts = {"step": last.origin.step, "path": last.target}
+        durable = self.members.ranks.all(facts)[0]  # rank 0 publishes
+        self.newest = durable["path"]
+        newest: int | None = durable["step"]
+        return newest
+
+    def _await_saves(self) -> None:
+        """Writing may take long. That all ranks have come to a round of waiting is progress."""
+        while not all(self.members.ranks.gather(self.retention.is_saved_within(self.life.round_s))):
+            self.life.beat()
+        self.life.beat()
+
+    def stop_if_told(self) -> int | None:
+        """Where any rank is to end: one checkpoint of all, and this process's exit code.
+
+        Collective, once for every step; asked one call later.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written, on all ranks.
+        """
+        self.retention.collect()
+        if not self.members.stop.ask(self.life.is_told or self.retention.has_failed):
+            return None
+        self.retention.agree_on_failures()
+        saved = self._save_for_good()
+        # A launcher that sees a rank go tells the others once more. That must end them, also where
+        # they would wait for the launcher, as functions that it has called do.
+        self._placement.all_saved()
+        reasons = self.members.ranks.gather(
+            self.life.reason
+        )  # no rank goes before all have come here
+        self.members.stop.end()
+        steps = self._placement.steps
+        code = self.life.stop(reasons, is_saved=saved == steps)
+        self._placement.stopping(reasons)
+        say = self._placement.tell if saved == steps else self._placement.warn
+        say(stop_line(steps, reasons, saved=saved))
+        self.life.leave()
+        return code
+
+    def complete(self, *, saves: bool = True) -> None:
+        """The training has ended as it should. Collective.
+
+        Args:
+            saves: False: it took no step.
+        """
+        if saves:
+            self._save_for_good()
+        self.members.stop.end()
+        self.life.finish()
+        self.account.complete()
+        self._count_costs()
+        if self.members.rank == 0 and self.account.summary.restarts:
+            self._placement.tell(cost_line(self.account.summary))
+
+    def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:
+        """The end of this process's part, with what has ended it.
+
+        Args:
+            stopped: it was :meth:`stop_if_told`.
+        """
+        retention, self._retention = self._retention, None
+        if retention is not None:
+            try:
+                retention.close(patiently=error is None or stopped)
+            finally:
+                self._metrics, self._last = retention.metrics, retention.last_committed
+        if stopped:
+            self.life.end_listening()
+        elif error is not None:
+            self.life.fail(error)
+        else:
+            self.life.close()
+            if self._members is not None:
+                self._members.close()
+        self.account.close()
