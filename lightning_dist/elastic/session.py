@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.account import Account, cost_line, start_line
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.layout import BatchPolicy, Layout, lr_factor, require_policy
-from lightning_dist.elastic.life import Life, stop_line
+from lightning_dist.elastic.history import RunHistory, cost_line, start_line
+from lightning_dist.elastic.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import Position
-from lightning_dist.elastic.rates import scale_learning_rates
+from lightning_dist.elastic.plan import Layout, Position, lr_factor
+from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
+from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.retention import Retention
-from lightning_dist.elastic.settings import EndSettings
-from lightning_dist.elastic.state import ElasticState
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What users set of a run, in a Trainer or a loop of their own; see ElasticRestart.
-
-    Raises:
-        ValueError: a setting that is out of range or cannot take effect.
-    """
-
-    dirpath: str | os.PathLike[str]
-    every_n_train_steps: int | None
-    every_n_epochs: int
-    keep: int
-    batch_policy: BatchPolicy
-    seed: int | None
-    weights_only: bool
-
-    def __post_init__(self) -> None:
-        require_policy(self.batch_policy)
-        if not self.dirpath:
-            raise ValueError("dirpath is the folder that every start looks into; give one")
-        for name in ("every_n_train_steps", "keep"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} has to be positive; got {value}")
-        if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
-            raise ValueError(
-                "checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
-                f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
-            )
-
-    @property
-    def folder(self) -> str:
-        """An absolute path, or a URL."""
-        folder = os.fspath(self.dirpath)
-        return folder if "://" in folder else os.path.realpath(os.path.expanduser(folder))
-
-    def is_due_after_step(self, steps: int) -> bool:
-        """Whether to save when so many steps are done."""
-        return self.every_n_train_steps is not None and steps % self.every_n_train_steps == 0
-
-    def is_due_after_epoch(self, epoch: int, *, steps: int) -> bool:
-        """Whether to save when ``epoch``, counted from 0, has ended."""
-        by_epochs = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
-        return by_epochs or self.is_due_after_step(steps)
+from lightning_dist.elastic.settings import EndSettings, RunSettings
 
 
 class Placement:
@@ -127,8 +77,8 @@ class Session:
         sharded: bool = False,
     ) -> None:
         self._settings, self._saving, self._sharded = settings, saving, sharded
-        self.account = Account()
-        self.life = Life(ending, self.account)
+        self.history = RunHistory()
+        self.lifecycle = ProcessLifecycle(ending, self.history)
         self._members: Membership | None = None
         self._retention: Retention | None = None
         self.resumed: ElasticState | None = None
@@ -154,7 +104,7 @@ class Session:
 
     def meet(self) -> None:
         """Begin to watch for progress, and make the groups of all ranks. Collective."""
-        self.life.open()
+        self.lifecycle.open()
         self._members = Membership(sharded=self._sharded)
 
     def open(self, placement: Placement) -> str | None:
@@ -166,7 +116,7 @@ class Session:
         """
         self._placement, self._saved_step, self.resumed = placement, -1, None
         folder = self._settings.folder
-        self.account.open(folder, ranks=self.members.ranks, seed=self._settings.seed)
+        self.history.open(folder, ranks=self.members.ranks, seed=self._settings.seed)
         self._retention = Retention(
             folder,
             keep=self._settings.keep,
@@ -187,9 +137,9 @@ class Session:
             is_own: its checkpoint was in the folder of this run; or else another run begins with
                 it.
         """
-        self.life.beat()
+        self.lifecycle.beat()
         self.resumed = state
-        self.account.resume(state, is_own=is_own)
+        self.history.resume(state, is_own=is_own)
 
     def scale_rates(
         self, optimizers: Iterable[Any], schedulers: Iterable[Any], *, first: Layout, now: Layout
@@ -212,7 +162,7 @@ class Session:
         self._placement.tell(line)
         for missing in Launch.from_env().missing_settings():
             self._placement.warn(missing)
-        self.account.start(self.resumed, first=first, world_size=world_size)
+        self.history.start(self.resumed, first=first, world_size=world_size)
         self._count_costs()
 
     def nothing_is_left(self, now: Layout | None) -> None:
@@ -223,7 +173,7 @@ class Session:
 
     def _count_costs(self) -> None:
         if self.members.rank == 0:
-            self._costs = self.account.metrics(world_size=self.members.world_size)
+            self._costs = self.history.metrics(world_size=self.members.world_size)
 
     @property
     def costs(self) -> dict[str, float]:
@@ -245,8 +195,8 @@ class Session:
 
         Returns whether the run has now caught up with what it had done before the restart.
         """
-        self.life.beat()
-        if caught_up := self.account.step(samples):
+        self.lifecycle.beat()
+        if caught_up := self.history.step(samples):
             self._count_costs()
         return caught_up
 
@@ -277,8 +227,8 @@ class Session:
         states, loaders, logged = (list(each) for each in zip(*gathered, strict=True))
         first, layout = layouts
         return ElasticState(
-            run_id=self.account.run_id,
-            seed=self.account.seed,
+            run_id=self.history.run_id,
+            seed=self.history.seed,
             first=first,
             layout=layout,
             position=position,
@@ -300,7 +250,7 @@ class Session:
             return
         self._placement.write(self.retention.checkpointer, path)
         self._saved_step = steps
-        self.life.beat()
+        self.lifecycle.beat()
 
     def _save_for_good(self) -> int | None:
         """Save this step if it is not saved yet, and wait; the newest step that is durable then."""
@@ -326,9 +276,11 @@ class Session:
 
     def _await_saves(self) -> None:
         """Writing may take long. That all ranks have come to a round of waiting is progress."""
-        while not all(self.members.ranks.gather(self.retention.is_saved_within(self.life.round_s))):
-            self.life.beat()
-        self.life.beat()
+        while not all(
+            self.members.ranks.gather(self.retention.is_saved_within(self.lifecycle.round_s))
+        ):
+            self.lifecycle.beat()
+        self.lifecycle.beat()
 
     def stop_if_told(self) -> int | None:
         """Where any rank is to end: one checkpoint of all, and this process's exit code.
@@ -339,7 +291,7 @@ class Session:
             CheckpointError: a checkpoint could not be written, on all ranks.
         """
         self.retention.collect()
-        if not self.members.stop.ask(self.life.is_told or self.retention.has_failed):
+        if not self.members.stop.ask(self.lifecycle.is_told or self.retention.has_failed):
             return None
         self.retention.agree_on_failures()
         saved = self._save_for_good()
@@ -347,15 +299,15 @@ class Session:
         # they would wait for the launcher, as functions that it has called do.
         self._placement.all_saved()
         reasons = self.members.ranks.gather(
-            self.life.reason
+            self.lifecycle.reason
         )  # no rank goes before all have come here
         self.members.stop.end()
         steps = self._placement.steps
-        code = self.life.stop(reasons, is_saved=saved == steps)
+        code = self.lifecycle.stop(reasons, is_saved=saved == steps)
         self._placement.stopping(reasons)
         say = self._placement.tell if saved == steps else self._placement.warn
         say(stop_line(steps, reasons, saved=saved))
-        self.life.leave()
+        self.lifecycle.leave()
         return code
 
     def complete(self, *, saves: bool = True) -> None:
@@ -367,11 +319,11 @@ class Session:
         if saves:
             self._save_for_good()
         self.members.stop.end()
-        self.life.finish()
-        self.account.complete()
+        self.lifecycle.finish()
+        self.history.complete()
         self._count_costs()
-        if self.members.rank == 0 and self.account.summary.restarts:
-            self._placement.tell(cost_line(self.account.summary))
+        if self.members.rank == 0 and self.history.summary.restarts:
+            self._placement.tell(cost_line(self.history.summary))
 
     def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:
         """The end of this process's part, with what has ended it.
@@ -386,11 +338,11 @@ class Session:
             finally:
                 self._metrics, self._last = retention.metrics, retention.last_committed
         if stopped:
-            self.life.end_listening()
+            self.lifecycle.end_listening()
         elif error is not None:
-            self.life.fail(error)
+            self.lifecycle.fail(error)
         else:
-            self.life.close()
+            self.lifecycle.close()
             if self._members is not None:
                 self._members.close()
-        self.account.close()
+        self.history.close()

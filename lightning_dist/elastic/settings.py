@@ -1,9 +1,58 @@
-"""When a process ends by itself."""
+"""What users set of a run: when it saves, how it deals, and when a process ends by itself."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from lightning_dist.elastic.plan import BatchPolicy, require_policy
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What users set of a run, in a Trainer or a loop of their own; see ElasticRestart.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    dirpath: str | os.PathLike[str]
+    every_n_train_steps: int | None
+    every_n_epochs: int
+    keep: int
+    batch_policy: BatchPolicy
+    seed: int | None
+    weights_only: bool
+
+    def __post_init__(self) -> None:
+        require_policy(self.batch_policy)
+        if not self.dirpath:
+            raise ValueError("dirpath is the folder that every start looks into; give one")
+        for name in ("every_n_train_steps", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} has to be positive; got {value}")
+        if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
+            raise ValueError(
+                "checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
+                f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
+            )
+
+    @property
+    def folder(self) -> str:
+        """An absolute path, or a URL."""
+        folder = os.fspath(self.dirpath)
+        return folder if "://" in folder else os.path.realpath(os.path.expanduser(folder))
+
+    def is_due_after_step(self, steps: int) -> bool:
+        """Whether to save when so many steps are done."""
+        return self.every_n_train_steps is not None and steps % self.every_n_train_steps == 0
+
+    def is_due_after_epoch(self, epoch: int, *, steps: int) -> bool:
+        """Whether to save when ``epoch``, counted from 0, has ended."""
+        by_epochs = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+        return by_epochs or self.is_due_after_step(steps)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from lightning_dist.elastic.layout import Layout, layout_for
-from lightning_dist.elastic.plan import EpochPlan, Pass, Position
+from lightning_dist.elastic.plan import EpochPlan, Layout, Pass, Position, layout_for
 
 
 @st.composite

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.loading import shard
-from lightning_dist.elastic.plan import EpochPlan, Position
+from lightning_dist.elastic.plan import EpochPlan, Layout, Position
 from lightning_dist.elastic.sampling import Cursor
+from lightning_dist.elastic.sharding import shard
 
 
 class Squares(Dataset[int]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.rendezvous import Launch
 
 TORCHRUN = {
     "RANK": "5",

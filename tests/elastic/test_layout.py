@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import constant, layouts
 
-from lightning_dist.elastic.layout import (
+from lightning_dist.elastic.plan import (
     BatchPolicy,
     Layout,
     layout_for,

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dist.elastic import rng
-from lightning_dist.elastic.order import EpochOrder
+from lightning_dist.elastic.sampling import EpochOrder
 
 DATA = range(20)
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import Epoch, constant, epochs, relaid, steps_of
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.plan import EpochPlan, Position, full_size
+from lightning_dist.elastic.plan import EpochPlan, Layout, Position, full_size
 
 
 @given(epochs())

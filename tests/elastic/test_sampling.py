@@ -9,10 +9,8 @@ from hypothesis import given
 from plans import Epoch, epochs
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.order import EpochOrder
-from lightning_dist.elastic.plan import EpochPlan, Position
-from lightning_dist.elastic.sampling import Cursor, ElasticBatchSampler, EpochSetter
+from lightning_dist.elastic.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.sampling import Cursor, ElasticBatchSampler, EpochOrder, EpochSetter
 
 
 def sampler(epoch: Epoch, rank: int) -> ElasticBatchSampler:

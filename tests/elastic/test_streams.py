@@ -11,7 +11,7 @@ from hypothesis import given
 from plans import Epoch, epochs
 from streaming import Numbers, Rank
 
-from lightning_dist.elastic.layout import Layout
+from lightning_dist.elastic.plan import Layout
 from lightning_dist.elastic.streams import Shardable, ShardedStream
 
 

@@ -12,8 +12,7 @@ import pytest
 from processes import Finished, run
 
 from lightning_dist.elastic import watchdog
-from lightning_dist.elastic.deadline import Deadline
-from lightning_dist.elastic.watchdog import EXIT_STUCK, Watchdog
+from lightning_dist.elastic.watchdog import EXIT_STUCK, Deadline, Watchdog
 
 LIMIT = 20.0
 HANGING = Path(__file__).with_name("hanging.py")

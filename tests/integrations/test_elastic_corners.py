@@ -15,7 +15,7 @@ from elastic_runs import FailAt, Fault, Net, committed, fit, hash_of, make_loade
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader
 
-from lightning_dist.elastic.state import KEY
+from lightning_dist.elastic.progress import KEY
 from lightning_dist.integrations.lightning.elastic.connectors import Preempted
 
 

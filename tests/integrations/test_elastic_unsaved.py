@@ -12,7 +12,7 @@ from elastic_jobs import Fault, Job, run_jobs
 from processes import Finished, run
 
 from lightning_dist.checkpoint.disk.scan import newest_valid
-from lightning_dist.elastic.life import EXIT_UNSAVED
+from lightning_dist.elastic.lifecycle import EXIT_UNSAVED
 
 MAIN = """
 import json, logging, resource, sys, threading
@@ -21,7 +21,7 @@ from elastic_jobs import KINDS, limit_files_of_writer
 from elastic_runs import FailAt, fit
 from loop_runs import train
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.preemption import PreemptionListener
 saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
 framework, folder, steps = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 def space_after_a_failure():
@@ -31,11 +31,11 @@ def space_after_a_failure():
         on_failed(self, event)
     Checkpointer._on_failed = mended
 def terminate():  # and wait until the thread of signals has taken note of it
-    heard, give = threading.Event(), Notices.give
+    heard, give = threading.Event(), PreemptionListener.give
     def told(self, reason):
         give(self, reason)
         heard.set()
-    Notices.give = told
+    PreemptionListener.give = told
     KINDS["terminate"]()
     assert heard.wait(60)
 kinds = KINDS | {"terminate": terminate}

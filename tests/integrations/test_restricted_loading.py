@@ -20,7 +20,7 @@ from lightning_dist import ElasticLoop
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.state import KEY
+from lightning_dist.elastic.progress import KEY
 
 ODD = {
     "path": (pathlib.PurePosixPath("data"), "PurePosixPath"),

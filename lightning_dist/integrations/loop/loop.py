@@ -13,11 +13,10 @@ from torch import Tensor
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.journal import Summary
-from lightning_dist.elastic.layout import BatchPolicy
-from lightning_dist.elastic.plan import Pass
-from lightning_dist.elastic.session import RunSettings, Session
-from lightning_dist.elastic.settings import EndSettings
-from lightning_dist.elastic.state import ElasticState
+from lightning_dist.elastic.plan import BatchPolicy, Pass
+from lightning_dist.elastic.progress import ElasticState
+from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.settings import EndSettings, RunSettings
 from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
@@ -154,12 +153,12 @@ class ElasticLoop:
     @property
     def summary(self) -> Summary:
         """What restarts have cost this run so far; on rank 0."""
-        return self._run.session.account.summary
+        return self._run.session.history.summary
 
     @property
     def run_id(self) -> str:
         """A name that stays over restarts: ``id=`` of a wandb run, with ``resume="allow"``."""
-        return self._run.session.account.run_id
+        return self._run.session.history.run_id
 
     def metrics(self) -> dict[str, float]:
         """``elastic/*`` and ``checkpoint/*`` of the run so far, under the names of a Trainer's.
@@ -174,7 +173,7 @@ class ElasticLoop:
 
     def beat(self) -> None:
         """There is progress, outside of batches too; see ``hang_timeout``."""
-        self._run.session.life.beat()
+        self._run.session.lifecycle.beat()
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs of the training that are left, of ``count``."""
@@ -191,7 +190,7 @@ class ElasticLoop:
     def _begin_epoch(self, epoch: int) -> None:
         self._run.data.cursor.set_epoch(epoch)
         self._in_epoch = True
-        self._run.session.life.beat()
+        self._run.session.lifecycle.beat()
         if self._run.data.cursor.begin.samples == 0:
             self._run.generators.restore()
 
@@ -223,7 +222,7 @@ class ElasticLoop:
             with self._run.objects.exchanging(self._this.ends_step):
                 yield batch if device is None else move_data_to_device(batch, device)
             self._require_told()
-            self._run.session.life.beat()
+            self._run.session.lifecycle.beat()
         self._this, self._in_epoch = None, False
 
     def _require_told(self) -> None:

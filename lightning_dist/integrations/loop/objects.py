@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.restricted import require_loadable
-from lightning_dist.elastic.state import KEY, ElasticState
+from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer
 

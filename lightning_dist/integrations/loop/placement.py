@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.loading import NotExactError
 from lightning_dist.elastic.plan import Position
-from lightning_dist.elastic.session import Placement, RunSettings, Session
-from lightning_dist.elastic.sharding import Deal
-from lightning_dist.elastic.state import KEY, Generators
+from lightning_dist.elastic.progress import KEY, Generators
+from lightning_dist.elastic.rendezvous import Launch
+from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.elastic.sharding import Deal, NotExactError
 from lightning_dist.elastic.workers import end_workers, keep_workers
 from lightning_dist.integrations.loop.objects import Objects
 
@@ -64,7 +64,7 @@ class LoopPlacement(Placement):
         path = session.open(self)
         state = None if path is None else self.objects.take_up(self._load(path), path=path)
         session.load(state, is_own=True)
-        run, restricted = session.account.run_id, settings.weights_only
+        run, restricted = session.history.run_id, settings.weights_only
         session.retention.save_for(run, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position
         self.samples = 0 if state is None else state.total_samples
@@ -80,8 +80,8 @@ class LoopPlacement(Placement):
             world_size=world_size,
             resumed=state,
             path=path or "",
-            begun=session.account.first,
-            seed=session.account.seed,
+            begun=session.history.first,
+            seed=session.history.seed,
         )
         self.batches = self.data.deal(_unprepared(loader))
         """A loader of this rank's batches, from where the epoch begins or goes on."""
@@ -92,7 +92,7 @@ class LoopPlacement(Placement):
             session.retention.watch(optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
             self._handlers = {each: signal.getsignal(each) for each in self._signals}
-        session.life.note(self._signals, asks=Launch.from_env().local_rank == 0)
+        session.lifecycle.note(self._signals, asks=Launch.from_env().local_rank == 0)
         self.is_open = True
 
     def _load(self, path: str) -> Any:

@@ -79,7 +79,7 @@ class Preempted(SIGTERMException):
 
 
 class NoticeConnector(private.SignalConnector):
-    """Leaves signals to :class:`~lightning_dist.elastic.notice.Notices`.
+    """Leaves signals to :class:`~lightning_dist.elastic.preemption.PreemptionListener`.
 
     Lightning's own handler begins a broadcast from within the handler, on the ranks that got the
     signal, and looks at rank 0's only.

@@ -13,11 +13,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.loading import LoaderFacts, NotExactError
-from lightning_dist.elastic.plan import EpochPlan, Position
-from lightning_dist.elastic.sharding import Deal
-from lightning_dist.elastic.stateful import Remembered, StatefulLoader
+from lightning_dist.elastic.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.sharding import (
+    Deal,
+    LoaderFacts,
+    NotExactError,
+    Remembered,
+    StatefulLoader,
+)
 from lightning_dist.integrations.lightning import private
 
 FINDERS = (BatchSizeFinder, LearningRateFinder)

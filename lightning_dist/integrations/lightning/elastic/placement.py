@@ -16,8 +16,8 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.plan import Pass, Position
+from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.session import Placement, Session
-from lightning_dist.elastic.state import KEY, ElasticState, Generators
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.report import drain, line
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into

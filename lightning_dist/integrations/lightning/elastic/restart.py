@@ -15,12 +15,11 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.layout import BatchPolicy
-from lightning_dist.elastic.plan import Pass
+from lightning_dist.elastic.plan import BatchPolicy, Pass
+from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.retention import not_ours
-from lightning_dist.elastic.session import RunSettings, Session
-from lightning_dist.elastic.settings import EndSettings
-from lightning_dist.elastic.state import KEY, ElasticState
+from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.settings import EndSettings, RunSettings
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.before_setup import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
@@ -219,12 +218,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 process.terminate()
 
         signals = notice_signals(private.cluster_environment(trainer))
-        self._session.life.note(signals, asks=trainer.local_rank == 0, on_told=end_the_others)
+        self._session.lifecycle.note(signals, asks=trainer.local_rank == 0, on_told=end_the_others)
 
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == "fit" and not is_trial(trainer) and trainer.is_global_zero:
-            account = self._session.account
+            account = self._session.history
             account.look(self._settings.folder, rank=trainer.global_rank)
             identify(trainer, run_id=account.run_id)
 
@@ -248,8 +247,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             policy=self._settings.batch_policy,
             resumed=state,
             path=path,
-            begun=self._session.account.first,
-            seed=self._session.account.seed,
+            begun=self._session.history.first,
+            seed=self._session.history.seed,
         )
         self._at = LoopPosition(trainer, data=self._data, session=self._session)
         place_sources(trainer, self._data)
@@ -273,7 +272,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             session.scale_rates(trainer.optimizers, schedulers, first=first, now=now)
         self._at.restore_metrics()
-        run = session.account.run_id
+        run = session.history.run_id
         session.retention.save_for(run, restricted=self._is_restricted, resumed=self._found)
         self._has_begun = True
         foreign = ""
@@ -285,7 +284,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 "samples begins anew"
             )
         session.begin(first, self._data.layout, foreign=foreign)
-        session.life.beat()
+        session.lifecycle.beat()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_generators()
 
@@ -322,7 +321,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at is None or self._placement is None:
             return
         self._at.end_pass()
-        session.life.beat()
+        session.lifecycle.beat()
         if private.is_accumulating(trainer):
             return
         if session.step(self._at.total_samples):
@@ -354,7 +353,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._session.life.beat()
+        self._session.lifecycle.beat()
         if self._polls_validation and self._at is not None and not trainer.sanity_checking:
             self._stop_if_told()
 
@@ -365,7 +364,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._session.life.beat()
+        self._session.lifecycle.beat()
         if self._at is None or self._placement is None:
             return
         self._epoch_is_due = False

@@ -1,4 +1,4 @@
-"""Notices that this process, or its machine, is about to go."""
+"""PreemptionListener that this process, or its machine, is about to go."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PREEMPTED = "preemption notice"
 _PATIENCE = 1.0
 """Seconds for the thread to end."""
 
-_LISTENING: WeakSet[Notices] = WeakSet()
+_LISTENING: WeakSet[PreemptionListener] = WeakSet()
 
 
-class Notices:
+class PreemptionListener:
     """Listens to signals and to a cloud's notice, without ever interrupting the training.
 
     A signal only leaves its number; a thread reads it at once, also while the main thread waits in

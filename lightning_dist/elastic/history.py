@@ -11,11 +11,11 @@ from typing import Any
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.elastic.journal import FINISHED, Journal, Progress, Summary, summarize
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.state import ElasticState
+from lightning_dist.elastic.plan import Layout
+from lightning_dist.elastic.progress import ElasticState
 
 
-class Account:
+class RunHistory:
     """What one process knows of the run that it is a part of, and writes down for the next."""
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.notice import PREEMPTED, Notices
+from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
+from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.settings import EndSettings
 from lightning_dist.elastic.watchdog import Watchdog
 
@@ -35,7 +35,7 @@ class TakesNote(Protocol):
         """It ends; ``is_echo``: because another one did."""
 
 
-class Life:
+class ProcessLifecycle:
     """The life of one process, from its set-up to its end.
 
     Args:
@@ -46,7 +46,7 @@ class Life:
     def __init__(self, settings: EndSettings, account: TakesNote) -> None:
         self._settings = settings
         self._notes = account
-        self._notices: Notices | None = None
+        self._notices: PreemptionListener | None = None
         self._watchdog: Watchdog | None = None
 
     @property
@@ -93,7 +93,7 @@ class Life:
             )
             on_told()
 
-        self._notices = Notices(
+        self._notices = PreemptionListener(
             signals,
             preempted=self._settings.preempted if asks else None,
             poll_s=self._settings.poll_s,
