@@ -143,9 +143,9 @@ class RunHistory:
         if self._journal.is_kept:
             summary = self.summary
             found["elastic/restarts"] = float(summary.restarts)
-            found["elastic/samples_redone"] = float(summary.samples_redone)
+            found["elastic/samples_recomputed"] = float(summary.samples_recomputed)
             if self._to_catch_up is None:
-                found["elastic/seconds_lost"] = summary.seconds_lost
+                found["elastic/lost_time_s"] = summary.lost_time_s
         return found
 
     def complete(self) -> None:
@@ -193,7 +193,7 @@ def start_line(
         return start
     rest = now.global_batch % (now.world_size * now.accumulate)
     uneven = ", not all of them equal" if rest else ""
-    passes, ranks = _counted(now.accumulate, "pass"), _counted(now.world_size, "rank")
+    passes, ranks = _counted(now.accumulate, "micro-batch"), _counted(now.world_size, "rank")
     return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
 
 
@@ -201,11 +201,11 @@ def cost_line(summary: Summary) -> str:
     """What restarts have cost, for the user."""
     restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
     return (
-        f"elastic: {restarts}, {summary.seconds_lost:.1f} s lost, "
-        f"{summary.samples_redone} samples redone ({causes})"
+        f"elastic: {restarts}, {summary.lost_time_s:.1f} s lost, "
+        f"{summary.samples_recomputed} samples recomputed ({causes})"
     )
 
 
 def _counted(number: int, what: str) -> str:
-    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
+    plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
     return f"{number} {what}{plural}"

@@ -130,14 +130,14 @@ class Summary:
     Args:
         restarts: how often it has been started again before its end.
         causes: why, in order.
-        seconds_lost: from the last step before a fault to the same step after it, added up.
-        samples_redone: samples that were computed again.
+        lost_time_s: from the last step before a fault to the same step after it, added up.
+        samples_recomputed: samples that were computed again.
     """
 
     restarts: int = 0
     causes: list[str] = field(default_factory=list)
-    seconds_lost: float = 0.0
-    samples_redone: int = 0
+    lost_time_s: float = 0.0
+    samples_recomputed: int = 0
 
 
 def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
@@ -155,8 +155,8 @@ def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
     return Summary(
         restarts=len(causes),
         causes=causes,
-        seconds_lost=sum(each["seconds"] for each in mine),
-        samples_redone=sum(each.get("redone") or 0 for each in starts[1:]),
+        lost_time_s=sum(each["seconds"] for each in mine),
+        samples_recomputed=sum(each.get("redone") or 0 for each in starts[1:]),
     )
 
 
@@ -168,4 +168,5 @@ def _cause(ends: list[dict[str, Any]], *, before: dict[str, Any], now: dict[str,
         return f"rank {first['rank']}: {first['reason']}"
     gone = sorted(set(range(before["world_size"])) - {each["rank"] for each in ends})
     ranks = ", ".join(map(str, gone)) or "unknown"
-    return f"rank{'s' if len(gone) > 1 else ''} {ranks} ended without a word (killed)"
+    who = f"rank{'s' if len(gone) > 1 else ''} {ranks}"
+    return f"{who} terminated without a record (SIGKILL or out of memory?)"

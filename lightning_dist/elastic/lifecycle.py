@@ -80,7 +80,7 @@ class ProcessLifecycle:
         """Begin to note signals.
 
         Args:
-            asks: whether this process asks ``preempted``; one of a host does.
+            asks: whether this process asks ``preemption_check``; one of a host does.
             on_told: called from a thread at the first notice.
         """
         self.beat()
@@ -95,8 +95,8 @@ class ProcessLifecycle:
 
         self._notices = PreemptionListener(
             signals,
-            preempted=self._settings.preempted if asks else None,
-            poll_s=self._settings.poll_s,
+            check=self._settings.preemption_check if asks else None,
+            poll_interval=self._settings.preemption_poll_interval,
             on_notice=on_notice,
         )
         self._notices.start()
@@ -119,7 +119,7 @@ class ProcessLifecycle:
             is_saved: the step at which they stop is in a checkpoint that is durable.
         """
         told = self.reason
-        self._notes.end(told or "told by others", is_echo=not told)
+        self._notes.end(told or "peer preempted", is_echo=not told)
         launch = Launch.from_env()
         first = launch.rank - launch.local_rank  # ranks of a node follow each other
         here = reasons[first : first + (launch.local_world_size or 1)]
@@ -177,9 +177,9 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
         saved: step of the newest checkpoint that is durable; None: there is none.
     """
     told = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    line = f"elastic: stopped at step {step} ({told})"
+    line = f"elastic: preempted at step {step} ({told})"
     if saved == step:
-        return f"{line}, everything is saved"
+        return f"{line}; checkpoint committed"
     last = "there is no complete checkpoint"
     if saved is not None:
         last = f"the last complete checkpoint is of step {saved}"

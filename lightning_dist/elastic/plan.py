@@ -1,4 +1,4 @@
-"""How a global batch is dealt to ranks, and which passes an epoch has on one of them."""
+"""How a global batch is dealt to ranks, and which micro-batches an epoch has on one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-BatchPolicy = Literal["constant_global", "scale_lr", "scale_lr:sqrt", "fixed_micro"]
+BatchPolicy = Literal["fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Layout:
     Args:
         world_size: ranks.
         micro_batch: samples that a rank takes in one forward and backward pass, at most.
-        accumulate: passes per optimizer step.
+        accumulate: micro-batches per optimizer step.
         global_batch: samples per optimizer step, of all ranks together.
     """
 
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of_script(cls, *, world_size: int, micro_batch: int, accumulate: int) -> Layout:
-        """What a script means that sets a batch size per rank and passes per step."""
+        """What a script means that sets a batch size per rank and micro-batches per step."""
         return cls(world_size, micro_batch, accumulate, world_size * micro_batch * accumulate)
 
     def share(self, rank: int, *, begin: int, count: int) -> range:
@@ -56,20 +56,20 @@ def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
     """The layout for the ranks of ``script`` in a run that began with the layout ``first``.
 
     Args:
-        policy: ``"constant_global"`` keeps the global batch and changes the passes per step; the
-            others do what the script says, and the global batch grows with the ranks.
+        policy: ``"fixed_global_batch"`` keeps the global batch and changes the micro-batches per
+            step; the others do what the script says, and the global batch grows with the ranks.
         script: what the script asks for now.
 
     Raises:
         ValueError: more ranks than samples in a global batch.
     """
-    if policy != "constant_global":
+    if policy != "fixed_global_batch":
         return script
     world_size, micro_batch = script.world_size, script.micro_batch
     if world_size > first.global_batch:
         raise ValueError(
-            f"batch_policy='constant_global' deals a global batch of {first.global_batch} samples "
-            f"to at most as many ranks; got {world_size} ranks. Start fewer, or use "
+            f"batch_policy='fixed_global_batch' deals a global batch of {first.global_batch} "
+            f"samples to at most as many ranks; got {world_size} ranks. Start fewer, or use "
             "batch_policy='scale_lr'"
         )
     accumulate = math.ceil(math.ceil(first.global_batch / world_size) / micro_batch)
@@ -102,13 +102,13 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatch:
     """One forward and backward pass of one rank.
 
     Args:
         samples: which samples of the epoch's order this rank takes; may be empty.
         weight: what its loss, a mean over its samples, is multiplied with, so that the mean over
-            passes and ranks is the mean over the samples of the step.
+            micro-batches and ranks is the mean over the samples of the step.
         ends_step: whether the optimizer steps after it.
     """
 
@@ -119,13 +119,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The passes of an epoch: those before ``begin`` are counted, not described.
+    """The micro-batches of an epoch: those before ``begin`` are counted, not described.
 
     Args:
         layout: how steps are dealt.
-        rank: whose passes these are.
+        rank: whose micro-batches these are.
         begin: where this epoch is resumed; before it are ``begin.steps`` steps of
-            ``layout.accumulate`` passes, as far as counting goes.
+            ``layout.accumulate`` micro-batches, as far as counting goes.
         size: samples of the epoch.
         drop_last: leave out the samples that do not fill a global batch.
     """
@@ -156,7 +156,7 @@ class EpochPlan:
 
     @property
     def first_pass(self) -> int:
-        """The number of the first pass that is left."""
+        """The number of the first micro-batch that is left."""
         return self.begin.steps * self.layout.accumulate
 
     def __len__(self) -> int:
@@ -164,8 +164,8 @@ class EpochPlan:
         tail = self.layout.passes_for(self._tail) if self._tail else 0
         return self.first_pass + self._full_steps * self.layout.accumulate + tail
 
-    def pass_at(self, index: int) -> Pass:
-        """The pass with this number in the epoch, from ``first_pass`` on."""
+    def pass_at(self, index: int) -> MicroBatch:
+        """The micro-batch with this number in the epoch, from ``first_pass`` on."""
         assert self.first_pass <= index < len(self), (index, self.first_pass, len(self))
         step, which = divmod(index - self.first_pass, self.layout.accumulate)
         is_tail = step >= self._full_steps
@@ -176,9 +176,9 @@ class EpochPlan:
         begin = self.begin.samples + step * self.layout.global_batch
         share = self.layout.share(self.rank, begin=begin, count=count)
         samples = _piece(share, which, of=passes)
-        # DDP divides by the ranks, and a trainer by the passes of a full step.
+        # DDP divides by the ranks, and a trainer by the micro-batches of a full step.
         weight = len(samples) * self.layout.world_size * self.layout.accumulate / count
-        return Pass(samples, weight, which + 1 == passes)
+        return MicroBatch(samples, weight, which + 1 == passes)
 
     def after(self, passes: int) -> Position:
         """The position when ``passes`` of the epoch are done: that of the last optimizer step."""
@@ -208,7 +208,7 @@ def _piece(share: range, which: int, *, of: int) -> range:
 
 
 def full_size(size: int, *, limit_passes: int | None, layout: Layout) -> int:
-    """Samples of an epoch of which ``limit_passes`` passes of ``layout`` are wanted."""
+    """Samples of an epoch of which ``limit_passes`` micro-batches of ``layout`` are wanted."""
     if limit_passes is None:
         return size
     return min(size, math.ceil(limit_passes / layout.accumulate) * layout.global_batch)

@@ -136,11 +136,11 @@ class EpochSetter(DistributedSampler[Any]):
 class ElasticBatchSampler(Sampler[list[Any]]):
     """The batches of one rank: lists of indices, of unequal lengths where the ranks do not fit.
 
-    A pass to which a rank has nothing to give gets one sample, whose loss has weight zero.
+    A micro-batch to which a rank has nothing to give gets one sample, whose loss has weight zero.
 
     Args:
         order: of an epoch.
-        plan: the passes of the present epoch.
+        plan: the micro-batches of the present epoch.
         on_first: called before the first batch of an iteration is drawn.
     """
 

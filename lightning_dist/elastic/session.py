@@ -119,7 +119,7 @@ class Session:
         self.history.open(folder, ranks=self.members.ranks, seed=self._settings.seed)
         self._retention = Retention(
             folder,
-            keep=self._settings.keep,
+            keep=self._settings.max_to_keep,
             settings=self._saving,
             members=self.members,
             warn=placement.warn,

@@ -20,7 +20,7 @@ class RunSettings:
     dirpath: str | os.PathLike[str]
     every_n_train_steps: int | None
     every_n_epochs: int
-    keep: int
+    max_to_keep: int
     batch_policy: BatchPolicy
     seed: int | None
     weights_only: bool
@@ -29,7 +29,7 @@ class RunSettings:
         require_policy(self.batch_policy)
         if not self.dirpath:
             raise ValueError("dirpath is the folder that every start looks into; give one")
-        for name in ("every_n_train_steps", "keep"):
+        for name in ("every_n_train_steps", "max_to_keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} has to be positive; got {value}")
@@ -60,8 +60,9 @@ class EndSettings:
     """What counts as a notice, and the bounds on hanging.
 
     Args:
-        preempted: asked every ``poll_s`` seconds; whether the machine is about to go.
-        poll_s: seconds.
+        preemption_check: asked every ``preemption_poll_interval`` seconds; whether the machine is
+            about to go.
+        preemption_poll_interval: seconds.
         grace_period: seconds from a notice to the forced end of the process.
         hang_timeout: seconds without progress after which the process ends itself; None: never.
 
@@ -69,13 +70,13 @@ class EndSettings:
         ValueError: a number that is not positive.
     """
 
-    preempted: Callable[[], bool] | None = None
-    poll_s: float = 5.0
+    preemption_check: Callable[[], bool] | None = None
+    preemption_poll_interval: float = 5.0
     grace_period: float = 25.0
     hang_timeout: float | None = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("poll_s", "grace_period"):
+        for name in ("preemption_poll_interval", "grace_period"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} has to be positive; got {getattr(self, name)}")
         if self.hang_timeout is not None and self.hang_timeout <= 0:

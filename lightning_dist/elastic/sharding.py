@@ -183,7 +183,7 @@ class Deal:
 
     Args:
         policy: see :func:`~lightning_dist.elastic.plan.layout_for`.
-        accumulate: passes per optimizer step, as the script says.
+        accumulate: micro-batches per optimizer step, as the script says.
         rank: this one.
         world_size: ranks.
         resumed: what a checkpoint said; None for a fresh start.
@@ -238,7 +238,7 @@ class Deal:
         """This rank's share of the user's ``loader``.
 
         Args:
-            limit: passes of an epoch that are wanted, in the layout of the first start.
+            limit: micro-batches of an epoch that are wanted, in the layout of the first start.
             accept: told the layout of the first start and that of now; may refuse.
             on_first: called before the first batch of an epoch is drawn in this process.
 
@@ -285,7 +285,7 @@ class Deal:
         return (now if self.resumed is None else self.resumed.first), now
 
     def plan(self) -> EpochPlan:
-        """The passes of the present epoch on this rank."""
+        """The micro-batches of the present epoch on this rank."""
         assert self.facts is not None
         assert self.layout is not None
         return EpochPlan(

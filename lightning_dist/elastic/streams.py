@@ -38,11 +38,11 @@ class Shardable(Protocol):
 
 
 class ShardedStream(IterableDataset[list[Any]]):
-    """Lists of samples, one for every pass of one rank, also in the workers of a loader.
+    """Lists of samples, one for every micro-batch of one rank, also in the workers of a loader.
 
     Args:
         dataset: read by every worker, which keeps its part.
-        plan: the passes of the present epoch.
+        plan: the micro-batches of the present epoch.
         on_first: called before the first sample is read in the trainer's own process.
     """
 

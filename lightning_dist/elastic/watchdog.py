@@ -55,7 +55,7 @@ class Watchdog:
     """A thread with two deadlines: of the next sign of progress, and of the end.
 
     Args:
-        hang_timeout: seconds without a :meth:`beat` after which the process ends; None: never.
+        hang_timeout: seconds without a :meth:`heartbeat` after which the process ends; None: never.
         last_words: called before that with the reason.
         end: how the process ends.
         clock: in seconds.
@@ -77,7 +77,7 @@ class Watchdog:
         self._progress, self._limit = Deadline(clock), Deadline(clock)
 
     def start(self) -> None:
-        """Begin to watch; :meth:`beat` has to be called from now on."""
+        """Begin to watch; :meth:`heartbeat` has to be called from now on."""
         self.beat()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -150,7 +150,7 @@ def _end(why: str, siblings: Siblings | None) -> NoReturn:
 
 
 def _say(why: str) -> None:
-    print(f"lightning_dist: this process ends itself: {why}", file=sys.stderr, flush=True)
+    print(f"lightning_dist: watchdog: {why}, exiting ({EXIT_STUCK})", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 

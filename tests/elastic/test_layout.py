@@ -58,7 +58,7 @@ def test_a_constant_global_batch_takes_other_passes(
     assert layout.passes_for(64) == accumulate
 
 
-@pytest.mark.parametrize("policy", ["scale_lr", "scale_lr:sqrt", "fixed_micro"])
+@pytest.mark.parametrize("policy", ["scale_lr", "scale_lr:sqrt", "fixed_micro_batch"])
 def test_other_policies_do_what_the_script_says(policy: BatchPolicy) -> None:
     script = Layout.of_script(world_size=6, micro_batch=8, accumulate=3)
     assert layout_for(policy, FIRST, script=script) == script == Layout(6, 8, 3, 144)
@@ -66,7 +66,7 @@ def test_other_policies_do_what_the_script_says(policy: BatchPolicy) -> None:
 
 def test_more_ranks_than_samples() -> None:
     message = (
-        "batch_policy='constant_global' deals a global batch of 64 samples to at most as many "
+        "batch_policy='fixed_global_batch' deals a global batch of 64 samples to at most as many "
         "ranks; got 65 ranks. Start fewer, or use batch_policy='scale_lr'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -75,7 +75,12 @@ def test_more_ranks_than_samples() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "factor"),
-    [("constant_global", 1.0), ("fixed_micro", 1.0), ("scale_lr", 0.25), ("scale_lr:sqrt", 0.5)],
+    [
+        ("fixed_global_batch", 1.0),
+        ("fixed_micro_batch", 1.0),
+        ("scale_lr", 0.25),
+        ("scale_lr:sqrt", 0.5),
+    ],
 )
 def test_learning_rates_follow_the_global_batch(policy: BatchPolicy, factor: float) -> None:
     script = Layout.of_script(world_size=1, micro_batch=8, accumulate=FIRST.accumulate)
@@ -86,11 +91,11 @@ def test_learning_rates_follow_the_global_batch(policy: BatchPolicy, factor: flo
 
 
 def test_a_policy_that_there_is_not() -> None:
-    for policy in ("constant_global", "scale_lr", "scale_lr:sqrt", "fixed_micro"):
+    for policy in ("fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"):
         require_policy(policy)
     message = (
-        "batch_policy is one of 'constant_global', 'scale_lr', 'scale_lr:sqrt', 'fixed_micro'; "
-        "got 'scale'"
+        "batch_policy is one of 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt', "
+        "'fixed_micro_batch'; got 'scale'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         require_policy("scale")

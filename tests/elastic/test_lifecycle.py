@@ -37,7 +37,7 @@ def codes_of(patch: pytest.MonkeyPatch, reasons: list[str], *, is_saved: bool = 
         life._notices = PreemptionListener([])
         life._notices.reason = reason
         codes.append(life.stop(reasons, is_saved=is_saved))
-        assert account.ends == [(reason or "told by others", not reason)]
+        assert account.ends == [(reason or "peer preempted", not reason)]
     return codes
 
 

@@ -174,7 +174,7 @@ def test_a_cloud_is_asked_on_a_thread_until_it_says_so() -> None:
         asked.append(threading.current_thread())
         return len(asked) == 3
 
-    notices = PreemptionListener([], preempted=preempted, poll_s=0.001, on_notice=heard)
+    notices = PreemptionListener([], check=preempted, poll_interval=0.001, on_notice=heard)
     notices.start()
     assert heard.event.wait(LIMIT)
     asked[0].join(LIMIT)
@@ -193,7 +193,7 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         called.set()
         raise OSError("no route to the metadata server")
 
-    notices = PreemptionListener([], preempted=preempted, poll_s=0.001)
+    notices = PreemptionListener([], check=preempted, poll_interval=0.001)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         notices.start()
@@ -201,7 +201,7 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         asked[0].join(LIMIT)
     notices.stop()
     assert [str(each.message) for each in caught] == [
-        "preempted() failed and is not asked again: OSError: no route to the metadata server"
+        "preemption_check() failed and is not asked again: OSError: no route to the metadata server"
     ]
     assert len(asked) == 1
     assert notices.reason == ""
@@ -217,7 +217,7 @@ def test_nobody_asks_after_the_end() -> None:
         go_on.wait(LIMIT)
         return False
 
-    notices = PreemptionListener([], preempted=preempted, poll_s=0.001)
+    notices = PreemptionListener([], check=preempted, poll_interval=0.001)
     notices.start()
     assert called.wait(LIMIT)
     notices.stop()

@@ -139,7 +139,7 @@ def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished
     assert finished.returncode == EXIT_STUCK == 76
     _, _, after = finished.output.partition("hangs\n")
     assert after.startswith("last words: no progress for 0.2 s\n")
-    assert "lightning_dist: this process ends itself: no progress for 0.2 s\n" in after
+    assert "lightning_dist: watchdog: no progress for 0.2 s, exiting (76)\n" in after
     assert "in train_a_step" in after, "where its threads are"
     assert "in _watch" in after
 
@@ -147,7 +147,7 @@ def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished
 def test_a_process_whose_grace_period_is_over(hang: Callable[[str], Finished]) -> None:
     finished = hang("told")
     assert finished.returncode == EXIT_STUCK
-    assert "ends itself: SIGTERM, and the grace period is over\n" in finished.output
+    assert "watchdog: SIGTERM, and the grace period is over, exiting (76)\n" in finished.output
 
 
 @pytest.mark.parametrize("way", ["words fail", "words hang", "nobody reads", "stderr closed"])

@@ -148,7 +148,11 @@ def test_a_training_in_a_thread_hears_its_cloud(tmp_path: Path) -> None:
 
     def train() -> None:
         try:
-            fit(tmp_path, elastic={"preempted": lambda: True, "poll_s": 0.01}, max_epochs=1000)
+            fit(
+                tmp_path,
+                elastic={"preemption_check": lambda: True, "preemption_poll_interval": 0.01},
+                max_epochs=1000,
+            )
         except BaseException as error:
             ended.append(error)
 

@@ -219,4 +219,4 @@ def test_who_is_told_ends_well_and_who_is_not_asks_for_a_restart(outcomes: Any) 
         for path in ends
     }
     assert reasons["rank-2"] == ["SIGTERM"]
-    assert "told by others" in reasons["rank-1"]
+    assert "peer preempted" in reasons["rank-1"]

@@ -74,7 +74,7 @@ def start(quick_python: list[str]) -> Start:
 
 def test_a_signal_ends_a_process_well(start: Start, tmp_path: Path) -> None:
     done = start("SIGTERM", tmp_path / "run").require_success()
-    assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
+    assert "elastic: preempted at step 8 (rank 0: SIGTERM); checkpoint committed" in done.output
     assert max(committed(tmp_path / "run" / "account")) == 8
 
 
@@ -115,7 +115,7 @@ def test_a_process_that_cannot_stop_is_ended(
 ) -> None:
     done = start(what, tmp_path / "run")
     assert done.returncode == EXIT_STUCK
-    assert f"this process ends itself: {why}" in done.output
+    assert f"watchdog: {why}" in done.output
     assert "in fail" in done.output, "where it hung"
 
 
@@ -133,7 +133,7 @@ def test_a_notice_of_the_cloud(tmp_path: Path) -> None:
         noticed.set()
         return True
 
-    settings = {"preempted": preempted, "poll_s": 0.01}
+    settings = {"preemption_check": preempted, "preemption_poll_interval": 0.01}
     waits = FailAt("on_train_batch_start", 3, lambda: noticed.wait(30) and None)
     with pytest.raises(Preempted) as ended:
         fit(tmp_path / "run", waits, max_epochs=1, elastic=settings)

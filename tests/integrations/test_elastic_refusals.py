@@ -36,8 +36,11 @@ def loop(folder: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_policy": "constant"}, "batch_policy is one of 'constant_global'.* got 'constant'"),
-        ({"keep": 0}, "keep has to be positive; got 0"),
+        (
+            {"batch_policy": "constant"},
+            "batch_policy is one of 'fixed_global_batch'.* got 'constant'",
+        ),
+        ({"max_to_keep": 0}, "max_to_keep has to be positive; got 0"),
         ({"every_n_train_steps": 0}, "every_n_train_steps has to be positive; got 0"),
         ({"every_n_epochs": -1}, "after steps, after epochs or both.* and every_n_epochs=-1"),
         ({"every_n_epochs": 0}, "after steps, after epochs or both.* and every_n_epochs=0"),

@@ -70,7 +70,7 @@ def end(quick_python: list[str]) -> Callable[..., Finished]:
 def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
     done = end(framework, tmp_path, full_disk=0, terminate=7)
     assert (
-        "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
+        "elastic: preempted at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
         "complete checkpoint;" in done.output
     )
     assert "is saved" not in done.output
@@ -82,8 +82,8 @@ def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> Non
 def test_with_an_earlier_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
     done = end(framework, tmp_path, full_disk=5, terminate=7)
     assert (
-        "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; the last complete "
-        "checkpoint is of step 4;" in done.output
+        "elastic: preempted at step 8 (rank 0: SIGTERM), which could not be saved; the last "
+        "complete checkpoint is of step 4;" in done.output
     )
     assert done.returncode == EXIT_UNSAVED
     newest = newest_valid(str(tmp_path / "ckpt"))
@@ -105,7 +105,7 @@ def test_a_save_of_this_step_that_failed_is_tried_again(
 ) -> None:
     """Step 8 is due, and the one at which all stop; after its failure there is space again."""
     done = end(framework, tmp_path, full_disk=5, space=8, terminate=7)
-    assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
+    assert "elastic: preempted at step 8 (rank 0: SIGTERM); checkpoint committed" in done.output
     assert done.returncode == 0
     newest = newest_valid(str(tmp_path / "ckpt"))
     assert newest is not None

@@ -44,7 +44,7 @@ def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
     ("settings", "steps"),
     [
         ({}, 12),
-        ({"accumulate": 3}, 4),
+        ({"gradient_accumulation_steps": 3}, 4),
         ({"every_n_train_steps": None}, 12),
         ({"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")}, 12),
     ],
@@ -88,9 +88,9 @@ def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
                 for numbers, _x in loop.batches():
                     if loop.steps == most:
                         break
-                    loop.weighted(torch.ones((), requires_grad=True)).backward()
+                    loop.scale_loss(torch.ones((), requires_grad=True)).backward()
                     seen += numbers.tolist()
-                    loop.step_ended()
+                    loop.step_done()
                 if loop.steps == most:
                     break
     assert sorted(seen) == list(range(48))
@@ -145,7 +145,11 @@ def test_a_notice_of_the_cloud_leads_to_one_checkpoint(tmp_path: Path) -> None:
             due.set()
             await_notice(loop)
 
-    asks = {"every_n_train_steps": None, "preempted": due.is_set, "poll_s": 0.01}
+    asks = {
+        "every_n_train_steps": None,
+        "preemption_check": due.is_set,
+        "preemption_poll_interval": 0.01,
+    }
     with pytest.raises(Stopped) as ended:
         train(tmp_path / "run", "plain", watch=watch, elastic=asks)
     assert ended.value.code == 0
@@ -166,12 +170,12 @@ def test_a_loop_in_a_thread(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_weighted(tmp_path: Path) -> None:
     with (  # noqa: PT012
-        pytest.raises(ValueError, match=r"use loop.weighted\(loss\).backward"),
+        pytest.raises(ValueError, match=r"use loop.scale_loss\(loss\).backward"),
         loop_in(tmp_path) as loop,
     ):
         for _ in loop.epochs(1):
             for _batch in loop.batches():
-                loop.step_ended()
+                loop.step_done()
 
 
 def test_a_step_that_nobody_told_of(tmp_path: Path) -> None:
@@ -181,18 +185,18 @@ def test_a_step_that_nobody_told_of(tmp_path: Path) -> None:
     ):
         for _ in loop.epochs(1):
             for _batch in loop.batches():
-                loop.weighted(torch.ones(()))
+                loop.scale_loss(torch.ones(()))
 
 
 def test_a_step_in_the_middle_of_one(tmp_path: Path) -> None:
     with (  # noqa: PT012
-        pytest.raises(ValueError, match=r"ask loop.ends_step"),
-        loop_in(tmp_path, accumulate=2) as loop,
+        pytest.raises(ValueError, match=r"ask loop.sync_gradients"),
+        loop_in(tmp_path, gradient_accumulation_steps=2) as loop,
     ):
         for _ in loop.epochs(1):
             for _batch in loop.batches():
-                loop.weighted(torch.ones(()))
-                loop.step_ended()
+                loop.scale_loss(torch.ones(()))
+                loop.step_done()
 
 
 def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
@@ -238,15 +242,17 @@ def test_accumulation_of_accelerate_is_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     try:
-        with pytest.raises(ValueError, match="give accumulate=4 to ElasticLoop"):
+        with pytest.raises(
+            ValueError, match=r"gradient_accumulation_steps=4 of the Acc.*give it to ElasticL"
+        ):
             loop_in(tmp_path, state={"model": model, "optimizer": optimizer}).__enter__()
     finally:
         GradientState._reset_state()
 
 
 def test_no_passes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="accumulate has to be positive; got 0"):
-        loop_in(tmp_path, accumulate=0)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps has to be positive; got 0"):
+        loop_in(tmp_path, gradient_accumulation_steps=0)
 
 
 @pytest.mark.parametrize(

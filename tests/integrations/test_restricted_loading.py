@@ -149,8 +149,8 @@ def loop_with(folder: Path, value: Any, **settings: Any) -> ElasticLoop:
 def one_epoch(loop: ElasticLoop) -> None:
     for _ in loop.epochs(1):
         for _batch in loop.batches():
-            loop.weighted(torch.ones((), requires_grad=True)).backward()
-            loop.step_ended()
+            loop.scale_loss(torch.ones((), requires_grad=True)).backward()
+            loop.step_done()
 
 
 def test_a_loop_refuses_at_once_what_it_could_not_load(tmp_path: Path) -> None:

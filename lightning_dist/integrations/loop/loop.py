@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.journal import Summary
-from lightning_dist.elastic.plan import BatchPolicy, Pass
+from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import EndSettings, RunSettings
@@ -31,14 +31,14 @@ class ElasticLoop:
             for epoch in loop.epochs(3):
                 for x, y in loop.batches():
                     loss = criterion(model(x), y)
-                    loop.weighted(loss).backward()  # or accelerator.backward(...), fabric.backward
-                    if loop.ends_step:
+                    loop.scale_loss(loss).backward()  # or {accelerator,fabric}.backward(...)
+                    if loop.sync_gradients:
                         optimizer.step()
                         optimizer.zero_grad()
-                        loop.step_ended()
+                        loop.step_done()
 
     Every rank makes one. Entering it is collective, and loads; leave it by an exception or at the
-    end only. Gradients are exchanged in the last pass of a step: no ``no_sync`` is needed.
+    end only. Gradients are exchanged in the last micro-batch of a step: no ``no_sync`` is needed.
 
     Args:
         dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
@@ -49,9 +49,9 @@ class ElasticLoop:
         every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
             only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch; 0: never.
-        keep: how many of the newest stay; a damaged one is passed over for the one before.
+        max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
         batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
-        accumulate: passes per optimizer step of the first start.
+        gradient_accumulation_steps: micro-batches per optimizer step of the first start.
         device: where batches are moved to. None: they stay where the loader makes them.
         seed: of the order of the samples; None: a random one that the run keeps.
         weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
@@ -59,12 +59,12 @@ class ElasticLoop:
             first save. False: anything is saved and loaded; for folders to which only those can
             write whom you trust.
         signals: that end the training at a checkpoint of all ranks.
-        preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
-            is about to go.
-        poll_s: seconds.
+        preemption_check: asked on a thread of local rank 0; whether the machine is about to go.
+        preemption_poll_interval: seconds between two such questions.
         grace_period: seconds from a signal to the forced end of the process (exit code 76).
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
-            What you do between epochs counts, call :meth:`beat` there if it is longer. None: never.
+            What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
+            never.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
 
@@ -80,43 +80,45 @@ class ElasticLoop:
         state: Mapping[str, Any],
         every_n_train_steps: int | None = None,
         every_n_epochs: int = 1,
-        keep: int = 2,
-        batch_policy: BatchPolicy = "constant_global",
-        accumulate: int = 1,
+        max_to_keep: int = 2,
+        batch_policy: BatchPolicy = "fixed_global_batch",
+        gradient_accumulation_steps: int = 1,
         device: Any = None,
         seed: int | None = None,
         weights_only: bool = True,
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        preempted: Callable[[], bool] | None = None,
-        poll_s: float = 5.0,
+        preemption_check: Callable[[], bool] | None = None,
+        preemption_poll_interval: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
         checkpoint: CheckpointSettings | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise ValueError(f"accumulate has to be positive; got {accumulate}")
+        if gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps has to be positive; got {gradient_accumulation_steps}"
+            )
         self._settings = RunSettings(
             dirpath,
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
-            keep=keep,
+            max_to_keep=max_to_keep,
             batch_policy=batch_policy,
             seed=seed,
             weights_only=weights_only,
         )
         self._loader, self._given, self._device = loader, state, device
         saving = checkpoint or CheckpointSettings(snapshot="blocking")
-        ending = EndSettings(preempted, poll_s, grace_period, hang_timeout)
+        ending = EndSettings(preemption_check, preemption_poll_interval, grace_period, hang_timeout)
         self._run = LoopPlacement(
             Session(self._settings, ending=ending, saving=saving),
             self._settings,
-            accumulate=accumulate,
+            accumulate=gradient_accumulation_steps,
             signals=signals,
             overlaps=saving.snapshot in ("auto", "overlap"),
         )
         self._in_epoch = False
-        self._this: Pass | None = None
-        self._index = -1  # of this pass in its epoch
+        self._this: MicroBatch | None = None
+        self._index = -1  # of this micro-batch in its epoch
         self._is_weighted = self._has_stepped = False
 
     def __enter__(self) -> ElasticLoop:
@@ -141,13 +143,13 @@ class ElasticLoop:
         return self._run.steps
 
     @property
-    def this_pass(self) -> Pass | None:
+    def micro_batch(self) -> MicroBatch | None:
         """Which samples this rank is computing, and their weight; None outside of an epoch."""
         return self._this
 
     @property
-    def ends_step(self) -> bool:
-        """Whether the optimizer has to step after this pass."""
+    def sync_gradients(self) -> bool:
+        """Whether the optimizer has to step after this micro-batch."""
         return self._this is not None and self._this.ends_step
 
     @property
@@ -166,12 +168,12 @@ class ElasticLoop:
         For ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, as often as you log, and
         once more after the ``with``. Of rank 0, which is who logs: empty on the others, and before
         ``epochs()``. What is not known yet is left out: times of saves before the first, and
-        ``elastic/seconds_lost`` until training is where it was before the restart.
+        ``elastic/lost_time_s`` until training is where it was before the restart.
         """
         costs = self._run.session.costs
         return {**costs, **self._run.session.metrics.by_name()} if costs else {}
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """There is progress, outside of batches too; see ``hang_timeout``."""
         self._run.session.lifecycle.beat()
 
@@ -209,7 +211,8 @@ class ElasticLoop:
         """This rank's batches of the epoch that are left.
 
         Raises:
-            ValueError: a loss was not :meth:`weighted`, or a step not told of, in the pass before.
+            ValueError: the micro-batch before had no :meth:`scale_loss`, or its step no
+                :meth:`step_done`.
         """
         if not self._in_epoch:
             raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
@@ -228,39 +231,39 @@ class ElasticLoop:
     def _require_told(self) -> None:
         if not self._is_weighted:
             raise ValueError(
-                "a pass ended whose loss was not weighted, so on another number of ranks the "
-                "gradients would be wrong; use loop.weighted(loss).backward()"
+                "a micro-batch ended whose loss was not scaled, so on another number of ranks the "
+                "gradients would be wrong; use loop.scale_loss(loss).backward()"
             )
-        if self.ends_step and not self._has_stepped:
+        if self.sync_gradients and not self._has_stepped:
             raise ValueError(
-                "a step ended without loop.step_ended(), so it would not be in a checkpoint; call "
-                "it after the optimizer's step(), where loop.ends_step"
+                "a step ended without loop.step_done(), so it would not be in a checkpoint; call "
+                "it after the optimizer's step(), where loop.sync_gradients"
             )
 
-    def weighted(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """What to call ``backward`` on: ``loss``, a mean over the batch, by its share of the step.
 
-        With it the gradient of a step is the mean over its samples, however many passes and ranks
-        there are.
+        With it the gradient of a step is the mean over its samples, however many micro-batches and
+        ranks there are.
         """
         if self._this is None:
-            raise ValueError("weighted() is for the loss of a batch of batches()")
+            raise ValueError("scale_loss() is for the loss of a batch of batches()")
         self._is_weighted = True
         weight = self._this.weight / self._run.data.layouts[1].accumulate
         return loss if weight == 1.0 else loss * weight
 
-    def step_ended(self) -> None:
+    def step_done(self) -> None:
         """The optimizer has stepped. Collective: saves if it is due, and ends if a rank was told.
 
         Raises:
-            ValueError: the optimizer should not have stepped after this pass.
+            ValueError: the optimizer should not have stepped after this micro-batch.
             CheckpointError: an earlier save has failed, on all ranks.
             SystemExit: a rank was told to end; code 74 where the last checkpoint was not written.
         """
-        if not self.ends_step or self._has_stepped:
+        if not self.sync_gradients or self._has_stepped:
             raise ValueError(
-                "step_ended() is for the last pass of a step, once; ask loop.ends_step before the "
-                "optimizer steps"
+                "step_done() is for the last micro-batch of a step, once; ask loop.sync_gradients "
+                "before the optimizer steps"
             )
         plan, done = self._run.data.plan(), self._index + 1
         self._has_stepped = True

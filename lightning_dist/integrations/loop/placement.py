@@ -34,7 +34,7 @@ class LoopPlacement(Placement):
     Args:
         session: of the loop.
         settings: of the run.
-        accumulate: passes per optimizer step of the first start.
+        accumulate: micro-batches per optimizer step of the first start.
         signals: that end the training at a checkpoint of all ranks.
         overlaps: whether parameters may be copied while training goes on.
     """

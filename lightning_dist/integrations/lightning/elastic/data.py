@@ -31,8 +31,8 @@ class TrainerDeal(Deal):
     """How the samples of one fit are dealt.
 
     Args:
-        trainer: whose settings in passes (accumulation, limits, validation interval) are
-            translated where a step takes another number of passes than the script says.
+        trainer: whose settings in micro-batches (accumulation, limits, validation interval) are
+            translated where a step takes another number of micro-batches than the script says.
         exact: raise for a loader whose position cannot be kept; otherwise warn.
         on_first: called before the first batch is drawn in this process.
         **deal: as of :class:`.Deal`.
@@ -71,10 +71,10 @@ class TrainerDeal(Deal):
 
     def _leave(self, loader: Any, reason: NotExactError) -> Any:
         """Take a loader as it is."""
-        if self.policy not in ("constant_global", "fixed_micro"):
+        if self.policy not in ("fixed_global_batch", "fixed_micro_batch"):
             raise ValueError(
                 f"batch_policy={self.policy!r} could not take effect: {reason}; or set "
-                "batch_policy='fixed_micro'"
+                "batch_policy='fixed_micro_batch'"
             )
         if isinstance(loader, StatefulLoader):
             self.remembered = Remembered(loader, back=self._accumulate + 2)
@@ -84,7 +84,7 @@ class TrainerDeal(Deal):
             return self.remembered
         if self._exact:
             raise ValueError(
-                f"{reason}; or set exact_data=False: then a restart begins the epoch anew"
+                f"{reason}; or set strict_data=False: then a restart begins the epoch anew"
             )
         rank_zero_warn(
             f"not exact: {reason}. A restart goes on at the begin of its epoch, whose samples are "
@@ -107,7 +107,7 @@ class TrainerDeal(Deal):
             raise ValueError(
                 f"this loader keeps its position itself, on each rank, and that of {before} ranks "
                 f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
-                "exact_data=False: then the epoch begins anew"
+                "strict_data=False: then the epoch begins anew"
             )
         return None
 
@@ -125,9 +125,9 @@ class TrainerDeal(Deal):
         automatic = trainer.lightning_module.automatic_optimization
         if now.accumulate != self._accumulate and not automatic:
             raise ValueError(
-                f"batch_policy='constant_global' takes {now.accumulate} passes per step on "
-                f"{now.world_size} ranks, and with automatic_optimization=False the module decides "
-                f"that; start {first.world_size} ranks, or use batch_policy='scale_lr'"
+                f"batch_policy='fixed_global_batch' takes {now.accumulate} micro-batches per step "
+                f"on {now.world_size} ranks, and with automatic_optimization=False the module "
+                f"decides that; start {first.world_size} ranks, or use batch_policy='scale_lr'"
             )
         trainer.accumulate_grad_batches = now.accumulate
         trainer.limit_train_batches = 1.0  # the plan ends the epoch
@@ -174,7 +174,7 @@ def _translated(passes: int, *, first: Layout, now: Layout, what: str) -> int:
         return passes
     if rest:
         raise ValueError(
-            f"{what}={passes} passes are no whole number of steps of {first.accumulate} passes, "
+            f"{what}={passes} micro-batches are no whole number of steps of {first.accumulate}, "
             f"and {now.world_size} ranks take {now.accumulate}; make it a multiple of "
             f"{first.accumulate}"
         )
@@ -191,7 +191,7 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             raise ValueError(
-                "ElasticRestart decides how many passes a step takes, so a "
+                "ElasticRestart decides how many micro-batches a step takes, so a "
                 "GradientAccumulationScheduler could not take effect; set accumulate_grad_batches="
             )
         if isinstance(callback, FINDERS):

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.elastic.plan import Pass, Position
+from lightning_dist.elastic.plan import MicroBatch, Position
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations.lightning import private
@@ -107,7 +107,7 @@ class TrainerPlacement(Placement):
 
 
 class LoopPosition:
-    """Follows the passes of one fit.
+    """Follows the micro-batches of one fit.
 
     Args:
         trainer: of the fit.
@@ -134,7 +134,7 @@ class LoopPosition:
         self._rng_of_step: dict[str, Any] | None = None
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
-        self.this_pass: Pass | None = None
+        self.micro_batch: MicroBatch | None = None
         """What this rank is computing; None where samples are not counted."""
 
     @property
@@ -143,7 +143,7 @@ class LoopPosition:
 
     @property
     def _processed(self) -> int:
-        """Batches of this epoch whose pass is over; asked when needed: hooks have any order."""
+        """Batches of this epoch that are computed; asked when needed: hooks have any order."""
         return int(self._loop.epoch_loop.batch_progress.current.processed)
 
     @property
@@ -166,7 +166,7 @@ class LoopPosition:
         self._epoch = self._trainer.current_epoch
         if self._before_iteration is None:
             self._before_iteration = self._processed
-        self.this_pass = self._data.plan().pass_at(index) if self._data.is_dealt else None
+        self.micro_batch = self._data.plan().pass_at(index) if self._data.is_dealt else None
 
     def end_pass(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""

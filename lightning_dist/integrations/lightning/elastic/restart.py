@@ -15,7 +15,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.plan import BatchPolicy, Pass
+from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
@@ -54,9 +54,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,
     optimizer, schedulers, scaler, callbacks, loops, residuals, random number generators and the
     position in the data are what they were; the sequence of global batches is that of a run
-    without a fault. A signal to end (SIGTERM, SLURM's requeue signal, ``preempted``) on any rank
-    leads to one checkpoint of all ranks, and to the end of the process. For the best of a metric
-    put any ``ModelCheckpoint`` or ``AsyncCheckpoint`` beside it, with a folder of its own.
+    without a fault. A signal to end (SIGTERM, SLURM's requeue signal, ``preemption_check``) on any
+    rank leads to one checkpoint of all ranks, and to the end of the process. For the best of a
+    metric put any ``ModelCheckpoint`` or ``AsyncCheckpoint`` beside it, with a folder of its own.
 
     Args:
         dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
@@ -64,17 +64,16 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             the end of epochs only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
-        keep: how many of the newest stay; a damaged one is passed over for the one before.
-        batch_policy: when the number of ranks changes, ``"constant_global"`` keeps the global
-            batch: passes per step change, losses are weighted by samples. ``"scale_lr"`` and
+        max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
+        batch_policy: when the number of ranks changes, ``"fixed_global_batch"`` keeps the global
+            batch: micro-batches per step change, losses are weighted by samples. ``"scale_lr"`` and
             ``"scale_lr:sqrt"`` let it grow with the ranks and the learning rate with it, or with
-            its square root; ``"fixed_micro"`` leaves the learning rate.
-        exact_data: raise for a train dataloader whose samples cannot be kept track of; False:
+            its square root; ``"fixed_micro_batch"`` leaves the learning rate.
+        strict_data: raise for a train dataloader whose samples cannot be kept track of; False:
             warn, and begin the epoch anew after a restart.
         seed: of the order of the samples; None: that of ``seed_everything``, or a random one.
-        preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
-            is about to go.
-        poll_s: seconds.
+        preemption_check: asked on a thread of local rank 0; whether the machine is about to go.
+        preemption_poll_interval: seconds between two such questions.
         grace_period: seconds from a signal to the forced end of the process; less than what the
             launcher waits (torchrun: 30).
         hang_timeout: seconds without a batch (from the set-up on: without one, or the next stage of
@@ -101,12 +100,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
-        keep: int = 2,
-        batch_policy: BatchPolicy = "constant_global",
-        exact_data: bool = True,
+        max_to_keep: int = 2,
+        batch_policy: BatchPolicy = "fixed_global_batch",
+        strict_data: bool = True,
         seed: int | None = None,
-        preempted: Callable[[], bool] | None = None,
-        poll_s: float = 5.0,
+        preemption_check: Callable[[], bool] | None = None,
+        preemption_poll_interval: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
         weights_only: bool = True,
@@ -123,16 +122,18 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             dirpath,
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
-            keep=keep,
+            max_to_keep=max_to_keep,
             batch_policy=batch_policy,
             seed=seed,
             weights_only=weights_only,
         )
         self._saving = CheckpointSettings(**saving)
-        self._exact, self._sharded = exact_data, format == "sharded"
+        self._exact, self._sharded = strict_data, format == "sharded"
         self._session = Session(
             self._settings,
-            ending=EndSettings(preempted, poll_s, grace_period, hang_timeout),
+            ending=EndSettings(
+                preemption_check, preemption_poll_interval, grace_period, hang_timeout
+            ),
             saving=self._saving,
             sharded=self._sharded,
         )
@@ -147,9 +148,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._has_begun = self._epoch_is_due = self._polls_validation = False
 
     @property
-    def this_pass(self) -> Pass | None:
+    def micro_batch(self) -> MicroBatch | None:
         """Which samples this rank is computing, and their weight; None outside of a fit."""
-        return None if self._at is None else self._at.this_pass
+        return None if self._at is None else self._at.micro_batch
 
     @property
     def metrics(self) -> Metrics:
@@ -310,7 +311,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
     ) -> None:
-        now = self.this_pass
+        now = self.micro_batch
         if now is not None and now.weight != 1.0 and loss.requires_grad:
             weight = now.weight
             loss.register_hook(lambda gradient: gradient * weight)
@@ -415,8 +416,9 @@ def _refuse_choices(arguments: dict[str, Any]) -> None:
     """Raise ValueError for arguments of a ModelCheckpoint."""
     if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
         raise ValueError(
-            f"ElasticRestart keeps the newest checkpoints (keep=), so {', '.join(taken)} could not "
-            "take effect; use an AsyncCheckpoint beside it, with a folder of its own, for the best"
+            "ElasticRestart keeps the newest checkpoints (max_to_keep=), so "
+            f"{', '.join(taken)} could not take effect; use an AsyncCheckpoint beside it, with a "
+            "folder of its own, for the best"
         )
 
 
