@@ -24,6 +24,8 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank = 0 if group is None else group.rank()
+        self.leader = 0
+        """The rank that decides, writes and keeps the account: a role that may move."""
         self.count = 1 if group is None else group.size()
 
     def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
@@ -44,6 +46,15 @@ class Ranks:
                 raise error_from(of_rank["error"])
         return [of_rank["facts"] for of_rank in by_rank]
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank leads."""
+        return self.rank == self.leader
+
+    def of_leader(self, facts: Facts, *, error: Exception | None = None) -> Facts:
+        """The facts of the leader; see :meth:`all`."""
+        return self.all(facts, error=error)[self.leader]
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order; anything that can be pickled."""
         if self.group is None:
@@ -53,15 +64,15 @@ class Ranks:
         return values
 
     def on_first(self, action: Callable[[], Facts]) -> Facts:
-        """What ``action`` returns on rank 0, which alone runs it. What it raises, all raise."""
+        """What ``action`` returns on the leader, which alone runs it. What it raises, all raise."""
         facts: Facts = {}
         error: Exception | None = None
-        if self.rank == 0:
+        if self.is_leader:
             try:
                 facts = action()
             except Exception as raised:
                 error = raised
-        return self.all(facts, error=error)[0]
+        return self.of_leader(facts, error=error)
 
 
 _TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.ranks import Ranks
-from lightning_dist.elastic.journal import FINISHED, Journal, Progress, Summary, summarize
+from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
 from lightning_dist.elastic.plan import Layout
 from lightning_dist.elastic.progress import ElasticState
 
@@ -23,7 +23,7 @@ class RunHistory:
         self._before: Progress | None = None
         self._to_catch_up: int | None = None
         self._given_seed: int | None = None
-        self._is_first = True
+        self._leads = True
         self.run_id = ""
         self.seed = 0
         self.first: Layout | None = None
@@ -44,6 +44,7 @@ class RunHistory:
             ValueError: not all ranks see the folder.
         """
         self._open_journal(folder, rank=ranks.rank)
+        self._leads = ranks.is_leader
         said = ranks.on_first(lambda: self._said(seed))
         self.run_id, self.seed = said["run_id"], said["seed"]
         self.first = None if said["first"] is None else Layout(**said["first"])
@@ -57,7 +58,7 @@ class RunHistory:
             )
 
     def _said(self, seed: int | None) -> dict[str, Any]:
-        """What rank 0 knows, for all."""
+        """What the leader knows, for all."""
         start = self._last_start()
         self._before = self._journal.last_progress()
         return {
@@ -69,9 +70,7 @@ class RunHistory:
 
     def _open_journal(self, folder: str, *, rank: int) -> None:
         storage, inside = storage_of(folder)
-        local = inside if isinstance(storage, LocalStorage) else None
-        self._journal = Journal(local, rank=rank)
-        self._is_first = rank == 0
+        self._journal = Journal(inside if isinstance(storage, LocalStorage) else None, rank=rank)
 
     def _last_start(self) -> dict[str, Any]:
         starts = [each for each in self._journal.read() if each["event"] == "start"]
@@ -99,7 +98,7 @@ class RunHistory:
 
     def start(self, state: ElasticState | None, *, first: Layout, world_size: int) -> None:
         """Write down where training goes on."""
-        if not self._is_first:
+        if not self._leads:
             return
         samples = 0 if state is None else state.total_samples
         before = self._before
@@ -120,7 +119,7 @@ class RunHistory:
 
         Returns whether the run has now caught up with what it had done before the restart.
         """
-        if not self._is_first:
+        if not self._leads:
             return False
         caught_up = self._to_catch_up is not None and samples > self._to_catch_up
         if caught_up:
@@ -134,11 +133,11 @@ class RunHistory:
 
     @property
     def summary(self) -> Summary:
-        """What restarts have cost this run so far; on rank 0."""
+        """What restarts have cost this run so far; on the leader."""
         return summarize(self._journal.read(), run_id=self.run_id)
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
-        """``elastic/*``, as loggers are told it; without what is not known. On rank 0."""
+        """``elastic/*``, as loggers are told it; without what is not known. On the leader."""
         found = {"elastic/world_size": float(world_size)}
         if self._journal.is_kept:
             summary = self.summary
@@ -147,10 +146,6 @@ class RunHistory:
             if self._to_catch_up is None:
                 found["elastic/lost_time_s"] = summary.lost_time_s
         return found
-
-    def complete(self) -> None:
-        """The training has ended as it should."""
-        self.end(FINISHED)
 
     def end(self, reason: str, *, is_echo: bool = False) -> None:
         """This process ends; ``is_echo``: because another one did."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
+from lightning_dist.elastic.history import RunHistory
 from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
 from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.settings import EndSettings
@@ -28,24 +28,17 @@ _LAST_SECONDS = 20.0
 _ROUND = 10.0
 
 
-class TakesNote(Protocol):
-    """What is told of the end of a process."""
-
-    def end(self, reason: str, *, is_echo: bool = False) -> None:
-        """It ends; ``is_echo``: because another one did."""
-
-
 class ProcessLifecycle:
     """The life of one process, from its set-up to its end.
 
     Args:
         settings: when it ends by itself.
-        account: takes note of why.
+        history: takes note of why.
     """
 
-    def __init__(self, settings: EndSettings, account: TakesNote) -> None:
+    def __init__(self, settings: EndSettings, history: RunHistory) -> None:
         self._settings = settings
-        self._notes = account
+        self._history = history
         self._notices: PreemptionListener | None = None
         self._watchdog: Watchdog | None = None
 
@@ -119,7 +112,7 @@ class ProcessLifecycle:
             is_saved: the step at which they stop is in a checkpoint that is durable.
         """
         told = self.reason
-        self._notes.end(told or "peer preempted", is_echo=not told)
+        self._history.end(told or "peer preempted", is_echo=not told)
         launch = Launch.from_env()
         first = launch.rank - launch.local_rank  # ranks of a node follow each other
         here = reasons[first : first + (launch.local_world_size or 1)]
@@ -140,7 +133,7 @@ class ProcessLifecycle:
         """The training ends with an exception; others may have had it first."""
         text = str(exception).strip().split("\n")[0][:200]
         is_echo = _is_of_a_peer(exception)
-        self._notes.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
+        self._history.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
         if is_echo and Launch.from_env().is_elastic:
             self.finish()
             self._be_gone_soon(f"after {type(exception).__name__}")
@@ -153,7 +146,7 @@ class ProcessLifecycle:
             self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
 
     def _last_words(self, why: str) -> None:
-        self._notes.end(why, is_echo=not why.startswith("no progress"))
+        self._history.end(why, is_echo=not why.startswith("no progress"))
 
     def end_listening(self) -> None:
         """Note no more signals."""

@@ -34,8 +34,8 @@ class Retention:
         keep: how many stay.
         settings: how they are taken and written.
         members: all ranks; with ``members.writers`` each writes its part.
-        warn: told on rank 0 what the user should know.
-        committed: told on rank 0 of each checkpoint that is durable.
+        warn: told on the leader what the user should know.
+        committed: told on the leader of each checkpoint that is durable.
         wait: waits for the writer, for so many seconds.
     """
 
@@ -55,7 +55,7 @@ class Retention:
         self._members, self._warn, self._committed = members, warn, committed
         self.checkpointer: Checkpointer | None = None
         """None on ranks that do not write."""
-        if members.rank == 0 or members.writers is not None:
+        if members.ranks.is_leader or members.writers is not None:
             self.checkpointer = Checkpointer(
                 settings, group=members.writers, ranks=members.world_size
             )
@@ -87,7 +87,7 @@ class Retention:
         if self._members.writers is not None:
             error: Exception | None = None
             try:
-                if self._members.rank > 0:
+                if not ranks.is_leader:
                     self._open_too()
             except ValueError as raised:
                 error = raised
@@ -134,7 +134,7 @@ class Retention:
         """
         if self.checkpointer is not None:
             self.checkpointer.run, self.checkpointer.proves_loadable = run, restricted
-        if self._members.rank == 0:
+        if self._members.ranks.is_leader:
             own = saved_by(run, self._folder, resumed=resumed)
             self._ledger = [each.path for each in own]
 
@@ -151,10 +151,10 @@ class Retention:
         """
         self.collect()
         busy = self.checkpointer is not None and self.checkpointer.busy
-        path = self._free_path(name) if self._members.rank == 0 else ""
+        path = self._free_path(name) if self._members.ranks.is_leader else ""
         facts = self._members.ranks.all({"busy": busy, "path": path}, error=self._take_fatal())
         if self._settings.on_busy == "wait" or not any(each["busy"] for each in facts):
-            return str(facts[0]["path"])
+            return str(facts[self._members.ranks.leader]["path"])
         self.metrics.skipped += 1
         self._warn("no checkpoint: an earlier one is still being written (on_busy='skip')")
         return None
@@ -174,7 +174,7 @@ class Retention:
     def collect(self) -> None:
         """Take note of what became of saves since the last call."""
         events = [] if self.checkpointer is None else self.checkpointer.poll()
-        for event in events if self._members.rank == 0 else ():
+        for event in events if self._members.ranks.is_leader else ():
             if isinstance(event, Committed):
                 self._keep_newest(event.target)
                 self._committed(event)

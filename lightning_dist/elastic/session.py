@@ -10,6 +10,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.history import RunHistory, cost_line, start_line
+from lightning_dist.elastic.journal import FINISHED
 from lightning_dist.elastic.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.plan import Layout, Position, lr_factor
@@ -37,15 +38,15 @@ class Placement:
         raise NotImplementedError
 
     def tell(self, text: str) -> None:
-        """Tell the user, on rank 0."""
+        """Tell the user, on the leader."""
         raise NotImplementedError
 
     def warn(self, text: str) -> None:
-        """Warn the user, on rank 0."""
+        """Warn the user, on the leader."""
         raise NotImplementedError
 
     def committed(self, event: Committed) -> None:
-        """A checkpoint is durable; on rank 0."""
+        """A checkpoint is durable; on the leader."""
 
     def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
         """Wait for what is being written."""
@@ -172,7 +173,7 @@ class Session:
         self._count_costs()
 
     def _count_costs(self) -> None:
-        if self.members.rank == 0:
+        if self.members.ranks.is_leader:
             self._costs = self.history.metrics(world_size=self.members.world_size)
 
     @property
@@ -269,7 +270,7 @@ class Session:
         facts: dict[str, Any] = {"step": step, "path": self.newest}
         if last is not None:
             facts = {"step": last.origin.step, "path": last.target}
-        durable = self.members.ranks.all(facts)[0]  # rank 0 publishes
+        durable = self.members.ranks.of_leader(facts)  # which publishes
         self.newest = durable["path"]
         newest: int | None = durable["step"]
         return newest
@@ -320,9 +321,9 @@ class Session:
             self._save_for_good()
         self.members.stop.end()
         self.lifecycle.finish()
-        self.history.complete()
+        self.history.end(FINISHED)
         self._count_costs()
-        if self.members.rank == 0 and self.history.summary.restarts:
+        if self.members.ranks.is_leader and self.history.summary.restarts:
             self._placement.tell(cost_line(self.history.summary))
 
     def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:

@@ -54,14 +54,9 @@ class ElasticLoop:
         gradient_accumulation_steps: micro-batches per optimizer step of the first start.
         device: where batches are moved to. None: they stay where the loader makes them.
         seed: of the order of the samples; None: a random one that the run keeps.
-        weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
-            no code of theirs, and a state that it could not read is refused at the start and at the
-            first save. False: anything is saved and loaded; for folders to which only those can
-            write whom you trust.
         signals: that end the training at a checkpoint of all ranks.
-        preemption_check: asked on a thread of local rank 0; whether the machine is about to go.
-        preemption_poll_interval: seconds between two such questions.
-        grace_period: seconds from a signal to the forced end of the process (exit code 76).
+        weights_only, preemption_check, preemption_poll_interval, grace_period: as of
+            ``ElasticRestart``.
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
             What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
             never.

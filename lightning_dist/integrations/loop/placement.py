@@ -168,7 +168,7 @@ class LoopPlacement(Placement):
         self._say(text, logging.WARNING)
 
     def _say(self, text: str, level: int) -> None:
-        if self.session.members.rank == 0:
+        if self.session.members.ranks.is_leader:
             log.log(level, "%s", text)
 
     @override

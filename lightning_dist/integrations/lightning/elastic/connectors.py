@@ -131,12 +131,19 @@ class KeptSource(private.DataLoaderSource):
 
     Args:
         usual: the loop's own, which this stands in for.
+        take: what is done with them; the train dataloader is dealt.
     """
 
-    def __init__(self, usual: private.DataLoaderSource, *, trainer: pl.Trainer) -> None:
+    def __init__(
+        self,
+        usual: private.DataLoaderSource,
+        *,
+        trainer: pl.Trainer,
+        take: Callable[[Any], Any] = lambda loaders: loaders,
+    ) -> None:
         super().__init__(usual.instance, usual.name)
         self.usual = usual
-        self._trainer = trainer
+        self._trainer, self._take = trainer, take
 
     @override
     def dataloader(self) -> Any:
@@ -148,28 +155,14 @@ class KeptSource(private.DataLoaderSource):
             if seeded and getattr(loader, "worker_init_fn", loader) is None:
                 loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
             keep_workers(loader, notice_signals(environment))
-        return loaders
-
-
-class ElasticSource(KeptSource):
-    """The train dataloader, dealt."""
-
-    def __init__(
-        self, usual: private.DataLoaderSource, *, trainer: pl.Trainer, data: TrainerDeal
-    ) -> None:
-        super().__init__(usual, trainer=trainer)
-        self._data = data
-
-    @override
-    def dataloader(self) -> Any:
-        return self._data.take(super().dataloader())
+        return self._take(loaders)
 
 
 def place_sources(trainer: pl.Trainer, data: TrainerDeal) -> None:
     """Stand in for the sources of a fit; the train dataloader is dealt by ``data``."""
     fit: Any = trainer.fit_loop
     validation = fit.epoch_loop.val_loop
-    train = ElasticSource(private.data_source(fit), trainer=trainer, data=data)
+    train = KeptSource(private.data_source(fit), trainer=trainer, take=data.take)
     private.set_data_source(fit, train)
     kept = KeptSource(private.data_source(validation), trainer=trainer)
     private.set_data_source(validation, kept)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.plan import MicroBatch, Position
-from lightning_dist.elastic.progress import KEY, ElasticState, Generators
+from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.report import drain, line
@@ -31,7 +31,7 @@ from lightning_dist.integrations.lightning.elastic.loops import (
 
 
 class TrainerPlacement(Placement):
-    """What a fit does for its session.
+    """What a fit does for its session, and where it is in its data.
 
     Args:
         trainer: of the fit.
@@ -43,6 +43,15 @@ class TrainerPlacement(Placement):
         self._trainer, self._session, self._sharded = trainer, session, sharded
         self._stalls: dict[str, float] = {}  # of saves under way, by path
         self._watched: list[Optimizer] = []
+        self._epoch: int | None = None
+        self._before_iteration: int | None = None  # batches of this epoch, of other iterations
+        self._before_epoch = self._in_epoch = 0  # samples
+        self._validated_step = -1
+        self._rng_of_step: dict[str, Any] | None = None
+        self.validates_first = False
+        """Whether the loop begins with a validation that a fault has cut short."""
+        self.micro_batch: MicroBatch | None = None
+        """What this rank is computing; None where samples are not counted."""
         if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
             import_module("omegaconf")
 
@@ -105,37 +114,19 @@ class TrainerPlacement(Placement):
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=max(self._trainer.global_step - 1, 0))
 
-
-class LoopPosition:
-    """Follows the micro-batches of one fit.
-
-    Args:
-        trainer: of the fit.
-        data: its train dataloader.
-        session: of the fit, which has been loaded.
-    """
-
-    def __init__(self, trainer: pl.Trainer, *, data: TrainerDeal, session: Session) -> None:
-        self._trainer, self._data, self._session = trainer, data, session
-        self._resumed: ElasticState | None = session.resumed
-        self._epoch: int | None = None
-        self._before_iteration: int | None = None  # batches of this epoch, of other iterations
-        self._before_epoch = self._in_epoch = 0  # samples
-        self._validated_step = -1
-        if self._resumed is not None:
-            self._before_epoch = self._resumed.total_samples - self._resumed.position.samples
-            self._validated_step = self._resumed.total_steps if self._resumed.validated else -1
+    def take_up(self, data: TrainerDeal) -> None:
+        """Know where to go on: the session has been loaded."""
+        trainer, state = self._trainer, self._session.resumed
+        self.data = data
         self.generators = Generators(
-            self._resumed,
+            state,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             device=trainer.strategy.root_device,
         )
-        self._rng_of_step: dict[str, Any] | None = None
-        self.validates_first = False
-        """Whether the loop begins with a validation that a fault has cut short."""
-        self.micro_batch: MicroBatch | None = None
-        """What this rank is computing; None where samples are not counted."""
+        if state is not None:
+            self._before_epoch = state.total_samples - state.position.samples
+            self._validated_step = state.total_steps if state.validated else -1
 
     @property
     def _loop(self) -> Any:
@@ -156,8 +147,8 @@ class LoopPosition:
         self._before_epoch += self._in_epoch
         self._in_epoch = 0
         self._before_iteration = None
-        self._data.cursor.set_epoch(self._trainer.current_epoch)
-        self._data.refresh()
+        self.data.cursor.set_epoch(self._trainer.current_epoch)
+        self.data.refresh()
         self.generators.restore()
 
     def begin_pass(self, index: int) -> None:
@@ -166,12 +157,12 @@ class LoopPosition:
         self._epoch = self._trainer.current_epoch
         if self._before_iteration is None:
             self._before_iteration = self._processed
-        self.micro_batch = self._data.plan().pass_at(index) if self._data.is_dealt else None
+        self.micro_batch = self.data.plan().pass_at(index) if self.data.is_dealt else None
 
     def end_pass(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""
-        if self._data.is_dealt:
-            self._in_epoch = self._data.plan().after(self._processed).samples
+        if self.data.is_dealt:
+            self._in_epoch = self.data.plan().after(self._processed).samples
         # A validation that is cut short begins anew, so it has to draw the same again.
         due = private.is_validation_due(self._trainer)
         self._rng_of_step = self.generators.capture() if due else None
@@ -185,13 +176,13 @@ class LoopPosition:
     def position(self) -> Position:
         """Of the last optimizer step."""
         ended = self._loop.epoch_progress.current.processed
-        if not self._data.is_dealt:
+        if not self.data.is_dealt:
             return Position(ended)
         if self._epoch is None:
-            return self._data.cursor.begin
+            return self.data.cursor.begin
         if self._has_ended:
             return Position(ended)
-        return self._data.plan().after(self._processed)
+        return self.data.plan().after(self._processed)
 
     @property
     def _has_ended(self) -> bool:
@@ -203,13 +194,13 @@ class LoopPosition:
     @property
     def total_samples(self) -> int:
         """Samples that optimizer steps have used, of all epochs."""
-        if not self._data.is_dealt:
+        if not self.data.is_dealt:
             return 0
         return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
 
     def place_loops(self) -> None:
         """Let Lightning's loops, just restored, count as this number of ranks does."""
-        state, data = self._resumed, self._data
+        state, data = self._session.resumed, self.data
         if state is None:
             return
         if state.stopped:
@@ -239,11 +230,11 @@ class LoopPosition:
 
     def _loader_state(self) -> Any:
         """Of a loader that keeps its position itself; None between epochs."""
-        loader = self._data.remembered
+        loader = self.data.remembered
         if loader is None or self._has_ended:
             return None
         if self._before_iteration is None:
-            return self._data.own_state
+            return self.data.own_state
         done = self._processed
         accumulate = self._trainer.accumulate_grad_batches
         beyond = done % accumulate if private.is_accumulating(self._trainer) else 0
@@ -251,7 +242,7 @@ class LoopPosition:
 
     def restore_metrics(self) -> None:
         """What had been logged at the checkpoint: schedulers and callbacks may wait for it."""
-        saved = [] if self._resumed is None else self._resumed.metrics
+        saved = [] if self._session.resumed is None else self._session.resumed.metrics
         if saved:
             own = saved[self._trainer.global_rank % len(saved)]
             metrics = {name: torch.tensor(value) for name, value in own.items()}
@@ -263,19 +254,19 @@ class LoopPosition:
         Nothing where the train dataloader has not been made yet: no position is known then.
         """
         trainer, position = self._trainer, self.position
-        if not self._data.is_known:
+        if not self.data.is_known:
             return
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         logged = trainer.callback_metrics
         checkpoint[KEY] = self._session.describe(
-            self._data.layouts,
+            self.data.layouts,
             position,
             samples=self.total_samples,
             steps=trainer.global_step,
             rng=self._rng_of_step or self.generators.capture(),
             loader=self._loader_state(),
             metrics={name: float(each) for name, each in logged.items() if each.numel() == 1},
-            size=self._data.size,
+            size=self.data.size,
             validated=position.samples == 0 or self._validated_step == trainer.global_step,
             stopped=trainer.should_stop and private.may_stop_early(trainer),
         )

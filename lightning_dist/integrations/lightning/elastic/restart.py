@@ -41,7 +41,7 @@ from lightning_dist.integrations.lightning.elastic.data import (
     is_trial,
     require_plain_trainer,
 )
-from lightning_dist.integrations.lightning.elastic.placement import LoopPosition, TrainerPlacement
+from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, follow_launcher
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
 
@@ -139,9 +139,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         )
         self.best_model_path = ""
         """The newest checkpoint at the end of a fit: what ``ckpt_path="best"`` means alone."""
-        self._placement: TrainerPlacement | None = None
-        self._data: TrainerDeal | None = None
-        self._at: LoopPosition | None = None
+        self._at: TrainerPlacement | None = None  # while a fit of the run is under way
         self._found: str | None = None  # the checkpoint of this run that is loaded
         self._foreign = ""
         self._is_restricted = True
@@ -176,16 +174,15 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._stand_last(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
-        self._data = self._at = None
-        self._has_begun = False
+        self._at, self._has_begun = None, False
         self._session.meet()
-        self._placement = TrainerPlacement(trainer, self._session, sharded=self._sharded)
-        self._found = io.verified = self._session.open(self._placement)
+        placement = TrainerPlacement(trainer, self._session, sharded=self._sharded)
+        self._found = io.verified = self._session.open(placement)
         connector = RestartConnector(
             private.checkpoint_connector(trainer),
             path=self._found,
             weights_only=self._settings.weights_only,
-            on_loaded=lambda *loaded: self._take_up(trainer, *loaded),
+            on_loaded=lambda *loaded: self._take_up(placement, trainer, *loaded),
             on_loops=self._place_loops,
         )
         private.set_checkpoint_connector(trainer, connector)
@@ -228,7 +225,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             account.look(self._settings.folder, rank=trainer.global_rank)
             identify(trainer, run_id=account.run_id)
 
-    def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any], weights_only: bool) -> None:
+    def _take_up(
+        self,
+        placement: TrainerPlacement,
+        trainer: pl.Trainer,
+        checkpoint: dict[str, Any],
+        weights_only: bool,
+    ) -> None:
         """Know where to go on, before anything is restored."""
         self._is_restricted = weights_only
         if weights_only:
@@ -241,7 +244,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             raise ValueError(not_ours(path))
         self._foreign = path if checkpoint and state is None else ""
         self._session.load(state, is_own=self._found is not None)
-        self._data = TrainerDeal(
+        data = TrainerDeal(
             trainer,
             exact=self._exact,
             on_first=self._restore_generators,
@@ -251,8 +254,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             begun=self._session.history.first,
             seed=self._session.history.seed,
         )
-        self._at = LoopPosition(trainer, data=self._data, session=self._session)
-        place_sources(trainer, self._data)
+        placement.take_up(data)
+        self._at = placement
+        place_sources(trainer, data)
 
     def _place_loops(self) -> None:
         if self._at is not None:
@@ -265,11 +269,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         session = self._session
-        if self._at is None or self._data is None or self._placement is None:
+        if self._at is None:
             return
-        self._placement.watch_optimizers()
-        first, now = self._data.layouts
-        if self._data.is_dealt:
+        self._at.watch_optimizers()
+        data = self._at.data
+        first, now = data.layouts
+        if data.is_dealt:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             session.scale_rates(trainer.optimizers, schedulers, first=first, now=now)
         self._at.restore_metrics()
@@ -284,7 +289,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 f"ElasticRestart: its samples of epoch {epoch} are not known, and the order of "
                 "samples begins anew"
             )
-        session.begin(first, self._data.layout, foreign=foreign)
+        session.begin(first, data.layout, foreign=foreign)
         session.lifecycle.beat()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_generators()
@@ -319,14 +324,14 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         session = self._session
-        if self._at is None or self._placement is None:
+        if self._at is None:
             return
         self._at.end_pass()
         session.lifecycle.beat()
         if private.is_accumulating(trainer):
             return
         if session.step(self._at.total_samples):
-            self._placement.log_costs()
+            self._at.log_costs()
         # What ends an epoch comes after this hook; a checkpoint waits for it.
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             if self._settings.is_due_after_step(trainer.global_step):
@@ -366,18 +371,18 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.lifecycle.beat()
-        if self._at is None or self._placement is None:
+        if self._at is None:
             return
         self._epoch_is_due = False
         self._session.complete(saves=self._at.has_begun)
         self.best_model_path = self._session.newest
         if self._session.costs.get("elastic/restarts"):
-            self._placement.log_costs()
+            self._at.log_costs()
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._data is not None and not self._has_begun:
-            self._session.nothing_is_left(self._data.layout)
+        if self._at is not None and not self._has_begun:
+            self._session.nothing_is_left(self._at.data.layout)
 
     @override
     def on_exception(
@@ -393,9 +398,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         restore_usual(trainer)
 
     def _end(self) -> None:
-        if self._data is not None:
-            self._data.close()
-        self._data = self._at = self._placement = None
+        if self._at is not None:
+            self._at.data.close()
+        self._at = None
         self._epoch_is_due = self._polls_validation = False
 
     def _stop_if_told(self) -> None:
