@@ -76,7 +76,7 @@ class ProcessLifecycle:
             asks: whether this process asks ``preemption_check``; one of a host does.
             on_told: called from a thread at the first notice.
         """
-        self.beat()
+        self.heartbeat()
         watchdog = self._watchdog
 
         def on_notice(reason: str) -> None:
@@ -94,10 +94,10 @@ class ProcessLifecycle:
         )
         self._notices.start()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """A batch, or a stage of the start, is done."""
         if self._watchdog is not None:
-            self._watchdog.beat()
+            self._watchdog.heartbeat()
 
     def finish(self) -> None:
         """The training has ended as it should: no batch is to be expected any more."""

@@ -138,7 +138,7 @@ class Session:
             is_own: its checkpoint was in the folder of this run; or else another run begins with
                 it.
         """
-        self.lifecycle.beat()
+        self.lifecycle.heartbeat()
         self.resumed = state
         self.history.resume(state, is_own=is_own)
 
@@ -196,7 +196,7 @@ class Session:
 
         Returns whether the run has now caught up with what it had done before the restart.
         """
-        self.lifecycle.beat()
+        self.lifecycle.heartbeat()
         if caught_up := self.history.step(samples):
             self._count_costs()
         return caught_up
@@ -251,7 +251,7 @@ class Session:
             return
         self._placement.write(self.retention.checkpointer, path)
         self._saved_step = steps
-        self.lifecycle.beat()
+        self.lifecycle.heartbeat()
 
     def _save_for_good(self) -> int | None:
         """Save this step if it is not saved yet, and wait; the newest step that is durable then."""
@@ -280,8 +280,8 @@ class Session:
         while not all(
             self.members.ranks.gather(self.retention.is_saved_within(self.lifecycle.round_s))
         ):
-            self.lifecycle.beat()
-        self.lifecycle.beat()
+            self.lifecycle.heartbeat()
+        self.lifecycle.heartbeat()
 
     def stop_if_told(self) -> int | None:
         """Where any rank is to end: one checkpoint of all, and this process's exit code.

@@ -15,6 +15,13 @@ import psutil
 
 from lightning_dist.elastic.rendezvous import Launch
 
+EXIT_STUCK = 76
+"""Exit code of a process that ended itself because it hung, or its grace period was over."""
+
+_PERIOD = 0.1
+_PATIENCE = 5.0
+"""Seconds for a word before the end."""
+
 
 class Deadline:
     """A time by which something must have happened; readable from any thread."""
@@ -41,14 +48,6 @@ class Deadline:
         """Why it was set, if it is due; otherwise nothing."""
         due = self._due
         return self._why if due is not None and self._clock() >= due else ""
-
-
-EXIT_STUCK = 76
-"""Exit code of a process that ended itself because it hung, or its grace period was over."""
-
-_PERIOD = 0.1
-_PATIENCE = 5.0
-"""Seconds for a word before the end."""
 
 
 class Watchdog:
@@ -78,14 +77,14 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch; :meth:`heartbeat` has to be called from now on."""
-        self.beat()
+        self.heartbeat()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> None:
         """Watch no more."""
         self._stopped.set()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """There is progress."""
         if self._hang_timeout is not None:
             why = f"no progress for {self._hang_timeout:g} s"

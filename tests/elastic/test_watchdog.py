@@ -78,7 +78,7 @@ def test_progress_puts_it_off() -> None:
     watched.dog.start()
     for watched.clock.now in (29.0, 58.0, 87.0):
         watched.clock.wait_until_looked_at()
-        watched.dog.beat()
+        watched.dog.heartbeat()
     assert watched.said == []
     watched.dog.stop()
 
@@ -101,7 +101,7 @@ def test_progress_does_not_put_off_the_end() -> None:
     watched.dog.start()
     watched.dog.end_within(20, "the grace period is over")
     watched.clock.now = 19.0
-    watched.dog.beat()
+    watched.dog.heartbeat()
     watched.clock.now = 20.0
     assert watched.ended.wait(LIMIT)
     assert watched.said[-1] == "the grace period is over"
@@ -110,7 +110,7 @@ def test_progress_does_not_put_off_the_end() -> None:
 def test_without_a_timeout_only_the_end_counts() -> None:
     watched = Watched(None)
     watched.dog.start()
-    watched.dog.beat()
+    watched.dog.heartbeat()
     watched.clock.now = 10.0**9
     watched.dog.end_within(5, "enough")
     watched.clock.wait_until_looked_at()

@@ -32,7 +32,7 @@ elif what == "slow":
     import threading
     from lightning_dist.checkpoint.disk.writer import Writer
     from lightning_dist.elastic.watchdog import Watchdog
-    beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.beat
+    beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.heartbeat
     def noted(self):
         beats.append(1)
         if len(beats) == 5:  # a quarter of hang_timeout each
@@ -43,7 +43,7 @@ elif what == "slow":
         do(self, *arguments)
     def hold():
         beats.clear()
-        Writer.do, Watchdog.beat = slow, noted
+        Writer.do, Watchdog.heartbeat = slow, noted
     trainer, _ = fit(folder, FailAt("on_train_end", 12, hold), max_epochs=1,
                      elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
@@ -53,7 +53,7 @@ elif what == "hang":
     Watchdog.start = lambda self: (dogs.append(self), start(self))
     def hang():
         dogs[0]._hang_timeout = 0.3  # the start may take longer
-        dogs[0].beat()
+        dogs[0].heartbeat()
         os.read(os.pipe()[0], 1)
     fit(folder, FailAt("on_after_backward", 7, hang), elastic={"hang_timeout": 60.0})
 else:

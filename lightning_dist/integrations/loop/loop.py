@@ -170,7 +170,7 @@ class ElasticLoop:
 
     def heartbeat(self) -> None:
         """There is progress, outside of batches too; see ``hang_timeout``."""
-        self._run.session.lifecycle.beat()
+        self._run.session.lifecycle.heartbeat()
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs of the training that are left, of ``count``."""
@@ -187,7 +187,7 @@ class ElasticLoop:
     def _begin_epoch(self, epoch: int) -> None:
         self._run.data.cursor.set_epoch(epoch)
         self._in_epoch = True
-        self._run.session.lifecycle.beat()
+        self._run.session.lifecycle.heartbeat()
         if self._run.data.cursor.begin.samples == 0:
             self._run.generators.restore()
 
@@ -220,7 +220,7 @@ class ElasticLoop:
             with self._run.objects.exchanging(self._this.ends_step):
                 yield batch if device is None else move_data_to_device(batch, device)
             self._require_told()
-            self._run.session.lifecycle.beat()
+            self._run.session.lifecycle.heartbeat()
         self._this, self._in_epoch = None, False
 
     def _require_told(self) -> None:

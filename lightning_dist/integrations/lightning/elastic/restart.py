@@ -290,7 +290,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 "samples begins anew"
             )
         session.begin(first, data.layout, foreign=foreign)
-        session.lifecycle.beat()
+        session.lifecycle.heartbeat()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._restore_generators()
 
@@ -327,7 +327,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at is None:
             return
         self._at.end_pass()
-        session.lifecycle.beat()
+        session.lifecycle.heartbeat()
         if private.is_accumulating(trainer):
             return
         if session.step(self._at.total_samples):
@@ -359,7 +359,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._session.lifecycle.beat()
+        self._session.lifecycle.heartbeat()
         if self._polls_validation and self._at is not None and not trainer.sanity_checking:
             self._stop_if_told()
 
@@ -370,7 +370,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._session.lifecycle.beat()
+        self._session.lifecycle.heartbeat()
         if self._at is None:
             return
         self._epoch_is_due = False
