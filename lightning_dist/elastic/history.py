@@ -13,6 +13,7 @@ from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
 from lightning_dist.elastic.plan import Layout
 from lightning_dist.elastic.progress import ElasticState
+from lightning_dist.shared_folder import has_token, leave_token
 
 
 class RunHistory:
@@ -50,7 +51,8 @@ class RunHistory:
         self.first = None if said["first"] is None else Layout(**said["first"])
         self._given_seed = seed
         # Find out now, and not when another host has to go on, that it could not.
-        sees = not said["token"] or self._journal.has_token(said["token"])
+        folder_here, token = self._journal.folder, said["token"]
+        sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
                 f"some ranks do not see rank 0's {folder}, so they could not go on from its "
@@ -65,7 +67,7 @@ class RunHistory:
             "run_id": self.run_id or start.get("run_id") or secrets.token_hex(6),
             "seed": _seed(seed, start.get("seed")),
             "first": None if self._before is None else start.get("first"),  # if it did any step
-            "token": self._journal.leave_token() if self._journal.is_kept else "",
+            "token": "" if self._journal.folder is None else leave_token(self._journal.folder),
         }
 
     def _open_journal(self, folder: str, *, rank: int) -> None:
@@ -139,7 +141,7 @@ class RunHistory:
     def metrics(self, *, world_size: int) -> dict[str, float]:
         """``elastic/*``, as loggers are told it; without what is not known. On the leader."""
         found = {"elastic/world_size": float(world_size)}
-        if self._journal.is_kept:
+        if self._journal.folder is not None:
             summary = self.summary
             found["elastic/restarts"] = float(summary.restarts)
             found["elastic/samples_recomputed"] = float(summary.samples_recomputed)

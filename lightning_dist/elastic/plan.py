@@ -39,7 +39,7 @@ class Layout:
         first = begin + (rank - begin) % self.world_size
         return range(first, max(first, begin + count), self.world_size)
 
-    def passes_for(self, count: int) -> int:
+    def micro_batches_for(self, count: int) -> int:
         """Passes that a step of ``count`` samples takes; the same on every rank."""
         largest = math.ceil(count / self.world_size)
         return max(1, math.ceil(largest / self.micro_batch))
@@ -155,24 +155,31 @@ class EpochPlan:
         return self.begin.steps + self._full_steps + (self._tail > 0)
 
     @property
-    def first_pass(self) -> int:
+    def first_micro_batch(self) -> int:
         """The number of the first micro-batch that is left."""
         return self.begin.steps * self.layout.accumulate
 
     def __len__(self) -> int:
         """Passes of the whole epoch, those before ``begin`` included."""
-        tail = self.layout.passes_for(self._tail) if self._tail else 0
-        return self.first_pass + self._full_steps * self.layout.accumulate + tail
+        tail = self.layout.micro_batches_for(self._tail) if self._tail else 0
+        return self.first_micro_batch + self._full_steps * self.layout.accumulate + tail
 
-    def pass_at(self, index: int) -> MicroBatch:
-        """The micro-batch with this number in the epoch, from ``first_pass`` on."""
-        assert self.first_pass <= index < len(self), (index, self.first_pass, len(self))
-        step, which = divmod(index - self.first_pass, self.layout.accumulate)
+    def micro_batch_at(self, index: int) -> MicroBatch:
+        """The micro-batch with this number in the epoch, from ``first_micro_batch`` on."""
+        assert self.first_micro_batch <= index < len(self), (
+            index,
+            self.first_micro_batch,
+            len(self),
+        )
+        step, which = divmod(index - self.first_micro_batch, self.layout.accumulate)
         is_tail = step >= self._full_steps
         if is_tail:
-            step, which = self._full_steps, index - len(self) + self.layout.passes_for(self._tail)
+            step, which = (
+                self._full_steps,
+                index - len(self) + self.layout.micro_batches_for(self._tail),
+            )
         count = self._tail if is_tail else self.layout.global_batch
-        passes = self.layout.passes_for(count) if is_tail else self.layout.accumulate
+        passes = self.layout.micro_batches_for(count) if is_tail else self.layout.accumulate
         begin = self.begin.samples + step * self.layout.global_batch
         share = self.layout.share(self.rank, begin=begin, count=count)
         samples = _piece(share, which, of=passes)
@@ -185,7 +192,7 @@ class EpochPlan:
         if passes >= len(self):
             done = self._left if self._tail else self._full_steps * self.layout.global_batch
             return Position(self.begin.epoch, self.begin.samples + done, self.steps)
-        steps = max(passes - self.first_pass, 0) // self.layout.accumulate
+        steps = max(passes - self.first_micro_batch, 0) // self.layout.accumulate
         steps = min(steps, self._full_steps)
         samples = self.begin.samples + steps * self.layout.global_batch
         return Position(self.begin.epoch, samples, self.begin.steps + steps)
@@ -195,7 +202,7 @@ class EpochPlan:
         """Samples of the epoch that steps use; ``drop_last`` leaves out the rest."""
         return self.after(len(self)).samples
 
-    def passes_after(self, steps: int) -> int:
+    def micro_batches_after(self, steps: int) -> int:
         """Passes that the first ``steps`` optimizer steps of the epoch have taken."""
         return len(self) if steps >= self.steps else steps * self.layout.accumulate
 
@@ -207,8 +214,8 @@ def _piece(share: range, which: int, *, of: int) -> range:
     return share[begin : begin + size + (which < more)]
 
 
-def full_size(size: int, *, limit_passes: int | None, layout: Layout) -> int:
-    """Samples of an epoch of which ``limit_passes`` micro-batches of ``layout`` are wanted."""
-    if limit_passes is None:
+def full_size(size: int, *, limit: int | None, layout: Layout) -> int:
+    """Samples of an epoch of which ``limit`` micro-batches of ``layout`` are wanted."""
+    if limit is None:
         return size
-    return min(size, math.ceil(limit_passes / layout.accumulate) * layout.global_batch)
+    return min(size, math.ceil(limit / layout.accumulate) * layout.global_batch)

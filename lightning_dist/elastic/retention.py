@@ -223,11 +223,12 @@ class Retention:
         """Give the folder back; ``patiently``: when everything is durable."""
         if self.checkpointer is None:
             return
-        self.is_saved_within(None if patiently else _PATIENCE)
+        limit = None if patiently else _PATIENCE
+        is_saved = self.is_saved_within(limit)
         for each in self._fatal:
             self._warn(each)
         try:
-            self.checkpointer.close(None if patiently else _PATIENCE)
+            self.checkpointer.close(limit if is_saved else 1.0)
         except (CheckpointError, TimeoutError) as error:
             if patiently:
                 raise

@@ -162,10 +162,10 @@ class ElasticBatchSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         self._on_first()
         plan = self._plan()
-        epoch, index = plan.begin.epoch, plan.first_pass
+        epoch, index = plan.begin.epoch, plan.first_micro_batch
         order = self._order.of(epoch)
         # Asked at every step: what is not drawn yet may be dealt anew.
         while index < len(plan) and plan.begin.epoch == epoch:
-            positions = plan.pass_at(index).samples
+            positions = plan.micro_batch_at(index).samples
             yield [order[position] for position in positions or [plan.begin.samples]]
             plan, index = self._plan(), index + 1

@@ -332,18 +332,19 @@ class Session:
         Args:
             stopped: it was :meth:`stop_if_told`.
         """
-        retention, self._retention = self._retention, None
-        if retention is not None:
-            try:
-                retention.close(patiently=error is None or stopped)
-            finally:
-                self._metrics, self._last = retention.metrics, retention.last_committed
-        if stopped:
-            self.lifecycle.end_listening()
-        elif error is not None:
+        if error is not None and not stopped:
             self.lifecycle.fail(error)
-        else:
-            self.lifecycle.close()
-            if self._members is not None:
-                self._members.close()
-        self.history.close()
+        retention, self._retention = self._retention, None
+        try:
+            if retention is not None:
+                retention.close(patiently=error is None or stopped)
+        finally:
+            if retention is not None:
+                self._metrics, self._last = retention.metrics, retention.last_committed
+            if stopped:
+                self.lifecycle.end_listening()
+            elif error is None:
+                self.lifecycle.close()
+            self.history.close()
+        if error is None and self._members is not None:
+            self._members.close()

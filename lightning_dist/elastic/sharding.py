@@ -254,7 +254,7 @@ class Deal:
         self.first = self._first_layout(script)
         self.layout = layout_for(self.policy, self.first, script=script)
         passes = limit(self.first, facts)
-        self._epoch_size = full_size(facts.size, limit_passes=passes, layout=self.first)
+        self._epoch_size = full_size(facts.size, limit=passes, layout=self.first)
         accept(self.first, self.layout)
         return shard(loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first)
 

@@ -75,8 +75,8 @@ class ShardedStream(IterableDataset[list[Any]]):
             epoch=plan.begin.epoch, start=start, step=plan.layout.world_size
         )
         spare: list[Any] | None = None
-        for number, index in enumerate(range(plan.first_pass, len(plan))):
-            samples = [_next(drawn, self.dataset) for _ in plan.pass_at(index).samples]
+        for number, index in enumerate(range(plan.first_micro_batch, len(plan))):
+            samples = [_next(drawn, self.dataset) for _ in plan.micro_batch_at(index).samples]
             if not samples and spare is None:
                 spare = [
                     next(iter(self.dataset.iter_shard(epoch=plan.begin.epoch, start=0, step=1)))

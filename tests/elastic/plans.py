@@ -68,8 +68,8 @@ class Epoch:
 def steps_of(plan: EpochPlan) -> list[list[MicroBatch]]:
     """The passes of a rank that are left, step by step."""
     steps: list[list[MicroBatch]] = [[]]
-    for index in range(plan.first_pass, len(plan)):
-        steps[-1].append(plan.pass_at(index))
+    for index in range(plan.first_micro_batch, len(plan)):
+        steps[-1].append(plan.micro_batch_at(index))
         if steps[-1][-1].ends_step:
             steps.append([])
     assert not steps[-1], "an epoch ends with the end of a step"

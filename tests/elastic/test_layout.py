@@ -40,7 +40,7 @@ def test_shares_differ_by_one_sample_at_most(layout: Layout, begin: int, count: 
 
 @given(layouts(), st.integers(0, 50))
 def test_no_fewer_passes_would_do(layout: Layout, count: int) -> None:
-    passes = layout.passes_for(count)
+    passes = layout.micro_batches_for(count)
     room = layout.world_size * layout.micro_batch
     assert count <= passes * room
     assert passes == 1 or count > (passes - 1) * room
@@ -55,7 +55,7 @@ def test_a_constant_global_batch_takes_other_passes(
 ) -> None:
     layout = constant(FIRST, world_size=world_size, micro_batch=micro_batch)
     assert layout == Layout(world_size, micro_batch, accumulate, 64)
-    assert layout.passes_for(64) == accumulate
+    assert layout.micro_batches_for(64) == accumulate
 
 
 @pytest.mark.parametrize("policy", ["scale_lr", "scale_lr:sqrt", "fixed_micro_batch"])

@@ -28,7 +28,7 @@ def test_all_ranks_take_equally_many_passes(epoch: Epoch) -> None:
     assert all(shape == shapes[0] for shape in shapes)
     assert all(size <= epoch.layout.accumulate for size in shapes[0])
     assert all(size == epoch.layout.accumulate for size in shapes[0][:-1])
-    assert {len(plan) for plan in epoch.plans} == {epoch.plan(0).first_pass + sum(shapes[0])}
+    assert {len(plan) for plan in epoch.plans} == {epoch.plan(0).first_micro_batch + sum(shapes[0])}
 
 
 @given(epochs())
@@ -70,18 +70,18 @@ def test_full_passes_have_weight_one(epoch: Epoch) -> None:
 def test_positions_are_those_of_whole_steps(epoch: Epoch) -> None:
     plan, begin = epoch.plan(0), epoch.begin
     samples, steps = begin.samples, begin.steps
-    for done in range(plan.first_pass + 1):
+    for done in range(plan.first_micro_batch + 1):
         assert plan.after(done) == begin
-    for index in range(plan.first_pass, len(plan)):
-        if plan.pass_at(index).ends_step:
+    for index in range(plan.first_micro_batch, len(plan)):
+        if plan.micro_batch_at(index).ends_step:
             samples += len(epoch.steps_of_samples()[steps - begin.steps])
             steps += 1
-            assert plan.passes_after(steps) == index + 1
+            assert plan.micro_batches_after(steps) == index + 1
         assert plan.after(index + 1) == Position(begin.epoch, samples, steps)
     assert plan.steps == steps
     assert plan.used == samples
     assert plan.after(len(plan) + 5) == plan.after(len(plan))
-    assert plan.passes_after(plan.steps + 5) == len(plan)
+    assert plan.micro_batches_after(plan.steps + 5) == len(plan)
 
 
 @given(epochs(), st.data())
@@ -89,7 +89,7 @@ def test_another_layout_goes_on_with_the_samples_that_are_left(
     epoch: Epoch, data: st.DataObject
 ) -> None:
     plan = epoch.plan(0)
-    done = data.draw(st.integers(plan.first_pass, max(plan.first_pass, len(plan))))
+    done = data.draw(st.integers(plan.first_micro_batch, max(plan.first_micro_batch, len(plan))))
     begin = plan.after(done)
     layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
     resumed = Epoch(layout, begin, epoch.size, epoch.drop_last)
@@ -124,7 +124,7 @@ def test_an_epoch_of_many_restarts_has_every_sample_once(
     now, wanted = epoch, [s for step in epoch.steps_of_samples() for s in step]
     for passes in [*lives, 10**6]:
         plan = now.plan(0)
-        end = plan.after(min(plan.first_pass + passes, len(plan)))
+        end = plan.after(min(plan.first_micro_batch + passes, len(plan)))
         for each in now.plans:
             for step in steps_of(each)[: end.steps - now.begin.steps]:
                 seen += [s for piece in step for s in piece.samples]
@@ -152,15 +152,15 @@ def test_an_example() -> None:
 def test_an_epoch_that_has_ended_has_no_passes_left(drop_last: bool) -> None:
     layout = Layout(2, 2, 2, 8)
     plan = EpochPlan(layout, 0, EpochPlan(layout, 0, Position(), 20, drop_last).after(99), 20)
-    assert EpochPlan(layout, 0, plan.begin, 20, drop_last).first_pass == len(
+    assert EpochPlan(layout, 0, plan.begin, 20, drop_last).first_micro_batch == len(
         EpochPlan(layout, 0, plan.begin, 20, drop_last)
     )
 
 
 def test_a_limit_in_passes_is_one_of_whole_steps() -> None:
     layout = Layout(2, 4, 3, 24)
-    assert full_size(100, limit_passes=None, layout=layout) == 100
-    assert full_size(100, limit_passes=3, layout=layout) == 24
-    assert full_size(100, limit_passes=4, layout=layout) == 48
-    assert full_size(100, limit_passes=99, layout=layout) == 100
-    assert full_size(100, limit_passes=0, layout=layout) == 0
+    assert full_size(100, limit=None, layout=layout) == 100
+    assert full_size(100, limit=3, layout=layout) == 24
+    assert full_size(100, limit=4, layout=layout) == 48
+    assert full_size(100, limit=99, layout=layout) == 100
+    assert full_size(100, limit=0, layout=layout) == 0

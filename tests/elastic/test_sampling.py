@@ -23,7 +23,7 @@ def test_batches_are_the_passes_of_the_plan(epoch: Epoch) -> None:
     order = EpochOrder(RandomSampler(range(epoch.size)), seed=1).of(epoch.begin.epoch)
     for rank, plan in enumerate(epoch.plans):
         batches = list(sampler(epoch, rank))
-        passes = [plan.pass_at(index) for index in range(plan.first_pass, len(plan))]
+        passes = [plan.micro_batch_at(index) for index in range(plan.first_micro_batch, len(plan))]
         for batch, each in zip(batches, passes, strict=True):
             if each.samples:
                 assert batch == [order[position] for position in each.samples]

@@ -213,8 +213,8 @@ class ElasticLoop:
             raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
         plan, device = self._run.data.plan(), self._device
         self._run.generators.restore()
-        for index, batch in enumerate(self._run.batches, start=plan.first_pass):
-            self._this = plan.pass_at(index)
+        for index, batch in enumerate(self._run.batches, start=plan.first_micro_batch):
+            self._this = plan.micro_batch_at(index)
             self._is_weighted = self._has_stepped = False
             self._index = index
             with self._run.objects.exchanging(self._this.ends_step):

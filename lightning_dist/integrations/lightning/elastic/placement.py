@@ -151,15 +151,15 @@ class TrainerPlacement(Placement):
         self.data.refresh()
         self.generators.restore()
 
-    def begin_pass(self, index: int) -> None:
+    def begin_micro_batch(self, index: int) -> None:
         """Batch ``index`` of the epoch is there."""
         self.generators.restore()
         self._epoch = self._trainer.current_epoch
         if self._before_iteration is None:
             self._before_iteration = self._processed
-        self.micro_batch = self.data.plan().pass_at(index) if self.data.is_dealt else None
+        self.micro_batch = self.data.plan().micro_batch_at(index) if self.data.is_dealt else None
 
-    def end_pass(self) -> None:
+    def end_micro_batch(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""
         if self.data.is_dealt:
             self._in_epoch = self.data.plan().after(self._processed).samples
@@ -218,7 +218,7 @@ class TrainerPlacement(Placement):
         if not data.is_dealt or position.samples == 0:
             place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
             return
-        passes = data.plan().passes_after(position.steps)
+        passes = data.plan().micro_batches_after(position.steps)
         self.validates_first = place_within_epoch(
             self._trainer,
             position,

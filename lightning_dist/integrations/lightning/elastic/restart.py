@@ -310,7 +310,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._at is not None:
-            self._at.begin_pass(batch_idx)
+            self._at.begin_micro_batch(batch_idx)
 
     @override
     def on_before_backward(
@@ -326,7 +326,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         session = self._session
         if self._at is None:
             return
-        self._at.end_pass()
+        self._at.end_micro_batch()
         session.lifecycle.heartbeat()
         if private.is_accumulating(trainer):
             return
