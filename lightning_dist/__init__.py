@@ -46,11 +46,13 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
     from lightning_dist.integrations.torch.fsdp import compress_fsdp
+    from lightning_dist.integrations.torch.local_updates import local_updates
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -73,6 +75,7 @@ _HOME = {
     "FP8": "codecs",
     "Int4": "codecs",
     "Int8": "codecs",
+    "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "NoCompression": "codecs",
     "OneBitAdam": "onebit_adam",
     "Payload": "codecs",
@@ -90,6 +93,7 @@ _HOME = {
     "compress_ddp": "integrations.torch.ddp",
     "compress_fsdp": "integrations.torch.fsdp",
     "init_process_group": "elastic.rendezvous",
+    "local_updates": "integrations.torch.local_updates",
     "register_codec": "codecs",
     "warmup": "codecs",
 }
@@ -114,6 +118,7 @@ __all__ = [
     "ExchangedVolume",
     "Int4",
     "Int8",
+    "LocalUpdateStrategy",
     "NoCompression",
     "OneBitAdam",
     "Payload",
@@ -131,6 +136,7 @@ __all__ = [
     "compress_ddp",
     "compress_fsdp",
     "init_process_group",
+    "local_updates",
     "register_codec",
     "warmup",
 ]

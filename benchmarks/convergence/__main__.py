@@ -24,6 +24,9 @@ The batch is divided among the ranks. Rows:
                 `OneBitAdam` in place of AdamW (gpt), its variance frozen after a fifth of the steps
                 and momenta through codec NAME; with `none` what the frozen variance alone does.
                 Not clipped, unlike AdamW
+    METHOD@H/NAME, METHOD@H:outer_lr=1,mixing=0.5/NAME
+                `local_updates` with that method, H local steps and the codec NAME: each rank steps
+                alone on its part of the batch. Evaluated on the anchor
 
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,10 @@ from benchmarks.step_time.rank import (
     digest_of,
     tx_bytes_of,
 )
+from lightning_dist import local_updates
 from lightning_dist.codecs import resolve_codec
+from lightning_dist.integrations.torch.local_settings import Method
+from lightning_dist.integrations.torch.local_updates import LocalUpdates
 from lightning_dist.integrations.torch.networks import Groups, new_groups
 
 _SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
@@ -37,6 +40,8 @@ _TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile 
 WARM_SHARE = 0.2
 """Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
 WARM_SUFFIX, ONEBIT_PREFIX = "-warm", "onebit-adam:"
+LOCAL_MARK = "@"
+"""Of rows with local steps: ``diloco@16/int8``, ``diloco@16:outer_lr=1,mixing=0.5/int8``."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class Job:
     @property
     def codec(self) -> str:
         """A codec of lightning_dist, or one of `BASELINES`."""
+        _, mark, local = self.row.partition(LOCAL_MARK)
+        if mark:
+            return local.partition("/")[2]
         name = self.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
         return name.removesuffix(NO_FEEDBACK_SUFFIX)
 
@@ -103,7 +111,10 @@ class Training:
         self.task, self.job, self.seed = task, job, seed
         self.model = task.model()
         self.curve: list[dict[str, Any]] = []
-        self._ddp = DistributedDataParallel(self.model)
+        self._updates: LocalUpdates | None = None
+        is_local = LOCAL_MARK in job.row
+        # As a worker of its own a rank has no DDP around its model.
+        self._ddp = self.model if is_local else DistributedDataParallel(self.model)
         self._feedback: bool | None = None
         onebit = job.row.startswith(ONEBIT_PREFIX)
         warm_steps = round(WARM_SHARE * task.settings.steps)
@@ -125,10 +136,25 @@ class Training:
                 "groups": groups,
             }
         row = job.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
-        self._handle = attach(self._ddp, row, **options)
+        self._handle = None if is_local else attach(self._ddp, row, **options)
         self._optimizer, self._schedule = task.optimizer(self.model, **optimizing)
         if onebit:
             self._optimizer.attach(self._handle)
+        if is_local:
+            method, _, every = row.partition("/")[0].partition(LOCAL_MARK)
+            every, _, more = every.partition(":")
+            chosen_rates = dict(each.split("=") for each in more.split(",") if each)
+            del options["start_step"], options["compile_kernels"]
+            self._updates = local_updates(
+                self.model,
+                self._optimizer,
+                method=cast(Method, method),
+                sync_every=int(every),
+                codec=job.codec,
+                **{name: float(value) for name, value in chosen_rates.items()},
+                **options,
+            )
+            self._handle = self._updates.reducer
         self._batches = task.batches(seed)
 
     def run(self, steps: int) -> None:
@@ -138,14 +164,18 @@ class Training:
         tx_before, began = tx_bytes_of(link), time.perf_counter()
         for _ in range(steps):
             self._step()
+        if self._updates is not None:
+            self._updates.wait()  # or what is under way would use the link in the turns of others
         elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.barrier()  # now every rank has received what this one sent
         tx = tx_bytes_of(link) - tx_before
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         metrics = [{}]
         if self.job.codec != COMPUTE_ROW:  # its replicas do not learn together
-            if dist.get_rank() == 0:
-                metrics = [self.task.evaluate(self.model)]
+            anchor = self._updates.anchor_weights() if self._updates else contextlib.nullcontext()
+            with anchor:
+                if dist.get_rank() == 0:
+                    metrics = [self.task.evaluate(self.model)]
             dist.broadcast_object_list(metrics)
         last = self.curve[-1] if self.curve else {"step": 0, "seconds": 0.0, "tx_bytes": 0}
         self.curve.append(
@@ -163,10 +193,14 @@ class Training:
 
     def end(self) -> dict[str, Any]:
         """Close the reducer; what came of the training. Collective."""
+        if self._updates is not None:
+            self._updates.start_from_anchor()
         identical = same_on_all_ranks(self.model)
         ratio = 1.0
         if self._handle is not None:
             ratio = self._handle.comm_stats()["ratio"]
+            if self._updates is not None:  # of one exchange, and DDP has one in every step
+                ratio *= self._updates.schedule.sync_every
             self._handle.close()
         return {
             "curve": self.curve,
@@ -178,7 +212,9 @@ class Training:
         }
 
     def _step(self) -> None:
-        silent = self._ddp.no_sync() if self.job.codec == COMPUTE_ROW else contextlib.nullcontext()
+        silent: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.job.codec == COMPUTE_ROW:
+            silent = cast(DistributedDataParallel, self._ddp).no_sync()
         self._optimizer.zero_grad()
         with silent:
             self.task.loss(self._ddp, next(self._batches)).backward()
@@ -186,6 +222,8 @@ class Training:
             self.task.before_step(self.model)
         self._optimizer.step()
         self._schedule.step()
+        if self._updates is not None:
+            self._updates.step()
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:

@@ -76,6 +76,25 @@ class ErrorFeedback(Memory):
 
 
 @dataclass(frozen=True)
+class DecayedErrorFeedback(Memory):
+    """``p = g + decay e``, ``e <- p - sent``: what is not sent for long fades.
+
+    For differences of weights that were worked out long ago, as in SparseLoCo (arXiv 2508.15706).
+    """
+
+    decay: float
+    kinds: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
+        return x + state[0] * self.decay * scale
+
+    def after(
+        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
+    ) -> State:
+        return ((compensated - sent) / scale,)
+
+
+@dataclass(frozen=True)
 class Momentum(Memory):
     """``u <- m u + g``, ``p = u``: what DGC does to the tensors that it does not compress."""
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, ExchangeName, Native, Payload, Plane
-from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
+from lightning_dist.codecs.memory import DecayedErrorFeedback, Memory
+from lightning_dist.codecs.scales import (
+    HEADROOM,
+    SMALLEST_NORMAL,
+    block_scale,
+    cut_to_bfloat16,
+    pack,
+    per_step,
+    unpack,
+)
 
-_VALUE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+_VALUE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "int2": torch.uint8,
+}
 _GROUP = 8  # of the search; 4 to 16 measured, 8 is the fastest at 1 %
 
 
@@ -23,7 +37,9 @@ class TopK(BlockCodec):
     same within 1 % (0.917 for 0.915 at 1 % of Gaussian numbers), the search is many times faster
     and a place needs 12 bits, two of them three bytes, for which ``k`` is rounded up to even. Of
     equal magnitudes the first are sent.
-    ``values``: ``"bf16"``, ``"fp32"``, or ``"int8"`` with one bfloat16 scale a block.
+    ``values``: ``"bf16"``, ``"fp32"``, ``"int8"`` with one bfloat16 scale a block, or ``"int2"``:
+    sign and one of two magnitudes, the means of those above and below the block's mean magnitude.
+    ``decay``: share of the residual that is kept from step to step; below 1 old errors fade.
 
     Wire bytes per rank and step: ``(W-1) * n k/block * 3.5`` (bf16), which grows with W because
     all ranks gather all payloads: 111 times less than float32 at 1 % and W=2, 28 times at W=8.
@@ -31,12 +47,14 @@ class TopK(BlockCodec):
     with few ranks.
 
     Sparsification with memory: Stich et al. (arXiv 1809.07599); top-k: Aji and Heafield (arXiv
-    1704.05021).
+    1704.05021); two bits and decay, for pseudo-gradients: Sarfi et al., SparseLoCo (arXiv
+    2508.15706).
     """
 
     ratio: float = 0.01  # share of the elements that are sent
     block_size: int = 4096
-    values: str = "bf16"  # or "fp32", "int8"
+    values: str = "bf16"  # or "fp32", "int8", "int2"
+    decay: float = 1.0
 
     name: ClassVar[str] = "topk"
     use: ClassVar[str] = "very slow links and few ranks"
@@ -59,18 +77,34 @@ class TopK(BlockCodec):
             )
         if self.values not in _VALUE_DTYPES:
             raise ValueError(
-                f"{self.name}: values must be 'bf16', 'fp32' or 'int8', got {self.values!r}; use "
-                "'bf16', the default"
+                f"{self.name}: values must be 'bf16', 'fp32', 'int8' or 'int2', got "
+                f"{self.values!r}; use 'bf16', the default"
+            )
+        decay: object = self.decay
+        if not isinstance(decay, float | int) or isinstance(decay, bool) or not 0 < decay <= 1:
+            raise ValueError(
+                f"{self.name}: decay must be a number above 0 and up to 1, got {decay!r}; 1 keeps "
+                "all that was not sent"
             )
 
     @property
     def k(self) -> int:
-        """Elements that are sent of every block, an even number."""
+        """Elements that are sent of every block: even, with two-bit values a multiple of four."""
         k = max(1, round(self.ratio * self.block_size))
-        return k + k % 2
+        return k + -k % (4 if self.values == "int2" else 2)
 
     @property
-    def native(self) -> Native:
+    def fusable(self) -> bool:  # type: ignore[override]  # the C++ has neither
+        return self.values != "int2" and self.decay == 1
+
+    def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
+        plain = super().memory(error_feedback)
+        return DecayedErrorFeedback(self.decay) if plain.kinds and self.decay < 1 else plain
+
+    @property
+    def native(self) -> Native | None:
+        if not self.fusable:
+            return None
         planes = ("places", "values", "scales")
         return Native("topk", planes, _VALUE_DTYPES[self.values], self.k)
 
@@ -80,6 +114,8 @@ class TopK(BlockCodec):
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         places = Plane(torch.uint8, self.k // 2 * 3)
+        if self.values == "int2":
+            return places, Plane(torch.uint8, self.k // 4), Plane(torch.bfloat16, 2)
         values = Plane(_VALUE_DTYPES[self.values], self.k)
         scale = (Plane(torch.bfloat16, 1),) if self.values == "int8" else ()
         return places, values, *scale
@@ -87,6 +123,8 @@ class TopK(BlockCodec):
     def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
         places = largest(x, self.k)
         values = x.gather(-1, places)
+        if self.values == "int2":
+            return pack_places(places), *_in_two_bits(values)
         if self.values != "int8":
             return pack_places(places), values.to(_VALUE_DTYPES[self.values])
         scale = block_scale(values.abs().amax(-1, keepdim=True), levels=127)
@@ -113,6 +151,8 @@ class TopK(BlockCodec):
         rounding = size * (wire.eps / 2) + SMALLEST_NORMAL
         if self.values == "int8":
             rounding = amax * (HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * SMALLEST_NORMAL
+        if self.values == "int2":
+            rounding = (amax - threshold) + amax * 2**-7 + SMALLEST_NORMAL
         bound = torch.minimum(size, threshold) + rounding
         return torch.where(amax <= wire.max, bound, torch.inf)
 
@@ -121,10 +161,27 @@ class TopK(BlockCodec):
         return payload[-1].isfinite().all()
 
     def _sent(self, payload: Payload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.values == "int2":
+            codes = unpack(payload[1], bits=2)
+            magnitudes = payload[2].to(dtype).gather(-1, codes >> 1)
+            return unpack_places(payload[0]), torch.where(codes & 1 == 1, -magnitudes, magnitudes)
         values = payload[1].to(dtype)
         if self.values == "int8":
             values = values * payload[2].to(dtype)
         return unpack_places(payload[0]), values
+
+
+def _in_two_bits(values: Tensor) -> tuple[Tensor, Tensor]:
+    """``(..., k)`` -> codes of sign and size, packed, and the two magnitudes ``(..., 2)``."""
+    sizes = values.abs()
+    largest_size = sizes.amax(-1, keepdim=True)
+    shares = sizes / largest_size.clamp_min(SMALLEST_NORMAL)  # whose sum is finite
+    large = shares > shares.mean(-1, keepdim=True)
+    counts = torch.stack([(~large).sum(-1), large.sum(-1)], dim=-1).clamp_min(1)
+    sums = torch.stack([shares.masked_fill(each, 0.0).sum(-1) for each in (large, ~large)], dim=-1)
+    means = (sums / counts * largest_size).to(torch.float32)
+    magnitudes = cut_to_bfloat16(means).to(torch.bfloat16)
+    return pack(2 * large.to(torch.int32) + (values < 0), bits=2), magnitudes
 
 
 def largest(x: Tensor, k: int) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Any
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.integrations.strategy_names import NAME, NAMES, register
+from lightning_dist.integrations.strategy_names import LOCAL_NAMES, NAME, NAMES, register
 from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
 
@@ -15,9 +16,10 @@ def register_all() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     register(StrategyRegistry, lightning_strategy)
+    register(StrategyRegistry, local_update_strategy, LOCAL_NAMES, what="local updates")
     register(STRATEGY_REGISTRY, fabric_strategy)
     CODECS.on_add(_register_codec)
-    explain_wrong_strategies("lightning", NAMES)
+    explain_wrong_strategies("lightning", ChainMap(NAMES, LOCAL_NAMES))
 
 
 def _register_codec(codec: str) -> None:
@@ -41,3 +43,10 @@ def fabric_strategy(**arguments: Any) -> Any:
     from lightning_dist.integrations.fabric import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
+
+
+def local_update_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.LocalUpdateStrategy``."""
+    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
+
+    return LocalUpdateStrategy(**arguments)

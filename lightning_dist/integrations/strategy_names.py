@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_dist.codecs import CODECS
@@ -19,10 +19,24 @@ NAMES: dict[str, dict[str, Any]] = {
 """``compressed_ddp`` by start method, with unused parameters, and by codec: arguments by name."""
 
 
-def register(registry: Any, make: Callable[..., Any]) -> None:
-    """Add :data:`NAMES` to ``registry``, as what ``make`` returns for their arguments."""
-    for name, arguments in NAMES.items():
+LOCAL_NAMES: dict[str, dict[str, Any]] = {
+    "compressed_local_sgd": {"method": "local_sgd"},
+    "compressed_diloco": {"method": "diloco"},
+    "compressed_streaming_diloco": {"method": "streaming"},
+    "compressed_sparseloco": {"method": "sparseloco"},
+}
+
+
+def register(
+    registry: Any,
+    make: Callable[..., Any],
+    names: Mapping[str, Mapping[str, Any]] = NAMES,
+    *,
+    what: str = "compressed DDP",
+) -> None:
+    """Add ``names`` to ``registry``, as what ``make`` returns for their arguments."""
+    for name, arguments in names.items():
         if name in registry:  # a second import, or the user's own: theirs stays
             continue
         settings = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        registry.register(name, make, description=f"compressed DDP ({settings})", **arguments)
+        registry.register(name, make, description=f"{what} ({settings})", **arguments)

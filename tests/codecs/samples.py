@@ -37,6 +37,7 @@ TABLE: list[BlockCodec] = [
     TopK(ratio=0.1, block_size=256, values="fp32"),
     TopK(ratio=1.0, block_size=64),
     TopK(values="int8"),
+    TopK(ratio=0.05, block_size=1024, values="int2", decay=0.9),
     DGC(ratio=0.02, block_size=1024, warmup_steps=8),
     RandomK(ratio=0.1, block_size=256),
     RandomK(ratio=0.1, block_size=256, unbiased=True),

@@ -90,7 +90,9 @@ def delta(codec: BlockCodec, x: Tensor) -> Tensor:
         kept = x.abs().sum(-1).square() / (codec.block * x.square().sum(-1))
         return torch.where(kept.isfinite(), kept * (1 - 2.0**-13), none)
     if isinstance(codec, TopK):
-        rounding = {"bf16": 2.0**-16, "fp32": 1e-12, "int8": 0.26}[codec.values]
+        rounding = {"bf16": 2.0**-16, "fp32": 1e-12, "int8": 0.26}.get(codec.values)
+        if rounding is None:  # two means keep more than one, which keeps a k-th of what is sent
+            rounding = 1 - (1 - 2.0**-6) / codec.k
         return none + codec.k / codec.block * (1 - rounding)
     return none
 

@@ -179,9 +179,12 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
         if not stats or stats["steps"] in (0, self._logged_step):
             return
         self._logged_step = stats["steps"]
-        metrics = comm_metrics([stats])
+        metrics = self._comm_metrics(stats)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
+
+    def _comm_metrics(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        return comm_metrics([stats])
 
     @override
     def save_checkpoint(
@@ -189,10 +192,14 @@ class CompressedDDPStrategy(CompressionArguments, FollowsLauncher, DDPStrategy):
     ) -> None:
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         if self._reducer is not None and "optimizer_states" in checkpoint:
-            state = self._state_for(self.checkpoint_io, self._reducer)
-            if state is not None:
-                checkpoint[CHECKPOINT_KEY] = state
+            self._add_state(checkpoint, self._reducer)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
+        """Add what an exact restart needs, on rank 0. Collective."""
+        state = self._state_for(self.checkpoint_io, reducer)
+        if state is not None:
+            checkpoint[CHECKPOINT_KEY] = state
 
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
-from lightning_dist.topology.groups import Tree, levels_of
+from lightning_dist.topology.groups import Tree, innermost, levels_of
 from lightning_dist.topology.launcher import claim
 
 Groups = Sequence[dist.ProcessGroup]
@@ -44,31 +45,58 @@ def network_for(
     old = continue_from.network if going_on and continue_from is not None else None
     if old is not None:
         groups = old.data.group, old.control.group
+    return network_over(
+        model.process_group,
+        settings,
+        device=model.device,
+        facts={"parameters": parameters, "find_unused_parameters": finds_unused(model)},
+        groups=groups,
+        timeout=timeout,
+        made=old,
+    )
+
+
+def network_over(
+    like: dist.ProcessGroup,
+    settings: Settings,
+    *,
+    device: torch.device,
+    facts: Mapping[str, object],
+    groups: Groups | None = None,
+    timeout: timedelta | None = None,
+    made: Network | None = None,
+) -> Network:
+    """The groups of the ranks of ``like``, once they are known to want the same. Collective.
+
+    Args:
+        facts: what must be equal on all ranks, besides ``settings``.
+        groups: see :func:`~lightning_dist.compress_ddp`; None makes them.
+        made: a network of before, which is returned if the ranks agree.
+    """
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
-    data, control, *levels = groups or new_groups(model.process_group, timeout=timeout)
+    data, control, *levels = groups or new_groups(like, timeout=timeout)
     own = {
         **settings.fingerprint(),
         "groups": view_of(settings, world_size=data.size()),
         "process groups of levels": "given" if levels else "made here",
-        "parameters": parameters,
-        "find_unused_parameters": finds_unused(model),
+        **facts,
     }
     place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
     place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
-    facts = all_facts({**own, **place_of_own}, group=data, device=model.device)
-    require_equal([{key: fact[key] for key in own} for fact in facts])
+    told = all_facts({**own, **place_of_own}, group=data, device=device)
+    require_equal([{key: fact[key] for key in own} for fact in told])
     topology, tree = topology_of(
         settings,
-        hosts=[fact["host"] for fact in facts],
-        claims=[fact["claim"] for fact in facts],
+        hosts=[fact["host"] for fact in told],
+        claims=[fact["claim"] for fact in told],
         rank=data.rank(),
     )
-    if old is not None:
-        return old
+    if made is not None:
+        return made
     limit = WaitLimit()
     flags = Channel(control, name="control", limit=limit)
-    network = Network(Channel(data, limit=limit), flags, topology, model.device)
+    network = Network(Channel(data, limit=limit), flags, topology, device)
     if tree is None:
         if levels:
             raise ValueError(
@@ -80,8 +108,29 @@ def network_for(
     if levels:
         new_group = _given(levels, topology.rank)
     else:
-        new_group = _made(model.process_group, tree, leader=leader, timeout=timeout)
+        new_group = _made(like, tree, leader=leader, timeout=timeout)
     return in_levels(network, tree, leader=leader, new_group=new_group)
+
+
+def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
+    """A group of the ranks of this rank's host, or of its innermost group. Collective.
+
+    Raises:
+        ValueError: there is one host, or no host has several ranks.
+    """
+    facts = all_facts({"host": this_host()}, group=like, device=device)
+    hosts = [fact["host"] for fact in facts]
+    topology, tree = topology_of(
+        settings, hosts=hosts, claims=[None] * len(hosts), rank=like.rank()
+    )
+    if tree is None:
+        raise ValueError(
+            "replicas='host' needs several hosts, one of them with several ranks, got "
+            f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_host= "
+            "or rank_groups="
+        )
+    found = {tuple(each): _new_group(like, each, timeout=None) for each in innermost(tree)}
+    return next(group for ranks, group in found.items() if topology.rank in ranks)
 
 
 def _made(

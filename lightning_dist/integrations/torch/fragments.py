@@ -1,0 +1,62 @@
+"""Fragments of a model that are exchanged in turn, and the anchor that all workers agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_dist.reducer.slices import ParameterSlice, slices_of
+from lightning_dist.reducer.strides import as_real
+
+
+@dataclass
+class Fragment:
+    """Parameters that are exchanged together, and what all workers agree on of them."""
+
+    parameters: Sequence[nn.Parameter]
+    anchors: Sequence[nn.Parameter]  # in float32 or wider, shaped as the real parameters
+    slices: Sequence[ParameterSlice]  # of the flat pseudo-gradient
+
+    @property
+    def numel(self) -> int:
+        """Elements of the pseudo-gradient."""
+        return sum(part.numel for part in self.slices)
+
+    def rows(self) -> Iterable[tuple[nn.Parameter, nn.Parameter, ParameterSlice]]:
+        """Each parameter with its anchor and its place in the pseudo-gradient."""
+        return zip(self.parameters, self.anchors, self.slices, strict=True)
+
+
+def cut(trained: Mapping[str, nn.Parameter], count: int) -> list[Fragment]:
+    """Fragments of about as many elements each, of parameters that follow each other."""
+    if count > len(trained):
+        raise ValueError(
+            f"fragments must be at most the number of trained parameters, {len(trained)}, got "
+            f"{count}"
+        )
+    wide = all(as_real(p).dtype == torch.float64 for p in trained.values())
+    dtype = torch.float64 if wide else torch.float32
+    total = sum(p.numel() for p in trained.values())
+    cuts: list[list[str]] = [[]]
+    before = 0
+    for position, (name, parameter) in enumerate(trained.items()):
+        left = len(trained) - position  # every fragment to come needs one
+        middle = before + parameter.numel() / 2
+        is_full = middle >= total * len(cuts) / count or left <= count - len(cuts)
+        if cuts[-1] and is_full and len(cuts) < count:
+            cuts.append([])
+        cuts[-1].append(name)
+        before += parameter.numel()
+    fragments = []
+    for names in cuts:
+        parameters = [trained[name] for name in names]
+        # With the strides of the parameters, which an outer optimizer may keep in its state.
+        anchors = [
+            nn.Parameter(as_real(p).detach().to(dtype, copy=True), requires_grad=True)
+            for p in parameters
+        ]
+        fragments.append(Fragment(parameters, anchors, slices_of(names, parameters)))
+    return fragments

@@ -1,0 +1,63 @@
+"""Models, optimizers and codecs that cannot take local steps: said at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dist.integrations.torch.checks import brings_momentum
+from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings
+from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.settings import Settings
+
+
+def require_local(optimizers: Sequence[Optimizer], settings: Settings) -> None:
+    """Raise ValueError unless the optimizers step alone and the codec takes differences."""
+    for each in optimizers:
+        if isinstance(each, OneBitAdam | ZeroRedundancyOptimizer):
+            raise ValueError(
+                f"{type(each).__name__} exchanges between ranks in every step, and local steps are "
+                "of one worker alone; use torch.optim.AdamW"
+            )
+    if brings_momentum(settings):
+        raise ValueError(
+            f"codec {settings.codec.name!r} gives gradients momentum, and a pseudo-gradient is a "
+            "difference of weights; use 'topk'"
+        )
+
+
+def require_workers(
+    module: nn.Module,
+    synced: DistributedDataParallel | None,
+    schedule: LocalUpdateSettings,
+    *,
+    world_size: int,
+) -> None:
+    """Raise ValueError unless every worker has the whole model and changes it alone."""
+    if any(isinstance(each, DTensor) for each in module.parameters()):
+        raise ValueError(
+            "local updates need whole parameters on every rank, got a model that is sharded; use "
+            "lightning_dist.compress_fsdp"
+        )
+    if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} has a DistributedDataParallel inside, which averages "
+            "gradients in every step; give the module that it wraps"
+        )
+    over_all = synced is not None and synced.process_group.size() == world_size
+    if schedule.ddp_steps and not over_all:
+        raise ValueError(
+            "ddp_steps is a number of steps of plain DDP, so the model must be a "
+            f"DistributedDataParallel over all {world_size} ranks; wrap it, or leave ddp_steps out"
+        )
+    if over_all and not schedule.ddp_steps and world_size > 1:
+        raise ValueError(
+            "the model is a DistributedDataParallel over all ranks, which averages gradients in "
+            "every step; give the module itself, or one over the ranks of a worker "
+            "(process_group=), or set ddp_steps"
+        )

@@ -1,0 +1,113 @@
+"""When workers exchange what their local steps have changed, and what is done with the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Method = Literal["local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco"]
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"sync_every": 8},
+    "post_local_sgd": {"sync_every": 8},
+    "diloco": {"sync_every": 32, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "streaming": {
+        "sync_every": 32,
+        "fragments": 4,
+        "overlap_steps": 5,
+        "mixing": 0.5,
+        "outer_lr": 0.4,
+        "outer_momentum": 0.9,
+    },
+    "sparseloco": {"sync_every": 30},
+}
+_CODECS = {"sparseloco": "topk:ratio=0.015625,values=int2,decay=0.95"}
+
+
+def default_codec(method: Method) -> str:
+    """The codec of the pseudo-gradient where the user names none."""
+    return _CODECS.get(method, "int8")
+
+
+@dataclass(frozen=True)
+class LocalUpdateSettings:
+    """One schedule of local steps and outer steps. Equal on all ranks.
+
+    Args:
+        sync_every: attempted optimizer steps between two outer steps of a fragment.
+        fragments: parts of the model that take turns, so that each exchange is a part as large.
+        overlap_steps: attempted steps from the start of an exchange to the outer step that uses it;
+            0 waits for it.
+        mixing: weight of the worker's own parameters after an outer step, 0 to 1; the rest is the
+            anchor's.
+        ddp_steps: attempted steps of plain DDP before the first local one.
+        outer_lr: learning rate of the outer SGD; 1 without momentum is the mean of the workers.
+        outer_momentum: Nesterov momentum of the outer SGD.
+    """
+
+    method: Method
+    sync_every: int
+    fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float = 0.0
+    ddp_steps: int = 0
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+    @classmethod
+    def check(cls, method: Method, **given: Any) -> LocalUpdateSettings:
+        """Fill in the defaults of ``method`` for what is None, and refuse what cannot work.
+
+        Raises:
+            ValueError: with the rule, the value received and what to do.
+        """
+        if method not in get_args(Method):
+            known = ", ".join(get_args(Method))
+            raise ValueError(f"method must be one of {known}, got {method!r}")
+        chosen = {key: value for key, value in given.items() if value is not None}
+        settings = cls(method=method, **{**_DEFAULTS[method], **chosen})
+        settings._check_counts()
+        settings._check_rates()
+        return settings
+
+    @property
+    def interval(self) -> int:
+        """Attempted steps between two outer steps of any fragments."""
+        return self.sync_every // self.fragments
+
+    def fragment_at(self, step: int) -> int | None:
+        """The fragment that is sent after local step ``step``, from 1 on; None: none is."""
+        if step % self.interval:
+            return None
+        return (step // self.interval - 1) % self.fragments
+
+    def _check_counts(self) -> None:
+        least = {"sync_every": 1, "fragments": 1, "overlap_steps": 0, "ddp_steps": 0}
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < limit:
+                raise ValueError(f"{name} must be {limit} or more, got {value!r}")
+        if self.sync_every % self.fragments:
+            raise ValueError(
+                "sync_every must be a multiple of fragments, which take turns at equal distances, "
+                f"got sync_every={self.sync_every} and fragments={self.fragments}"
+            )
+        if self.overlap_steps >= self.interval and self.overlap_steps:
+            raise ValueError(
+                "overlap_steps must be less than sync_every / fragments, so that one exchange is "
+                f"under way at a time, got {self.overlap_steps} and {self.sync_every} / "
+                f"{self.fragments} = {self.interval}"
+            )
+        if self.method == "post_local_sgd" and not self.ddp_steps:
+            raise ValueError(
+                "post_local_sgd is plain DDP before ddp_steps, got ddp_steps=0; set it to the "
+                "number of steps before the first local one, or use method='local_sgd'"
+            )
+
+    def _check_rates(self) -> None:
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr must be above 0, got {self.outer_lr!r}")
+        for name in ("outer_momentum", "mixing"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be 0 or more and less than 1, got {value!r}")

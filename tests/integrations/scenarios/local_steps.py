@@ -1,0 +1,143 @@
+"""Local steps through a Trainer: the same as in a loop, resumed, evaluated, inside hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_dist import LocalUpdateStrategy, local_updates
+from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
+from scenarios.fitting import QUIET, digest, parameters, plain
+from scenarios.models import Regression
+
+SCHEDULE: dict[str, Any] = {"method": "diloco", "sync_every": 3, "overlap_steps": 1, "mixing": 0.25}
+
+
+class Watched(L.Callback):
+    """Digests of the weights: in every validation, and when a checkpoint may be written."""
+
+    def __init__(self) -> None:
+        self.validated: list[str] = []
+        self.own: list[str] = []
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, *_: Any
+    ) -> None:
+        self.validated.append(digest(module))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.own.append(digest(module))
+
+
+def strategy(**settings: Any) -> LocalUpdateStrategy:
+    settings = {"min_compress_numel": 0, "timeout": TIMEOUT, **SCHEDULE, **settings}
+    return LocalUpdateStrategy(**settings)
+
+
+def fit(of: Any, *, ckpt_path: Any = None, **arguments: Any) -> tuple[L.Trainer, Facts]:
+    watched = Watched()
+    callbacks = [*arguments.pop("callbacks", []), watched]
+    given = {**QUIET, "devices": world_size(), "default_root_dir": folder(), "max_epochs": 2}
+    trainer = L.Trainer(strategy=of, callbacks=callbacks, **{**given, **arguments})
+    model = Regression(optimizer="adam")
+    trainer.fit(model, ckpt_path=ckpt_path)
+    facts = {"parameters": parameters(model), "own": watched.own, "validated": watched.validated}
+    return trainer, facts
+
+
+@scenario
+def local_steps_as_in_a_loop() -> Facts:
+    _, facts = fit(strategy(codec="int8"))
+    torch.manual_seed(1)
+    model = Regression(optimizer="adam")
+    optimizer = model.configure_optimizers()
+    updates = local_updates(model, optimizer, min_compress_numel=0, codec="int8", **SCHEDULE)
+    own: list[str] = []
+    dataset = model.train_dataloader().dataset
+    sampler = DistributedSampler(dataset)  # as Lightning makes it
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            optimizer.step()
+            updates.step()
+            own.append(digest(model))
+    updates.finish()
+    updates.close()
+    return {"trainer": facts, "loop": {"parameters": parameters(model), "own": own}}
+
+
+def saving(name: str, **arguments: Any) -> Facts:
+    saver = ModelCheckpoint(folder(), filename=name, enable_version_counter=False)
+    return fit(strategy(codec="int4"), callbacks=[saver], enable_checkpointing=True, **arguments)[1]
+
+
+@scenario
+def local_steps_resume() -> Facts:
+    """Saved after 4 steps of 8: in the middle of a window, one step after an exchange began."""
+    whole = saving("local_whole")
+    saving("local_half", max_epochs=1)
+    path = folder() / "local_half.ckpt"
+    resumed = saving("local_resumed", ckpt_path=path)
+    checkpoint = torch.load(path, weights_only=True)
+    anchor = checkpoint["lightning_dist_local_updates"]["shared"]["anchor"]
+    # Another strategy takes the anchor's weights.
+    other = fit(plain(), ckpt_path=path, max_epochs=1)[1]
+    return {
+        "whole": whole,
+        "resumed": resumed,
+        "weights": {name: checkpoint["state_dict"][name] for name in anchor},
+        "anchor": anchor,
+        "other": other["parameters"],
+    }
+
+
+@scenario
+def local_steps_evaluate() -> Facts:
+    """Validation in the middle of windows, with the anchor's weights and with the worker's own."""
+    found = {}
+    for evaluate in ("anchor", "worker"):
+        settings = {"limit_val_batches": 1, "val_check_interval": 2}
+        _, found[evaluate] = fit(strategy(codec="int8", evaluate=evaluate), **settings)
+    return found
+
+
+@scenario
+def local_steps_by_name() -> Facts:
+    logger = CSVLogger(folder(), name=f"local.{rank()}")
+    trainer, facts = fit("compressed_local_sgd", logger=logger, max_epochs=4)
+    ours = trainer.strategy
+    header = Path(logger.log_dir, "metrics.csv").read_text().splitlines()[0] if not rank() else ""
+    return {
+        **facts,
+        "stats": dict(ours.comm_stats()),
+        "config": ours.comm_config()["local_updates"],
+        "logged": header.split(","),
+    }
+
+
+@scenario
+def local_steps_refused() -> Facts:
+    found = {}
+    for name, make in {
+        "start_step": lambda: strategy(start_step=3),
+        "replicas": lambda: strategy(replicas="node"),
+        "both": lambda: strategy(replicas="host", method="post_local_sgd", ddp_steps=2),
+        "one level": lambda: fit(strategy(replicas="host")),
+        "no outer step": lambda: fit(strategy(sync_every=100)),
+    }.items():
+        try:
+            make()
+        except ValueError as error:
+            found[name] = str(error)
+        if dist.is_initialized():
+            dist.barrier()
+    return found

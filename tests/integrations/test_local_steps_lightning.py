@@ -1,0 +1,72 @@
+"""`Trainer(strategy="compressed_diloco")` on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+from results import Results, require_equal
+
+
+def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
+    ranks = two("local_steps_as_in_a_loop")
+    for facts in ranks:
+        assert facts["trainer"]["own"] == facts["loop"]["own"]
+        require_equal(facts["trainer"]["parameters"], facts["loop"]["parameters"])
+        require_equal(facts["loop"]["parameters"], ranks[0]["loop"]["parameters"])
+    own = [facts["trainer"]["own"] for facts in ranks]
+    assert all(first != second for first, second in zip(*own, strict=True))
+
+
+def test_a_resumed_training_is_bit_exact(two: Results) -> None:
+    for facts in two("local_steps_resume"):
+        assert facts["resumed"]["own"] == facts["whole"]["own"][4:]
+        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
+
+
+def test_a_checkpoint_has_the_anchor_as_weights(two: Results) -> None:
+    ranks = two("local_steps_resume")
+    for facts in ranks:
+        require_equal(facts["weights"], facts["anchor"])
+        require_equal(facts["other"], facts["anchor"])
+
+
+def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> None:
+    first, second = two("local_steps_evaluate")
+    assert len(first["anchor"]["validated"]) == 4
+    assert first["anchor"]["validated"] == second["anchor"]["validated"]
+    assert first["worker"]["validated"] != second["worker"]["validated"]
+    for facts in (first, second):  # evaluating changes nothing
+        assert facts["anchor"]["own"] == facts["worker"]["own"]
+        require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
+
+
+def test_by_name_with_statistics_and_metrics(two: Results) -> None:
+    ranks = two("local_steps_by_name")
+    for facts in ranks:
+        require_equal(facts["parameters"], ranks[0]["parameters"])
+        assert facts["stats"]["steps"] == 3  # two windows of 8, and the end
+        assert facts["config"]["sync_every"] == 8
+    assert {"outer/cosine", "outer/drift", "comm/wire_bytes"} <= set(ranks[0]["logged"])
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("start_step", "ddp_steps are steps of plain DDP"),
+        ("replicas", "replicas must be 'rank' or 'host'"),
+        ("both", "give one of the two"),
+        ("one level", "needs several hosts"),
+        ("no outer step", "must have an outer step"),
+    ],
+)
+def test_what_cannot_work_is_refused(two: Results, case: str, says: str) -> None:
+    for facts in two("local_steps_refused"):
+        assert says in facts[case]
+
+
+def test_ranks_of_a_host_are_one_worker(three: Results) -> None:
+    first, second, other = three("local_steps_inside_hosts")
+    assert first["own"] == second["own"]
+    assert first["own"][0] != other["own"][0]
+    for facts in (first, second, other):
+        require_equal(facts["parameters"], first["parameters"])
+        assert facts["stats"]["steps"] == 3
