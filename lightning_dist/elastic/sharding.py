@@ -216,6 +216,7 @@ class Deal:
         self.layout: Layout | None = None
         """The layout of now; None where samples are not counted."""
         self._epoch_size = 0
+        self._dealt: DataLoader[Any] | None = None
 
     @property
     def is_dealt(self) -> bool:
@@ -256,7 +257,14 @@ class Deal:
         passes = limit(self.first, facts)
         self._epoch_size = full_size(facts.size, limit=passes, layout=self.first)
         accept(self.first, self.layout)
-        return shard(loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first)
+        self._dealt = shard(
+            loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first
+        )
+        return self._dealt
+
+    def close(self) -> None:
+        """No more batches are wanted: end the workers that the loader keeps."""
+        end_workers(self._dealt)
 
     def _first_layout(self, script: Layout) -> Layout:
         if self.resumed is not None:

@@ -112,24 +112,36 @@ def test_a_save_of_this_step_that_failed_is_tried_again(
     assert "step=8" in newest.path
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_all_ranks_know(tmp_path: Path, quick_python: list[str]) -> None:
-    """Rank 0 cannot write, and rank 1 is told."""
-    saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
-    settings: dict[str, dict[str, Any]] = {
-        "trainer": {"elastic": {**saving, "every_n_train_steps": 4}},
-        "plain": {"elastic": {"every_n_train_steps": 4}, "saving": saving},
-    }
+    """Rank 0 cannot write. Rank 1 is told to end; or else a failure ends all at one step."""
     jobs = []
     for framework, hook in (("trainer", "on_after_backward"), ("plain", "after_backward")):
-        faults = Fault("full_disk", hook, 5, (0,)), Fault("terminate", hook, 7)
-        folder, fit = str(tmp_path / framework), settings[framework]
-        jobs.append(
-            Job(framework, folder, faults=faults, max_restarts=0, framework=framework, fit=fit)
-        )
+        for on_error in ("warn", "raise"):
+            faults = [Fault("full_disk", hook, 5, (0,))]
+            faults += [Fault("terminate", hook, 7)] if on_error == "warn" else []
+            saving = {"on_error": on_error, "writer": "process", "snapshot": "sync"}
+            fit: dict[str, Any] = {"elastic": {"every_n_train_steps": 4}}
+            if framework == "trainer":
+                fit["elastic"] |= saving
+            else:
+                fit["saving"] = saving
+            name = f"{framework}-{on_error}"
+            folder = str(tmp_path / name)
+            jobs.append(
+                Job(name, folder, faults=faults, max_restarts=0, framework=framework, fit=fit)
+            )
     done = run_jobs(jobs, tmp_path, python=quick_python)
     for job in jobs:
         assert not done[job.name]["hung"]
-        # The agent ends the other one as soon as the first is gone.
-        codes = {path.read_text() for path in Path(job.folder).glob("exit-0-*")}
-        assert codes == {"74"}, job.name
+        if job.name.endswith("warn"):
+            # The agent ends the other one as soon as the first is gone.
+            codes = {path.read_text() for path in Path(job.folder).glob("exit-0-*")}
+            assert codes == {"74"}, job.name
+        else:
+            journals = Path(job.folder, "ckpt", "elastic").glob("rank-*.jsonl")
+            ends = [json.loads(each.read_text().splitlines()[-1]) for each in journals]
+            assert {each["rank"] for each in ends} == {0, 1}
+            (reason,) = {each["reason"] for each in ends}
+            assert reason.startswith("CheckpointError: the checkpoint "), job.name
+            assert "was not written: OSError" in reason

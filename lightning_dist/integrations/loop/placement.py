@@ -18,7 +18,7 @@ from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.elastic.sharding import Deal, NotExactError
-from lightning_dist.elastic.workers import end_workers, keep_workers
+from lightning_dist.elastic.workers import keep_workers
 from lightning_dist.integrations.loop.objects import Objects
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class LoopPlacement(Placement):
         """The end of this process's part, with what has ended it."""
         was_open, self.is_open = self.is_open, False
         if was_open:
-            end_workers(self.batches)
+            self.data.close()
         self.session.close(error, stopped=isinstance(error, Stopped))
         self.all_saved()
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
 )
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from lightning_dist.elastic.plan import EpochPlan, Layout, Position
 from lightning_dist.elastic.sharding import (
@@ -153,6 +154,7 @@ class TrainerDeal(Deal):
         loader.limits = [passes]
         loop.max_batches = passes
 
+    @override
     def close(self) -> None:
         """No more batches are wanted; give the trainer back what its user has set.
 
@@ -161,6 +163,7 @@ class TrainerDeal(Deal):
         """
         trainer: Any = self._trainer
         trainer.fit_loop.teardown()
+        super().close()
         if self.remembered is not None:
             self.remembered.close()
         trainer.accumulate_grad_batches = self._accumulate
