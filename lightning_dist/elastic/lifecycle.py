@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from lightning_dist.elastic.history import RunHistory
 from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
 from lightning_dist.elastic.rendezvous import Launch
-from lightning_dist.elastic.settings import EndSettings
+from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.elastic.watchdog import Watchdog
 
 EXIT_UNSAVED = 74
@@ -36,7 +36,7 @@ class ProcessLifecycle:
         history: takes note of why.
     """
 
-    def __init__(self, settings: EndSettings, history: RunHistory) -> None:
+    def __init__(self, settings: RunSettings, history: RunHistory) -> None:
         self._settings = settings
         self._history = history
         self._notices: PreemptionListener | None = None

@@ -8,7 +8,6 @@ from typing import Any
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.history import RunHistory, cost_line, start_line
 from lightning_dist.elastic.journal import FINISHED
 from lightning_dist.elastic.lifecycle import ProcessLifecycle, stop_line
@@ -17,7 +16,7 @@ from lightning_dist.elastic.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.retention import Retention
-from lightning_dist.elastic.settings import EndSettings, RunSettings
+from lightning_dist.elastic.settings import RunSettings
 
 
 class Placement:
@@ -64,22 +63,12 @@ class Session:
 
     Args:
         settings: of the run.
-        ending: when this process ends by itself.
-        saving: how checkpoints are written.
-        sharded: whether every rank writes its part of a checkpoint.
     """
 
-    def __init__(
-        self,
-        settings: RunSettings,
-        *,
-        ending: EndSettings,
-        saving: CheckpointSettings,
-        sharded: bool = False,
-    ) -> None:
-        self._settings, self._saving, self._sharded = settings, saving, sharded
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
         self.history = RunHistory()
-        self.lifecycle = ProcessLifecycle(ending, self.history)
+        self.lifecycle = ProcessLifecycle(settings, self.history)
         self._members: Membership | None = None
         self._retention: Retention | None = None
         self.resumed: ElasticState | None = None
@@ -106,7 +95,7 @@ class Session:
     def meet(self) -> None:
         """Begin to watch for progress, and make the groups of all ranks. Collective."""
         self.lifecycle.open()
-        self._members = Membership(sharded=self._sharded)
+        self._members = Membership(sharded=self.settings.sharded)
 
     def open(self, placement: Placement) -> str | None:
         """Own the folder; the newest complete checkpoint in it. Collective.
@@ -116,12 +105,12 @@ class Session:
             CheckpointError: there are checkpoints, and none is complete.
         """
         self._placement, self._saved_step, self.resumed = placement, -1, None
-        folder = self._settings.folder
-        self.history.open(folder, ranks=self.members.ranks, seed=self._settings.seed)
+        folder = self.settings.folder
+        self.history.open(folder, ranks=self.members.ranks, seed=self.settings.seed)
         self._retention = Retention(
             folder,
-            keep=self._settings.max_to_keep,
-            settings=self._saving,
+            keep=self.settings.max_to_keep,
+            settings=self.settings.saving,
             members=self.members,
             warn=placement.warn,
             committed=placement.committed,
@@ -147,7 +136,7 @@ class Session:
     ) -> None:
         """Scale learning rates where the batch policy says so and the layout has changed."""
         before = first if self.resumed is None else self.resumed.layout
-        factor = lr_factor(self._settings.batch_policy, before=before, now=now)
+        factor = lr_factor(self.settings.batch_policy, before=before, now=now)
         scale_learning_rates(optimizers, schedulers, factor=factor)
 
     def begin(self, first: Layout, now: Layout | None, *, foreign: str = "") -> None:

@@ -8,10 +8,10 @@ from lightning_dist.elastic.lifecycle import (
     EXIT_LEAVE,
     EXIT_RESTART,
     EXIT_UNSAVED,
-    EndSettings,
     ProcessLifecycle,
 )
 from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
+from lightning_dist.elastic.settings import RunSettings
 
 
 class Account:
@@ -33,7 +33,7 @@ def codes_of(patch: pytest.MonkeyPatch, reasons: list[str], *, is_saved: bool = 
         patch.setenv("RANK", str(rank))
         patch.setenv("LOCAL_RANK", str(rank % 2))
         account = Account()
-        life = ProcessLifecycle(EndSettings(), account)
+        life = ProcessLifecycle(RunSettings("folder"), account)
         life._notices = PreemptionListener([])
         life._notices.reason = reason
         codes.append(life.stop(reasons, is_saved=is_saved))
@@ -68,4 +68,6 @@ def test_a_machine_that_goes_is_left_without_a_checkpoint_too(
 
 
 def test_where_nobody_restarts_ranks_all_end_well() -> None:
-    assert ProcessLifecycle(EndSettings(), Account()).stop(["", "SIGTERM"], is_saved=True) == 0
+    assert (
+        ProcessLifecycle(RunSettings("folder"), Account()).stop(["", "SIGTERM"], is_saved=True) == 0
+    )

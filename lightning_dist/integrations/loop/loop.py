@@ -16,7 +16,7 @@ from lightning_dist.elastic.journal import Summary
 from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import EndSettings, RunSettings
+from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
@@ -100,16 +100,15 @@ class ElasticLoop:
             batch_policy=batch_policy,
             seed=seed,
             weights_only=weights_only,
+            preemption_check=preemption_check,
+            preemption_poll_interval=preemption_poll_interval,
+            grace_period=grace_period,
+            hang_timeout=hang_timeout,
+            saving=checkpoint or CheckpointSettings(snapshot="blocking"),
         )
         self._loader, self._given, self._device = loader, state, device
-        saving = checkpoint or CheckpointSettings(snapshot="blocking")
-        ending = EndSettings(preemption_check, preemption_poll_interval, grace_period, hang_timeout)
         self._run = LoopPlacement(
-            Session(self._settings, ending=ending, saving=saving),
-            self._settings,
-            accumulate=gradient_accumulation_steps,
-            signals=signals,
-            overlaps=saving.snapshot in ("auto", "overlap"),
+            Session(self._settings), accumulate=gradient_accumulation_steps, signals=signals
         )
         self._in_epoch = False
         self._this: MicroBatch | None = None

@@ -16,7 +16,6 @@ from lightning_dist.elastic.plan import Position
 from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.session import Placement, Session
-from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.elastic.sharding import Deal, NotExactError
 from lightning_dist.elastic.workers import keep_workers
 from lightning_dist.integrations.loop.objects import Objects
@@ -33,23 +32,15 @@ class LoopPlacement(Placement):
 
     Args:
         session: of the loop.
-        settings: of the run.
         accumulate: micro-batches per optimizer step of the first start.
         signals: that end the training at a checkpoint of all ranks.
-        overlaps: whether parameters may be copied while training goes on.
     """
 
     def __init__(
-        self,
-        session: Session,
-        settings: RunSettings,
-        *,
-        accumulate: int,
-        signals: Sequence[signal.Signals],
-        overlaps: bool,
+        self, session: Session, *, accumulate: int, signals: Sequence[signal.Signals]
     ) -> None:
-        self.session, self._settings = session, settings
-        self._accumulate, self._signals, self._overlaps = accumulate, tuple(signals), overlaps
+        self.session, self._settings = session, session.settings
+        self._accumulate, self._signals = accumulate, tuple(signals)
         self._handlers: dict[signal.Signals, Any] = {}
         self.is_open = self.is_complete = False
 
@@ -88,7 +79,7 @@ class LoopPlacement(Placement):
         keep_workers(self.batches, self._signals)
         optimizers, (first, now) = self.objects.optimizers, self.data.layouts
         session.scale_rates(optimizers, self.objects.schedulers, first=first, now=now)
-        if self._overlaps:
+        if settings.saving.snapshot in ("auto", "overlap"):
             session.retention.watch(optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
             self._handlers = {each: signal.getsignal(each) for each in self._signals}

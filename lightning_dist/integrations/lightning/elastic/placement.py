@@ -36,11 +36,10 @@ class TrainerPlacement(Placement):
     Args:
         trainer: of the fit.
         session: from the set-up of the fit to its end.
-        sharded: whether every rank writes its part of a checkpoint.
     """
 
-    def __init__(self, trainer: pl.Trainer, session: Session, *, sharded: bool) -> None:
-        self._trainer, self._session, self._sharded = trainer, session, sharded
+    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+        self._trainer, self._session = trainer, session
         self._stalls: dict[str, float] = {}  # of saves under way, by path
         self._watched: list[Optimizer] = []
         self._epoch: int | None = None
@@ -95,7 +94,8 @@ class TrainerPlacement(Placement):
     def write(self, checkpointer: Checkpointer | None, path: str) -> None:
         began = time.perf_counter()
         self.watch_optimizers()
-        save_into(checkpointer, self._trainer, path, sharded=self._sharded)
+        sharded = self._session.settings.sharded
+        save_into(checkpointer, self._trainer, path, sharded=sharded)
         if checkpointer is not None and weights_may_change(self._trainer):
             checkpointer.wait_for_copy()
         self._session.metrics.stall_s = self._stalls[path] = time.perf_counter() - began

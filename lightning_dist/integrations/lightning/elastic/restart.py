@@ -19,7 +19,7 @@ from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import EndSettings, RunSettings
+from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.before_setup import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
@@ -126,17 +126,15 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             batch_policy=batch_policy,
             seed=seed,
             weights_only=weights_only,
+            preemption_check=preemption_check,
+            preemption_poll_interval=preemption_poll_interval,
+            grace_period=grace_period,
+            hang_timeout=hang_timeout,
+            saving=CheckpointSettings(**saving),
+            sharded=format == "sharded",
         )
-        self._saving = CheckpointSettings(**saving)
-        self._exact, self._sharded = strict_data, format == "sharded"
-        self._session = Session(
-            self._settings,
-            ending=EndSettings(
-                preemption_check, preemption_poll_interval, grace_period, hang_timeout
-            ),
-            saving=self._saving,
-            sharded=self._sharded,
-        )
+        self._exact = strict_data
+        self._session = Session(self._settings)
         self.best_model_path = ""
         """The newest checkpoint at the end of a fit: what ``ckpt_path="best"`` means alone."""
         self._at: TrainerPlacement | None = None  # while a fit of the run is under way
@@ -165,10 +163,10 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         refuse_pytorch_lightning(trainer=trainer)
         require_supported(trainer.strategy)
         restore_usual(trainer)  # after a fit that ended with an exception
-        io = resume_io(trainer, verify=self._saving.verify)
+        io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):
             return
-        require_effective(self._saving, trainer)
+        require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
         self._require_own_folder(trainer)
         self._stand_last(trainer)
@@ -176,7 +174,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._at, self._has_begun = None, False
         self._session.meet()
-        placement = TrainerPlacement(trainer, self._session, sharded=self._sharded)
+        placement = TrainerPlacement(trainer, self._session)
         self._found = io.verified = self._session.open(placement)
         connector = RestartConnector(
             private.checkpoint_connector(trainer),
