@@ -77,8 +77,7 @@ class Session:
         self._saved_step = -1  # of the last save that this start has asked for
         self.newest = ""
         """The newest checkpoint that is known to be durable, on all ranks."""
-        self._metrics = Metrics()
-        self._last: Committed | None = None
+        self._is_open = False
 
     @property
     def members(self) -> Membership:
@@ -88,7 +87,7 @@ class Session:
 
     @property
     def retention(self) -> Retention:
-        """The checkpoints, from :meth:`open` to :meth:`close`."""
+        """The checkpoints, from :meth:`open` on."""
         assert self._retention is not None
         return self._retention
 
@@ -116,6 +115,7 @@ class Session:
             committed=placement.committed,
             wait=placement.wait,
         )
+        self._is_open = True
         found = self.retention.open()
         self.newest = found or ""
         return found
@@ -173,12 +173,12 @@ class Session:
     @property
     def metrics(self) -> Metrics:
         """What checkpoints have cost this rank."""
-        return self._metrics if self._retention is None else self._retention.metrics
+        return Metrics() if self._retention is None else self._retention.metrics
 
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint of this start that is durable; on a rank that writes."""
-        return self._last if self._retention is None else self._retention.last_committed
+        return None if self._retention is None else self._retention.last_committed
 
     def step(self, samples: int) -> bool:
         """An optimizer step is done, of all ranks, and ``samples`` so far.
@@ -321,15 +321,13 @@ class Session:
         Args:
             stopped: it was :meth:`stop_if_told`.
         """
+        was_open, self._is_open = self._is_open, False
         if error is not None and not stopped:
             self.lifecycle.fail(error)
-        retention, self._retention = self._retention, None
         try:
-            if retention is not None:
-                retention.close(patiently=error is None or stopped)
+            if was_open:
+                self.retention.close(patiently=error is None or stopped)
         finally:
-            if retention is not None:
-                self._metrics, self._last = retention.metrics, retention.last_committed
             if stopped:
                 self.lifecycle.end_listening()
             elif error is None:
