@@ -120,8 +120,10 @@ def account(outcome: tuple[Job, dict[str, Any]]) -> dict[int, Step]:
 def hashes(outcome: tuple[Job, dict[str, Any]]) -> set[str]:
     """Of the weights at the end of the last start."""
     given, _ = outcome
-    ends = Path(given.folder).glob(f"end-{len(given.worlds) - 1}-*.json")
-    return {json.loads(end.read_text())["hash"] for end in ends}
+    paths = Path(given.folder).glob(f"end-{len(given.worlds) - 1}-*.json")
+    ends = [json.loads(path.read_text()) for path in paths]
+    assert not any(end["left"] for end in ends), "process groups"
+    return {end["hash"] for end in ends}
 
 
 def require_exact(

@@ -119,6 +119,7 @@ def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> N
     found, result = outcomes[name]
     assert not result["hung"]
     assert end_of(found) == end_of(reference)
+    assert end_of(found)["left"] == [], "process groups"
     assert ids_of(found) == ids_of(reference)
     assert list(Path(found.folder).glob("fired-*")), "the fault did not happen"
 
