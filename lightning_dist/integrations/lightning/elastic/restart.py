@@ -181,7 +181,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             path=self._found,
             weights_only=self._settings.weights_only,
             on_loaded=lambda *loaded: self._take_up(placement, trainer, *loaded),
-            on_loops=self._place_loops,
+            on_loops=placement.place_loops,
         )
         private.set_checkpoint_connector(trainer, connector)
         signals = private.signal_connector(trainer)
@@ -245,7 +245,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         data = TrainerDeal(
             trainer,
             exact=self._exact,
-            on_first=self._restore_generators,
+            on_first=lambda: placement.generators.restore(),
             policy=self._settings.batch_policy,
             resumed=state,
             path=path,
@@ -255,14 +255,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         placement.take_up(data)
         self._at = placement
         place_sources(trainer, data)
-
-    def _place_loops(self) -> None:
-        if self._at is not None:
-            self._at.place_loops()
-
-    def _restore_generators(self) -> None:
-        if self._at is not None:
-            self._at.generators.restore()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -290,7 +282,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         session.begin(first, data.layout, foreign=foreign)
         session.lifecycle.heartbeat()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
-            self._restore_generators()
+            self._at.generators.restore()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -349,7 +341,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking or self._at is None:
             return
-        self._restore_generators()
+        self._at.generators.restore()
         batches = sum(trainer.num_val_batches)
         number = int(batches) if batches != float("inf") else -1
         numbers = self._session.members.ranks.gather(number)
