@@ -59,7 +59,6 @@ class Retention:
             self.checkpointer = Checkpointer(
                 settings, group=members.writers, ranks=members.world_size
             )
-        self._found: str | None = None
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
         self._fatal: list[str] = []  # failures that the other ranks do not know yet
         self._idle = Metrics()
@@ -85,14 +84,7 @@ class Retention:
         ranks = self._members.ranks
         found: str | None = ranks.on_first(lambda: {"path": self._open_first()})["path"]
         if self._members.writers is not None:
-            error: Exception | None = None
-            try:
-                if not ranks.is_leader:
-                    self._open_too()
-            except ValueError as raised:
-                error = raised
-            ranks.all({}, error=error)
-        self._found = found
+            ranks.on_each(self._join_folder)
         return found
 
     def _open_first(self) -> str | None:
@@ -105,7 +97,9 @@ class Retention:
                 raise ValueError(not_ours(other.path))
         return None
 
-    def _open_too(self) -> None:
+    def _join_folder(self) -> None:
+        if self._members.ranks.is_leader:
+            return
         if not is_owned(self._folder):
             raise ValueError(
                 f"with format='sharded' all ranks write to one folder, and some do not see rank "

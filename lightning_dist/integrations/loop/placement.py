@@ -88,17 +88,10 @@ class LoopPlacement(Placement):
 
     def _load(self, path: str) -> Any:
         """What was saved as ``path``, which has been verified. Collective: errors are of all."""
-        state, error = None, None
-        try:
-            restricted = self._settings.weights_only
-            state = load(path, check=False, map_location="cpu", weights_only=restricted)
-        except Exception as raised:
-            error = raised
-        self._agree(error)
-        return state
-
-    def _agree(self, error: Exception | None) -> None:
-        self.session.members.ranks.all({}, error=error)
+        restricted = self._settings.weights_only
+        return self.session.members.ranks.on_each(
+            lambda: load(path, check=False, map_location="cpu", weights_only=restricted)
+        )
 
     def begin(self, *, epochs: int) -> bool:
         """Say where training goes on; whether anything of so many epochs is left."""
@@ -141,14 +134,13 @@ class LoopPlacement(Placement):
             rng=self.generators.capture(),
             size=self.data.size,
         )
-        error: Exception | None = None
         state = {KEY: place, **self.objects.state_dict()}
-        try:
+
+        def save() -> None:
             if checkpointer is not None:
                 checkpointer.save(state, path, step=self._steps)
-        except Exception as raised:
-            error = raised
-        self._agree(error)
+
+        self.session.members.ranks.on_each(save)
 
     @override
     def tell(self, text: str) -> None:
