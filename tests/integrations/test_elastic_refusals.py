@@ -10,7 +10,6 @@ from elastic_runs import (
     FailAt,
     Fault,
     Net,
-    Numbered,
     committed,
     fit,
     fit_with_faults,
@@ -21,7 +20,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExcepti
 from loop_runs import net
 
 from lightning_dist import AsyncCheckpoint, ElasticLoop, ElasticRestart
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 
 
 def restart(folder: Path, **settings: Any) -> Any:
@@ -103,12 +101,6 @@ def broken_off(folder: Path, **settings: Any) -> None:
         fit(folder, FailAt("on_after_backward", 7), **settings)
 
 
-def test_a_folder_of_another_dataset(tmp_path: Path) -> None:
-    broken_off(tmp_path)
-    with pytest.raises(ValueError, match=r"of another run: its epochs have 48 samples.* has 40"):
-        fit(tmp_path, loader=lambda: make_loader(Numbered(40)))
-
-
 def test_a_folder_of_another_model(tmp_path: Path) -> None:
     broken_off(tmp_path)
     other = Net()
@@ -147,14 +139,6 @@ def test_a_checkpoint_at_an_exception_may_be_beside(tmp_path: Path) -> None:
     assert (tmp_path / "failed" / "on_exception.ckpt").exists()
     trainer, _ = fit(tmp_path, beside)
     assert trainer.global_step == 36
-
-
-def test_no_whole_checkpoint_is_left(tmp_path: Path) -> None:
-    broken_off(tmp_path)
-    for path in (tmp_path / "ckpt").glob("*.ckpt"):
-        path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="whole"):
-        fit(tmp_path)
 
 
 def test_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -281,12 +281,6 @@ def test_checkpoints_of_a_trainer_are_not_taken_for_ours(tmp_path: Path) -> None
         loop_in(tmp_path / "ckpt").__enter__()
 
 
-def test_another_dataset(tmp_path: Path) -> None:
-    train(tmp_path, "plain", epochs=1)
-    with pytest.raises(ValueError, match="its epochs have 48 samples"):
-        train(tmp_path, "plain", loader={"sampler": range(40), "shuffle": None})
-
-
 def test_ranks_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="started 2 ranks, and there is no process group"):

@@ -113,7 +113,7 @@ class TrainerDeal(Deal):
         return None
 
     def _limited(self, first: Layout, facts: LoaderFacts) -> int | None:
-        """Passes of an epoch that the script wants, in the layout of the first start."""
+        """Micro-batches of an epoch that the script wants, in the layout of the first start."""
         if isinstance(self._limit, int):
             return self._limit
         if self._limit == 1.0:
