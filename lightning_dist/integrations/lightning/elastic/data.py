@@ -162,8 +162,8 @@ class TrainerDeal(Deal):
         which closes their queues before they are told to end, and then waits 5 s for each.
         """
         trainer: Any = self._trainer
+        super().close()  # before the loop forgets iterators that are not torch's own
         trainer.fit_loop.teardown()
-        super().close()
         if self.remembered is not None:
             self.remembered.close()
         trainer.accumulate_grad_batches = self._accumulate
